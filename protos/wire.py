@@ -1,0 +1,381 @@
+"""What both ends of the bus share: sampling parameters, the routing hash and the frame codec.
+
+Plain Python and numpy; imports neither torch nor ray. The bus is hybrid (DESIGN §1): one unary Serve call
+for each request (`Submit` in, `Completion` out) and one attach stream for each (router, replica) that
+carries one `Frame` per engine step.
+
+Every message is msgpack of a flat list whose first item is `WIRE_VERSION`; a reader refuses another version
+instead of guessing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+
+WIRE_VERSION = 1
+
+
+class WireError(ValueError):
+    """Bytes that are not a message of this version."""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Sampling parameters
+# ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; the engine's view, complete and resolved.
+
+    The next token is a pure function of (prompt ids, these parameters, seed, choice, absolute position), so
+    a stream can be continued on any replica (DESIGN §6.2).
+    """
+
+    max_tokens: int = 16  # most tokens to generate, >= 1
+    min_tokens: int = 0  # EOS and stop ids are masked before this many tokens
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # (0, 1]; 1 = off
+    seed: int = 0  # unsigned 64 bits; whoever accepts the request draws one when the client gave none
+    choice: int = 0  # index of this sample among the n of one request; part of the noise key
+    stop_token_ids: tuple[int, ...] = ()  # end the request as EOS does
+    ignore_eos: bool = False
+
+    def to_wire(self) -> list[Any]:
+        return [getattr(self, f.name) for f in dataclasses.fields(self)]
+
+    @classmethod
+    def from_wire(cls, values: list[Any]) -> SamplingParams:
+        names = [f.name for f in dataclasses.fields(cls)]
+        if len(values) != len(names):
+            raise WireError(f"SamplingParams: {len(values)} values, expected {len(names)}")
+        kwargs = dict(zip(names, values, strict=True))
+        kwargs["stop_token_ids"] = tuple(kwargs["stop_token_ids"])
+        return cls(**kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Routing hash
+# ----------------------------------------------------------------------------------------------------------
+
+ROUTING_BLOCK_TOKENS = 64
+_U64 = np.uint64
+_WEIGHTS_CHUNK = 1 << 15
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64 bits that mixes all of them."""
+    with np.errstate(over="ignore"):
+        x = x + _U64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+        return x ^ (x >> _U64(31))
+
+
+class RoutingHasher:
+    """64-bit hashes of every 64-token prefix of a prompt; a hint for routing, never proof of equality.
+
+    ``h[i] = splitmix64(chain_seed ^ sum(w[t] * (token[t] + 1) for t < 64 * (i + 1)))`` modulo 2^64 with fixed
+    pseudo-random odd weights w: multilinear hashing. A prefix sum makes all the hashes of a prompt one
+    vectorised pass, and a running sum extends them as tokens are generated. h[i] depends on every token
+    before it, so equal hashes mean equal prefixes up to a chance of 2^-64 for prompts not made to collide; a
+    collision costs a detour, not a wrong answer, because the engine reuses KV by its own keyed BLAKE2b.
+
+    Parameters
+    ----------
+    model, revision, tenant
+        Chains of different values are disjoint; the tenant's salt keeps tenants apart.
+    """
+
+    def __init__(self, model: str, revision: str = "", tenant: str = ""):
+        key = "\x00".join((model, revision, tenant)).encode()
+        digest = hashlib.blake2b(key, digest_size=8, person=b"quire-route").digest()
+        self.chain_seed = _U64(int.from_bytes(digest, "little"))
+        self._weights = _weights(0, _WEIGHTS_CHUNK)
+
+    def hashes(self, token_ids: np.ndarray) -> np.ndarray:
+        """Hash every whole routing block's prefix.
+
+        Parameters
+        ----------
+        token_ids
+            [tokens] any integer dtype, non-negative.
+
+        Returns
+        -------
+        [tokens // 64] uint64, hash i covers tokens [0, 64 * (i + 1)).
+        """
+        return self.extend(_U64(0), 0, token_ids)[0]
+
+    def extend(
+        self, running_sum: np.uint64, start: int, token_ids: np.ndarray
+    ) -> tuple[np.ndarray, np.uint64]:
+        """Hashes of the routing blocks that `token_ids` completes, and the new running sum.
+
+        Parameters
+        ----------
+        running_sum
+            Sum over the tokens before `start` (0 when start is 0).
+        start
+            Absolute position of token_ids[0]; a multiple of 64.
+        token_ids
+            [tokens] any integer dtype; a tail shorter than a block is ignored.
+        """
+        if start % ROUTING_BLOCK_TOKENS:
+            raise ValueError(f"start must be a multiple of {ROUTING_BLOCK_TOKENS}, got {start}")
+        blocks = len(token_ids) // ROUTING_BLOCK_TOKENS
+        if blocks == 0:
+            return np.empty(0, _U64), running_sum
+        end = start + blocks * ROUTING_BLOCK_TOKENS
+        while end > len(self._weights):
+            more = _weights(len(self._weights), len(self._weights))
+            self._weights = np.concatenate([self._weights, more])
+        ids = np.asarray(token_ids[: blocks * ROUTING_BLOCK_TOKENS]).astype(_U64)
+        with np.errstate(over="ignore"):
+            terms = (ids + _U64(1)) * self._weights[start:end]
+            sums = terms.reshape(blocks, ROUTING_BLOCK_TOKENS).sum(axis=1, dtype=_U64)
+            sums = np.cumsum(sums, dtype=_U64) + running_sum
+        return _splitmix64(sums ^ self.chain_seed), sums[-1]
+
+
+def _weights(start: int, count: int) -> np.ndarray:
+    return _splitmix64(np.arange(start, start + count, dtype=_U64)) | _U64(1)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Requests: the unary call
+# ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request on its way to a replica.
+
+    `prompt_ids` are all tokens whose KV the replica must have, `num_emitted` of them (the tail) were already
+    generated by an earlier attempt: they count towards max_tokens and min_tokens, and the first new token
+    has the index `num_emitted`.
+    """
+
+    router_id: str
+    stream_id: int  # the router's number for this attempt; frames carry it back
+    request_id: str  # a label for logs
+    prompt_ids: np.ndarray  # [tokens] int32
+    params: SamplingParams
+    num_emitted: int = 0
+    tenant: str = ""  # cache key: tenants never share blocks
+    deadline_s: float | None = None  # seconds from now, by the receiver's clock
+    priority: int = 0  # smaller is sooner
+
+    def encode(self) -> bytes:
+        return msgpack.packb(
+            [
+                WIRE_VERSION,
+                self.router_id,
+                self.stream_id,
+                self.request_id,
+                np.ascontiguousarray(self.prompt_ids, dtype="<i4").tobytes(),
+                self.params.to_wire(),
+                self.num_emitted,
+                self.tenant,
+                self.deadline_s,
+                self.priority,
+            ]
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Submit:
+        router_id, stream_id, request_id, ids, params, emitted, tenant, deadline_s, priority = _open(
+            data, 9, "Submit"
+        )
+        return cls(
+            router_id,
+            stream_id,
+            request_id,
+            np.frombuffer(ids, dtype="<i4"),
+            SamplingParams.from_wire(params),
+            emitted,
+            tenant,
+            deadline_s,
+            priority,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer of the unary call: how the request ended and what it cost. Tokens travel in frames."""
+
+    finish_reason: str  # stop | length | abort | error
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int  # prompt tokens whose KV was found in the cache at first admission
+    queue_s: float = 0.0  # submit to first scheduled
+    prefill_s: float = 0.0  # first scheduled to first token
+    error: dict[str, Any] | None = None  # `QuireError.to_wire`
+
+    def encode(self) -> bytes:
+        return msgpack.packb([WIRE_VERSION, *(getattr(self, f.name) for f in dataclasses.fields(self))])
+
+    @classmethod
+    def decode(cls, data: bytes) -> Completion:
+        return cls(*_open(data, len(dataclasses.fields(cls)), "Completion"))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Frames: the attach stream
+# ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of an attach stream: who answers, and the facts that never change in its life."""
+
+    replica: str  # Serve's unique id of the replica
+    epoch: str
+    model_name: str  # with `revision`, the seed of the routing hash
+    revision: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and output together
+    max_cache_tokens: int  # tokens that the whole KV pool holds
+    block_size: int
+    eos_token_ids: list[int]
+    startup_s: dict[str, float]  # seconds of start-up by phase
+
+    def encode(self) -> bytes:
+        return msgpack.packb([WIRE_VERSION, *(getattr(self, f.name) for f in dataclasses.fields(self))])
+
+    @classmethod
+    def decode(cls, data: bytes) -> Hello:
+        return cls(*_open(data, len(dataclasses.fields(cls)), "Hello"))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of one stream: `token_ids[i]` has the absolute output index `index + i`."""
+
+    stream_id: int
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None  # stop | length | abort | error, on the last delta only
+    num_cached_tokens: int = 0  # prompt tokens found in the cache, on the first delta only
+    queue_s: float = 0.0  # submit to first scheduled, on the first delta only
+
+    def to_wire(self) -> list[Any]:
+        if self.finish_reason is None and not self.num_cached_tokens and not self.queue_s:
+            return [self.stream_id, self.index, self.token_ids]  # all but two deltas of a stream
+        return [getattr(self, f.name) for f in dataclasses.fields(self)]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """What one step changed in a replica's prefix cache, in routing hashes, applied in this order:
+    cleared, removed, stored. `seq` counts these batches from 1 within an epoch, without gaps."""
+
+    seq: int
+    stored: np.ndarray  # [n] uint64, parents before children
+    removed: np.ndarray  # [n] uint64
+    cleared: bool = False
+
+    def to_wire(self) -> list[Any]:
+        return [self.seq, _hash_bytes(self.stored), _hash_bytes(self.removed), self.cleared]
+
+    @classmethod
+    def from_wire(cls, values: list[Any]) -> CacheEvents:
+        seq, stored, removed, cleared = values
+        return cls(seq, np.frombuffer(stored, "<u8"), np.frombuffer(removed, "<u8"), cleared)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a replica is doing, as the router's cost function needs it (DESIGN §5)."""
+
+    num_running: int = 0  # rows with KV in the cache
+    num_waiting: int = 0  # accepted, not yet scheduled
+    queued_prefill_tokens: int = 0  # tokens still to prefill, waiting and running
+    num_decode_tokens: int = 0  # KV tokens of the decoding rows
+    blocks_free: int = 0
+    blocks_cached: int = 0  # evictable, content known
+    blocks_in_use: int = 0
+    blocks_total: int = 0
+    prefill_s_per_token: float = 0.0  # measured, exponential average; 0 = not yet known
+    decode_step_s: float = 0.0  # measured seconds of a decode step; 0 = not yet known
+    num_steps: int = 0  # counts up; the proof of progress
+    num_compiles: int = 0  # kernels or graphs built since ready: stays 0
+    num_preemptions: int = 0
+
+    def to_wire(self) -> list[Any]:
+        return [getattr(self, f.name) for f in dataclasses.fields(self)]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a replica sends to one router after a step, or as a heartbeat.
+
+    `events_seq` is the seq of the last cache event the replica has produced, with or without events in this
+    frame, and `digest` the XOR of all routing hashes it holds at that point: a router whose own replay
+    differs asks for a snapshot.
+    """
+
+    epoch: str  # one engine incarnation
+    deltas: list[TokenDelta] = field(default_factory=list)
+    events: list[CacheEvents] = field(default_factory=list)
+    events_seq: int = 0
+    digest: int = 0
+    load: Load = field(default_factory=Load)
+    snapshot: np.ndarray | None = None  # [n] uint64: a page of all hashes held at `events_seq`
+    snapshot_more: bool = False  # another page follows
+
+    def encode(self) -> bytes:
+        snapshot = None if self.snapshot is None else _hash_bytes(self.snapshot)
+        return msgpack.packb(
+            [
+                WIRE_VERSION,
+                self.epoch,
+                [d.to_wire() for d in self.deltas],
+                [e.to_wire() for e in self.events],
+                self.events_seq,
+                self.digest,
+                self.load.to_wire(),
+                snapshot,
+                self.snapshot_more,
+            ]
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Frame:
+        epoch, deltas, events, seq, digest, load, snapshot, more = _open(data, 8, "Frame")
+        return cls(
+            epoch,
+            [TokenDelta(*d) for d in deltas],
+            [CacheEvents.from_wire(e) for e in events],
+            seq,
+            digest,
+            Load(*load),
+            None if snapshot is None else np.frombuffer(snapshot, "<u8"),
+            more,
+        )
+
+
+def _hash_bytes(hashes: np.ndarray) -> bytes:
+    return np.ascontiguousarray(hashes, dtype="<u8").tobytes()
+
+
+def _open(data: bytes, num_fields: int, name: str) -> list[Any]:
+    """Check version and arity, so that a foreign or truncated message is refused by name."""
+    try:
+        values = msgpack.unpackb(data)
+    except Exception as error:
+        raise WireError(f"{name}: not msgpack: {error}") from error
+    if not isinstance(values, list) or not values or values[0] != WIRE_VERSION:
+        version = values[0] if isinstance(values, list) and values else None
+        raise WireError(f"{name}: wire version {version!r}, this side speaks {WIRE_VERSION}")
+    if len(values) != num_fields + 1:
+        raise WireError(f"{name}: {len(values) - 1} fields, expected {num_fields}")
+    return values[1:]
