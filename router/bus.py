@@ -1,0 +1,249 @@
+"""The router's side of the bus: one attach stream to every replica, one unary call for every request.
+
+Ray shell: everything that knows Serve handles is here, everything that decides is elsewhere. Traps of Serve that
+this module is built around (reference: Ray 2.60):
+
+* calls of one request context share an internal id, and a router that is not FIFO then hangs; and calls made inside a
+  request die with it. So every call starts in a fresh `contextvars.Context`.
+* cancellation of a call is best effort. So an abandoned request is also aborted explicitly.
+* an open attach stream counts as an ongoing request and holds up the drain of its replica. So the bus detaches when
+  Serve has dropped the replica and its last request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from quire.protos.errors import QuireError, Unavailable
+from quire.protos.wire import Completion, Frame, Hello, Submit, TokenDelta
+from quire.router import membership
+from quire.router.replicas import ReplicaTable
+from quire.router.transport import Attempt, Lost
+
+logger = logging.getLogger("ray.serve")
+ATTACH_RETRY_S = 0.2
+WATCH_PERIOD_S = 1.0
+
+
+class Bus:
+    """Attach streams, frames and calls of one router.
+
+    Parameters
+    ----------
+    handle
+        The replicas' deployment.
+    channel
+        Name of the membership that the handle's `DecidedRouter` reports to.
+    router_id
+        Unique for this router process; streams and attachments carry it.
+    table
+        Told of every frame and of every replica that comes or goes.
+    """
+
+    def __init__(
+        self, handle: DeploymentHandle, channel: str, router_id: str, table: ReplicaTable
+    ):
+        self._unary = handle
+        self._streaming = handle.options(stream=True)
+        self._membership = membership.channel(channel)
+        self._router_id = router_id
+        self._table = table
+        self._loop = asyncio.get_running_loop()
+        self._members: frozenset[str] = frozenset()
+        self._links: dict[str, asyncio.Task[None]] = {}
+        self._frames: dict[str, DeploymentResponseGenerator[bytes]] = {}  # open attach streams
+        self._hellos: dict[str, Hello] = {}
+        self._attempts: dict[int, Attempt] = {}
+        self._stream_ids = itertools.count(1)
+        self._background: set[asyncio.Task[Any]] = set()  # the loop itself holds tasks weakly
+
+    def start(self) -> None:
+        """Follow the membership from now on."""
+        self._spawn(self._first_call())
+        self._spawn(self._watch())
+        members = self._membership.listen(
+            lambda members: self._loop.call_soon_threadsafe(self._on_members, members)
+        )
+        self._on_members(members)
+
+    @property
+    def hellos(self) -> dict[str, Hello]:
+        """What the attached replicas said of themselves, by replica id."""
+        return self._hellos
+
+    def submit(self, submit: Submit, route: list[str]) -> Attempt:
+        """Send a request to the first replica of `route` that takes it.
+
+        `submit.stream_id` must come from `next_stream_id`.
+        """
+        # The first of the route is right unless Serve passes it over; then the first frame corrects it.
+        attempt = Attempt(submit.stream_id, route[0], on_cancel=self._cancel)
+        self._attempts[submit.stream_id] = attempt
+        attempt.call = self._spawn(self._generate(attempt, submit.encode(), route))
+        return attempt
+
+    def next_stream_id(self) -> int:
+        return next(self._stream_ids)
+
+    async def snapshot(self, replica: str) -> dict[str, Any]:
+        """The replica's own tables, after its integrity check; for debugging and tests."""
+        return await self._in_fresh_context(self._call("snapshot", route=[replica]))
+
+    async def close(self) -> None:
+        """Detach from everybody and end all calls."""
+        tasks = [*self._links.values(), *self._background]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    async def _generate(self, attempt: Attempt, submit: bytes, route: list[str]) -> None:
+        """Hold the unary call open until the request ends; tell the attempt how it went."""
+        response = self._unary.generate.remote(submit, route=route)
+        try:
+            attempt.put(Completion.decode(await response))
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except RayActorError as error:
+            attempt.put(Lost(attempt.replica, f"the replica died: {type(error).__name__}"))
+        except Exception as error:
+            logger.warning("generate call failed: %r", error)
+            attempt.put(Lost(attempt.replica, f"the call failed: {type(error).__name__}"))
+        if attempt.finished:
+            self._forget(attempt)
+
+    def _cancel(self, attempt: Attempt) -> None:
+        """The consumer is done with the attempt; end it on the replica unless it ended by itself."""
+        if not attempt.finished:
+            if attempt.call is not None:
+                attempt.call.cancel()
+            ids = [attempt.stream_id]
+            self._spawn(self._call("abort", self._router_id, ids, route=[attempt.replica]))
+        self._forget(attempt)
+
+    def _forget(self, attempt: Attempt) -> None:
+        self._attempts.pop(attempt.stream_id, None)
+        if attempt.replica not in self._members:
+            self._detach_if_unused(attempt.replica)
+
+    # -- replicas ----------------------------------------------------------------------------------------
+
+    def _on_members(self, members: frozenset[str]) -> None:
+        gone = self._members - members
+        self._members = members
+        for replica in members:
+            if replica not in self._links:
+                self._links[replica] = self._spawn(self._link(replica))
+        for replica in gone:
+            self._table.set_draining(replica)
+            self._detach_if_unused(replica)
+
+    def _detach_if_unused(self, replica: str) -> None:
+        if not any(attempt.replica == replica for attempt in self._attempts.values()):
+            link = self._links.get(replica)
+            if link is not None:
+                link.cancel()
+
+    async def _link(self, replica: str) -> None:
+        """Stay attached to one replica for as long as Serve lists it."""
+        try:
+            while replica in self._members:
+                try:
+                    await self._attach(replica)
+                except RayError as error:
+                    logger.info("attach stream of %s ended: %r", replica, error)
+                finally:
+                    self._on_lost(replica)
+                await asyncio.sleep(ATTACH_RETRY_S)
+        finally:
+            self._links.pop(replica, None)
+            self._table.remove(replica)
+            # Serve may have listed it again while this task was on its way out.
+            if replica in self._members and not self._loop.is_closed():
+                self._on_members(self._members)
+
+    async def _attach(self, replica: str) -> None:
+        frames = self._frames[replica] = self._streaming.attach.remote(
+            self._router_id, route=[replica]
+        )
+        try:
+            hello = Hello.decode(await anext(frames))
+            if hello.replica != replica:
+                return  # Serve's membership is ahead of ours; the next update or retry settles it
+            self._hellos[replica] = hello
+            self._table.add(replica, hello.epoch)
+            async for data in frames:
+                self._on_frame(replica, Frame.decode(data))
+        except StopAsyncIteration:
+            return
+        finally:
+            self._frames.pop(replica).cancel()
+
+    async def _watch(self) -> None:
+        """Open the attach stream anew where a replica has been silent for too long."""
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            for replica in self._table.expire(time.monotonic()):
+                logger.warning("no frame from %s: attaching anew", replica)
+                if replica in self._frames:
+                    self._frames[replica].cancel()
+
+    def _on_frame(self, replica: str, frame: Frame) -> None:
+        action = self._table.on_frame(replica, frame, time.monotonic())
+        if action.resync_from is not None:
+            logger.info("resync of %s: %s", replica, action.reason)
+            from_seq = action.resync_from
+            self._spawn(self._call("resync", self._router_id, from_seq, route=[replica]))
+        for delta in frame.deltas:
+            attempt = self._attempts.get(delta.stream_id)
+            if attempt is not None:
+                attempt.replica = replica
+                attempt.put(delta)
+                if attempt.finished:
+                    self._forget(attempt)
+
+    def _on_lost(self, replica: str) -> None:
+        self._hellos.pop(replica, None)
+        self._table.set_lost(replica)
+        for attempt in list(self._attempts.values()):
+            if attempt.replica == replica:
+                attempt.put(Lost(replica, "the attach stream ended"))
+
+    # -- calls -------------------------------------------------------------------------------------------
+
+    async def _first_call(self) -> None:
+        """Serve creates a handle's router, and with it our membership, with the first call."""
+        await self._call("ping", route=[])
+
+    async def _call(self, method: str, *args: Any, route: list[str]) -> Any:
+        try:
+            return await getattr(self._unary, method).remote(*args, route=route)
+        except RayError as error:
+            logger.info("%s call failed: %r", method, error)
+            raise Unavailable(f"the replica did not answer: {type(error).__name__}") from error
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self._loop.create_task(coroutine, context=contextvars.Context())
+        self._background.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            level = logging.INFO if isinstance(error, QuireError) else logging.ERROR
+            logger.log(level, "bus task failed: %r", error)
+
+    async def _in_fresh_context(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return await self._spawn(coroutine)

@@ -1,0 +1,362 @@
+"""Chat messages to prompt text by the checkpoint's own Jinja template.
+
+The template is code from the checkpoint, the messages are data from the client. The template is
+rendered in Jinja's immutable sandbox with the names that transformers offers, so that the text
+equals `apply_chat_template`, and with bounds on loops and on text, so that a request cannot make
+the router run out of memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from quire.protos.errors import InvalidRequest, UnsupportedField
+from quire.router.tokenizer import load_special_tokens, read_json_object
+
+_MESSAGE_FIELDS = frozenset({"role", "content", "name"})
+_MAX_EXPONENT = 64
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Parameters
+    ----------
+    source
+        Jinja text.
+    special_tokens
+        `bos_token`, `eos_token` and so on, as variables for the template.
+    max_output_chars
+        Bound on the rendered text.
+    max_range
+        Bound on the length of a `range()` in the template.
+    now
+        The clock behind `strftime_now`.
+
+    Raises
+    ------
+    ValueError
+        The template does not compile.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        max_output_chars: int = 4 << 20,
+        max_range: int = 10_000,
+        now: Callable[[], datetime] = datetime.now,
+    ):
+        self._special_tokens = dict(special_tokens or {})
+        self._max_output_chars = max_output_chars
+        environment = _environment(max_output_chars, max_range, now)
+        try:
+            self._iterates_content = _iterates_content(environment.parse(source))
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template does not compile: {error}") from error
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, file: str | Path | None = None, **options: Any
+    ) -> ChatTemplate | None:
+        """The template of a checkpoint, or the one in `file`; None when the checkpoint has none.
+
+        A checkpoint has it in `chat_template.jinja` or, before that was usual, in
+        `tokenizer_config.json`.
+        """
+        source = load_source(Path(folder), None if file is None else Path(file))
+        if source is None:
+            return None
+        return cls(source, load_special_tokens(folder), **options)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text; encode it without adding special tokens.
+
+        Raises
+        ------
+        InvalidRequest
+            `messages` are not chat messages, the template refused them, or the text is too long.
+        UnsupportedField
+            A message has a part or field that is not served.
+        """
+        checked = check_messages(messages)
+        if not self._iterates_content:
+            checked = [{**m, "content": _join_parts(m["content"])} for m in checked]
+        pieces: list[str] = []
+        num_chars = 0
+        try:
+            for piece in self._template.generate(
+                **self._special_tokens,
+                messages=checked,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            ):
+                num_chars += len(piece)
+                if num_chars > self._max_output_chars:
+                    raise _too_long(self._max_output_chars)
+                pieces.append(piece)
+        except InvalidRequest:
+            raise
+        except SecurityError as error:
+            raise InvalidRequest(
+                f"messages: the chat template is not allowed to do this: {error}", field="messages"
+            ) from error
+        except Exception as error:  # a template is a program: it may raise anything
+            raise InvalidRequest(
+                f"messages: the chat template refuses them: {error or type(error).__name__}",
+                field="messages",
+            ) from error
+        return "".join(pieces)
+
+
+def load_source(folder: Path, file: Path | None = None) -> str | None:
+    """Text of the chat template, or None when there is none.
+
+    Raises
+    ------
+    FileNotFoundError
+        `file` is given and not there.
+    ValueError
+        `tokenizer_config.json` has a `chat_template` of another form.
+    """
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = read_json_object(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: chat_template must be a string or a list of named"
+            f" templates, got {type(template).__name__}"
+        )
+    return template
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Chat messages with nothing but role, content (text or text parts) and name, without nulls.
+
+    Raises
+    ------
+    InvalidRequest
+        A field is missing or of a wrong type.
+    UnsupportedField
+        A field or content part is not served.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InvalidRequest(
+            f"messages must be a list of at least 1 message, got {_describe(messages)}",
+            field="messages",
+        )
+    return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _check_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{where} must be an object, got {_describe(message)}", field=where)
+    message = {key: value for key, value in message.items() if value is not None}
+    for key in message:
+        if key not in _MESSAGE_FIELDS:
+            raise UnsupportedField(f"{where}.{key} is not supported", field=f"{where}.{key}")
+    for key in ("role", "name"):
+        if key == "name" and key not in message:
+            continue
+        if not isinstance(message.get(key), str) or not message[key]:
+            raise InvalidRequest(
+                f"{where}.{key} must be a non-empty string, got {_describe(message.get(key))}",
+                field=f"{where}.{key}",
+            )
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        parts = [_check_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        return {**message, "content": parts}
+    if not isinstance(content, str):
+        raise InvalidRequest(
+            f"{where}.content must be a string or a list of text parts, got {_describe(content)}",
+            field=f"{where}.content",
+        )
+    return message
+
+
+def _check_part(part: Any, where: str) -> dict[str, str]:
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise InvalidRequest(
+            f"{where} must be an object with a string `type`, got {_describe(part)}", field=where
+        )
+    if part["type"] != "text":
+        raise UnsupportedField(
+            f"{where}.type {part['type'][:64]!r} is not supported, only 'text' is",
+            field=f"{where}.type",
+        )
+    unknown = sorted(str(key) for key in part if key not in ("type", "text"))
+    if unknown:
+        raise UnsupportedField(
+            f"{where}.{unknown[0]} is not supported", field=f"{where}.{unknown[0]}"
+        )
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(
+            f"{where}.text must be a string, got {_describe(part.get('text'))}",
+            field=f"{where}.text",
+        )
+    return {"type": "text", "text": part["text"]}
+
+
+def _join_parts(content: str | list[dict[str, str]]) -> str:
+    """Text parts for a template that knows strings only; joined by a line break, as vLLM does."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 64 else f"{type(value).__name__} {text[:61]}..."
+
+
+def _too_long(max_output_chars: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"messages: the chat template's text is longer than {max_output_chars} characters",
+        field="messages",
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# The sandbox
+# ------------------------------------------------------------------------------------------------
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox with bounded products: `'x' * 10**12` would be made before it is written."""
+
+    intercepted_binops = frozenset({"*", "**"})
+    max_text = 0
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            for sequence, count in ((left, right), (right, left)):
+                sized = isinstance(sequence, (str, list, tuple))
+                if sized and isinstance(count, int) and len(sequence) * count > self.max_text:
+                    raise SecurityError(f"a product longer than {self.max_text}")
+        elif abs(right) > _MAX_EXPONENT:
+            raise SecurityError(f"a power with an exponent beyond {_MAX_EXPONENT}")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's text for training; here only its body counts."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscore names, which could reach into Python."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # so that namespace(self=...) works
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _check_public(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"namespace attribute {name!r} begins with an underscore")
+
+
+def _environment(
+    max_output_chars: int, max_range: int, now: Callable[[], datetime]
+) -> _BoundedEnvironment:
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return now().strftime(pattern)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes for HTML.
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    def bounded_range(*args: int) -> range:
+        values = range(*args)
+        if len(values) > max_range:
+            raise SecurityError(f"range() of {len(values)}, the bound is {max_range}")
+        return values
+
+    def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    environment = _BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.max_text = max_output_chars
+    environment.filters["tojson"] = to_json
+    environment.globals.update(
+        raise_exception=raise_exception,
+        strftime_now=strftime_now,
+        range=bounded_range,
+        dict=make_dict,
+        namespace=_Namespace,
+    )
+    return environment
+
+
+def _iterates_content(template: nodes.Template) -> bool:
+    """Whether the template loops over the parts of a message's content, so takes a list."""
+    names: set[str] = set()
+
+    def is_content(node: nodes.Node | None) -> bool:
+        if isinstance(node, nodes.Filter):  # message.content | selectattr(...)
+            return is_content(node.node)
+        if isinstance(node, nodes.Getattr):
+            return node.attr == "content"
+        if isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return isinstance(node, nodes.Name) and node.name in names
+
+    for assignment in template.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and is_content(assignment.node):
+            names.add(assignment.target.name)
+    # A macro that is given the content may loop over its parameter.
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and any(is_content(arg) for arg in call.args):
+            for macro in template.find_all(nodes.Macro):
+                if macro.name == call.node.name:
+                    names.update(arg.name for arg in macro.args)
+    return any(is_content(loop.iter) for loop in template.find_all(nodes.For))

@@ -1,0 +1,236 @@
+"""Token ids to text while they arrive: emitted text never changes, all of it is the whole decode.
+
+A character may be spread over tokens, and how an incomplete one is found depends on the tokenizer:
+
+- byte-level BPE (GPT-2, Llama 3, Qwen): tokens are bytes, so an incremental UTF-8 decoder is exact
+  and takes constant time for each token.
+- SentencePiece with byte fallback (Llama 2, Mistral): a run of byte tokens is one unit.
+  `tokenizers` decodes all of it or replaces each of its bytes by U+FFFD, so one bad byte changes
+  those before it; the run is held back until it ends.
+- anything else: `tokenizers.decoders.DecodeStream`.
+
+`DecodeStream` alone does not do for the first two. On random ids of a byte-fallback tokenizer it
+raises "Invalid prefix" or differs from the whole decode, and its time for n invalid bytes grows
+with n * n (410 us a token over 4000 tokens, where a byte-level step takes 1 us).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+# A run of byte tokens this long that is valid UTF-8 is emitted although it may go on, so that a
+# model which repeats a line break (a byte token in Llama 2) for ever is still seen by the client
+# and by stop strings.
+MAX_HELD_BYTE_TOKENS = 16
+_CONTEXT_TOKENS = 4  # a UTF-8 character has at most 4 bytes, and a token at least one
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Detokenizer(Protocol):
+    """The text of one output stream."""
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """Add token ids and return the text that is final now; ids without a token give none."""
+        ...
+
+    def flush(self) -> str:
+        """The rest, when no more ids will come; incomplete characters become U+FFFD."""
+        ...
+
+
+class DetokenizerFactory:
+    """Makes the detokenizers of one tokenizer; what they share is computed once, here.
+
+    Parameters
+    ----------
+    tokenizer
+        Must not be changed afterwards.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        steps = _decoder_steps(tokenizer)
+        self._is_byte_level = steps == ["ByteLevel"]
+        self._byte_values: dict[int, int] = {}  # token id -> byte
+        if "ByteFallback" in steps:
+            for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+                if found := _BYTE_TOKEN.fullmatch(token):
+                    self._byte_values[token_id] = int(found[1], 16)
+        self._char_bytes = _byte_level_alphabet() if self._is_byte_level else {}
+
+    def new(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer for one stream.
+
+        Parameters
+        ----------
+        skip_special_tokens
+            Leave the tokenizer's special tokens out of the text.
+        prompt_ids
+            Tokens before the stream, when its text continues theirs: a first token "▁world" then
+            gives " world" and not "world". Only the last few are looked at.
+        """
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        context = [i for i in prompt_ids[-2 * _CONTEXT_TOKENS :] if i not in skipped]
+        context = context[-_CONTEXT_TOKENS:]
+        if self._is_byte_level:
+            return _ByteLevelDetokenizer(self._tokenizer, skipped, self._char_bytes, context)
+        if self._byte_values:
+            return _ByteFallbackDetokenizer(self._tokenizer, skipped, self._byte_values, context)
+        return _StreamDetokenizer(self._tokenizer, skipped, context)
+
+
+class _ByteLevelDetokenizer:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skipped: frozenset[int],
+        char_bytes: dict[str, int],
+        context: Sequence[int],
+    ):
+        self._id_to_token = tokenizer.id_to_token
+        self._skipped = skipped
+        self._char_bytes = char_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.feed(context)  # its text is the prompt's; an incomplete character at its end stays
+
+    def feed(self, ids: Iterable[int]) -> str:
+        data = bytearray()
+        for token_id in ids:
+            if token_id not in self._skipped:
+                data += self._token_bytes(token_id)
+        return self._utf8.decode(bytes(data))
+
+    def flush(self) -> str:
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self._id_to_token(token_id)
+        if token is None:  # a row of a padded embedding
+            return b""
+        try:
+            return bytes([self._char_bytes[char] for char in token])
+        except KeyError:  # an added token, spelt as it is
+            return token.encode()
+
+
+class _ByteFallbackDetokenizer:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skipped: frozenset[int],
+        byte_values: dict[int, int],
+        context: Sequence[int],
+    ):
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._byte_values = byte_values
+        # The decoder strips a space from the start of its text: a token before the new ones keeps
+        # theirs.
+        self._anchor = [i for i in context if i not in byte_values][-1:]
+        self._run: list[int] = []  # byte tokens held back
+
+    def feed(self, ids: Iterable[int]) -> str:
+        text: list[str] = []
+        ready: list[int] = []  # to decode, runs in it are complete
+        for token_id in ids:
+            if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
+                continue
+            if token_id in self._byte_values:
+                self._run.append(token_id)
+                if self._anchor_of(ready) and self._is_long_and_valid():
+                    text.append(self._decode(ready))
+                    text.append(self._decode(self._run))
+                    ready, self._run = [], []
+            else:
+                ready += self._run
+                ready.append(token_id)
+                self._run = []
+        text.append(self._decode(ready))
+        return "".join(text)
+
+    def flush(self) -> str:
+        run, self._run = self._run, []
+        return self._decode(run)
+
+    def _anchor_of(self, ready: list[int]) -> list[int]:
+        return ready or self._anchor
+
+    def _is_long_and_valid(self) -> bool:
+        # A character ends within 4 bytes: a run that is not valid by then never will be.
+        if not 0 <= len(self._run) - MAX_HELD_BYTE_TOKENS < 4:
+            return False
+        try:
+            bytes(self._byte_values[i] for i in self._run).decode()
+        except UnicodeDecodeError:
+            return False
+        return True
+
+    def _decode(self, ids: list[int]) -> str:
+        """Text of `ids` after what came before; `ids` begin with a whole run or with none."""
+        if not ids:
+            return ""
+        decode = self._tokenizer.decode
+        before = decode(self._anchor, skip_special_tokens=False)
+        text = decode(self._anchor + ids, skip_special_tokens=False)[len(before) :]
+        self._anchor = [i for i in ids if i not in self._byte_values][-1:] or self._anchor
+        return text
+
+
+class _StreamDetokenizer:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], context: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._stream = DecodeStream(list(context), skip_special_tokens=False)
+        self._held: list[int] = list(context)  # since the last text: what a flush must decode
+        self._before = tokenizer.decode(self._held, skip_special_tokens=False)
+
+    def feed(self, ids: Iterable[int]) -> str:
+        text: list[str] = []
+        for token_id in ids:
+            if token_id in self._skipped:
+                continue
+            self._held.append(token_id)
+            piece = self._stream.step(self._tokenizer, token_id)
+            if piece:
+                text.append(piece)
+                self._held = self._held[-1:]
+                self._before = self._tokenizer.decode(self._held, skip_special_tokens=False)
+        return "".join(text)
+
+    def flush(self) -> str:
+        text = self._tokenizer.decode(self._held, skip_special_tokens=False)[len(self._before) :]
+        self._held, self._before = [], ""
+        return text
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
+    """Types of the tokenizer's decoder, a sequence flattened."""
+    if tokenizer.decoder is None:
+        return []
+
+    def flatten(state: dict[str, Any]) -> list[str]:
+        if state["type"] == "Sequence":
+            return [name for inner in state["decoders"] for name in flatten(inner)]
+        return [state["type"]]
+
+    return flatten(json.loads(tokenizer.decoder.__getstate__()))
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes (`bytes_to_unicode`, openai/gpt-2, src/encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet |= {chr(256 + n): byte for n, byte in enumerate(others)}
+    return alphabet

@@ -1,0 +1,52 @@
+"""Which replicas Serve says are running: where Serve's request router and our bus meet.
+
+Serve pickles a `RequestRouter` class by value and makes the instance itself, in the process of the deployment that
+holds the handle, possibly in another thread. Only a module that is imported by reference is the same object on both
+sides, so the registry below is process-wide: the one exception to "no module-level mutable state".
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+Listener = Callable[[frozenset[str]], None]
+
+
+class Membership:
+    """The running replicas of one deployment, by Serve's unique id. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._members: frozenset[str] = frozenset()
+        self._listener: Listener | None = None
+
+    def update(self, members: frozenset[str]) -> None:
+        """Set the members; the listener runs in the caller's thread when they changed."""
+        with self._lock:
+            if members == self._members:
+                return
+            self._members = members
+            listener = self._listener
+        if listener is not None:
+            listener(members)
+
+    def discard(self, member: str) -> None:
+        """Serve saw this replica's actor die."""
+        self.update(self._members - {member})
+
+    def listen(self, listener: Listener) -> frozenset[str]:
+        """Call `listener` with the members at every later change; return the members now."""
+        with self._lock:
+            self._listener = listener
+            return self._members
+
+
+_channels: dict[str, Membership] = {}
+_channels_lock = threading.Lock()
+
+
+def channel(name: str) -> Membership:
+    """The membership that goes by this name in this process; made on first use."""
+    with _channels_lock:
+        return _channels.setdefault(name, Membership())

@@ -1,0 +1,303 @@
+"""Every bound on a request, once for HTTP and gRPC: the client's values to the engine's
+`SamplingParams`.
+
+`check` is all that can be said before the prompt is tokenised, `resolve` the rest. An error names
+the field, its bound and the value.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
+from quire.protos.wire import SamplingParams
+from quire.router.tokenizer import read_json_object, utf8_len
+from quire.router.types import GenerationRequest
+
+_INT32_MAX = (1 << 31) - 1
+_INT64_MIN = -(1 << 63)
+_UINT64_MAX = (1 << 64) - 1
+# Below this the logits divided by the temperature overflow float32; vLLM takes it as greedy, too.
+_GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that are a choice of the server, not of the model."""
+
+    max_temperature: float = 100.0
+    max_stop_strings: int = 16
+    max_stop_string_bytes: int = 256
+    max_stop_token_ids: int = 64
+    max_label_bytes: int = 256  # tenant, session
+    max_priority: int = 1000  # and the negative of it
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What holds when the client gives no value."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int | None = None  # None: up to the model's length
+
+    def __post_init__(self) -> None:
+        _temperature("temperature", self.temperature, DEFAULT_LIMITS.max_temperature)
+        _top_p("top_p", self.top_p)
+        _integer("top_k", self.top_k, -1, _INT32_MAX)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> GenerationDefaults:
+        """Those of a checkpoint's `generation_config.json`; values that it lacks keep theirs.
+
+        Raises
+        ------
+        ValueError
+            The file is not a JSON object or a value is out of its bounds.
+        """
+        path = Path(folder) / "generation_config.json"
+        config = read_json_object(path)
+        names = ("temperature", "top_p", "top_k")
+        values = {name: config[name] for name in names if config.get(name) is not None}
+        try:
+            return cls(**values)
+        except InvalidRequest as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
+    """Refuse what is wrong whatever the model is.
+
+    Raises
+    ------
+    InvalidRequest
+        A value of a wrong type or out of its bounds.
+    DeadlineExceeded
+        No time is left.
+    """
+    _check_prompt(request)
+    if request.max_tokens is not None:
+        _integer("max_tokens", request.max_tokens, 1, None)
+    if request.min_tokens is not None:
+        _integer("min_tokens", request.min_tokens, 0, None)
+    if request.temperature is not None:
+        _temperature("temperature", request.temperature, limits.max_temperature)
+    if request.top_p is not None:
+        _top_p("top_p", request.top_p)
+    if request.top_k is not None:
+        _integer("top_k", request.top_k, -1, _INT32_MAX)
+    if request.seed is not None:
+        _integer("seed", request.seed, _INT64_MIN, _UINT64_MAX)
+    _check_stop(request.stop, limits)
+    _sequence("stop_token_ids", request.stop_token_ids, limits.max_stop_token_ids, "ids")
+    for i, token_id in enumerate(request.stop_token_ids):
+        _integer(f"stop_token_ids[{i}]", token_id, 0, _INT32_MAX)
+    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo"):
+        value = getattr(request, name)
+        if type(value) is not bool:
+            raise _invalid(name, "a boolean", value)
+    for name in ("tenant", "session"):
+        _string(name, getattr(request, name), limits.max_label_bytes)
+    _integer("priority", request.priority, -limits.max_priority, limits.max_priority)
+    if request.deadline_s is not None:
+        _check_deadline(request.deadline_s)
+
+
+def resolve(
+    request: GenerationRequest,
+    defaults: GenerationDefaults,
+    *,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    vocab_size: int,
+    limits: Limits = DEFAULT_LIMITS,
+    rng: random.Random,
+) -> SamplingParams:
+    """Check a request against the model and fill in what the client left open.
+
+    Parameters
+    ----------
+    num_prompt_tokens
+        Length of the prompt with chat template and special tokens.
+    max_model_len
+        Prompt and output tokens together.
+    vocab_size
+        Token ids are in [0, vocab_size).
+    rng
+        Draws the seed when the client gives none. Report the seed back: with it the client gets the
+        same stream again.
+
+    Raises
+    ------
+    InvalidRequest, DeadlineExceeded
+        As `check`; and token ids that the model does not have.
+    ContextLengthExceeded
+        The prompt leaves no room for a token, or for `max_tokens`.
+    """
+    check(request, limits)
+    _check_prompt_len(num_prompt_tokens, max_model_len)
+    if isinstance(request.prompt, tuple):
+        _check_prompt_ids(request.prompt, vocab_size)
+    for i, token_id in enumerate(request.stop_token_ids):
+        _integer(f"stop_token_ids[{i}]", token_id, 0, vocab_size - 1)
+    max_tokens = _resolve_max_tokens(request, defaults, num_prompt_tokens, max_model_len)
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens must be <= max_tokens, which is {max_tokens} for this request,"
+            f" got {min_tokens}",
+            field="min_tokens",
+        )
+    temperature = _first(request.temperature, defaults.temperature)
+    seed = rng.getrandbits(63) if request.seed is None else request.seed
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=0.0 if temperature < _GREEDY_BELOW else float(temperature),
+        top_k=max(0, _first(request.top_k, defaults.top_k)),
+        top_p=float(_first(request.top_p, defaults.top_p)),
+        seed=seed & _UINT64_MAX,
+        stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids)),
+        ignore_eos=request.ignore_eos,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Fields
+# ------------------------------------------------------------------------------------------------
+
+
+def _check_prompt(request: GenerationRequest) -> None:
+    prompt, messages = request.prompt, request.messages
+    if (prompt is None) == (messages is None):
+        raise InvalidRequest(
+            f"exactly one of prompt and messages must be given, got"
+            f" {'neither' if prompt is None else 'both'}",
+            field="prompt",
+        )
+    if messages is not None:
+        if not isinstance(messages, tuple) or not messages:
+            raise _invalid("messages", "a list of at least 1 message", messages)
+        return
+    if isinstance(prompt, str):
+        utf8_len(prompt, "prompt")
+    elif not isinstance(prompt, tuple):
+        raise _invalid("prompt", "a string or a list of token ids", prompt)
+    if not prompt:
+        raise _invalid("prompt", "at least 1 character or token", prompt)
+
+
+def _check_prompt_len(num_prompt_tokens: int, max_model_len: int) -> None:
+    if num_prompt_tokens < 1:
+        raise InvalidRequest("prompt must have at least 1 token, got 0", field="prompt")
+    if num_prompt_tokens > max_model_len - 1:
+        raise ContextLengthExceeded(
+            f"prompt has {num_prompt_tokens} tokens; at most {max_model_len - 1} leave room for an"
+            f" output token in the model's {max_model_len}",
+            field="prompt",
+        )
+
+
+def _check_prompt_ids(ids: Sequence[Any], vocab_size: int) -> None:
+    for i, token_id in enumerate(ids):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise _invalid(f"prompt[{i}]", f"a token id in [0, {vocab_size})", token_id)
+
+
+def _resolve_max_tokens(
+    request: GenerationRequest,
+    defaults: GenerationDefaults,
+    num_prompt_tokens: int,
+    max_model_len: int,
+) -> int:
+    room = max_model_len - num_prompt_tokens
+    if request.max_tokens is None:
+        return room if defaults.max_tokens is None else min(defaults.max_tokens, room)
+    if request.max_tokens > room:
+        raise ContextLengthExceeded(
+            f"max_tokens must be <= {room}: the prompt has {num_prompt_tokens} of the model's"
+            f" {max_model_len} tokens, got {request.max_tokens}",
+            field="max_tokens",
+        )
+    return request.max_tokens
+
+
+def _check_stop(stop: Any, limits: Limits) -> None:
+    _sequence("stop", stop, limits.max_stop_strings, "strings")
+    for i, value in enumerate(stop):
+        _string(f"stop[{i}]", value, limits.max_stop_string_bytes)
+        if not value:
+            raise _invalid(f"stop[{i}]", "a non-empty string", value)
+
+
+def _check_deadline(deadline_s: Any) -> None:
+    if not _is_number(deadline_s) or math.isnan(deadline_s):
+        raise _invalid("deadline_s", "a number of seconds", deadline_s)
+    if deadline_s <= 0:
+        raise DeadlineExceeded(f"the deadline passed {-deadline_s:.3f} s ago", field="deadline_s")
+
+
+# ------------------------------------------------------------------------------------------------
+# Types and bounds
+# ------------------------------------------------------------------------------------------------
+
+
+def _integer(name: str, value: Any, low: int, high: int | None) -> None:
+    """An int, and not a bool: JSON's true is no number."""
+    if type(value) is not int or value < low or (high is not None and value > high):
+        bound = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+        raise _invalid(name, bound, value)
+
+
+def _temperature(name: str, value: Any, high: float) -> None:
+    if not _is_number(value) or not 0 <= value <= high:  # false for NaN, too
+        raise _invalid(name, f"a number in [0, {high:g}]", value)
+
+
+def _top_p(name: str, value: Any) -> None:
+    if not _is_number(value) or not 0 < value <= 1:
+        raise _invalid(name, "a number in (0, 1]", value)
+
+
+def _string(name: str, value: Any, max_bytes: int) -> None:
+    if not isinstance(value, str):
+        raise _invalid(name, "a string", value)
+    num_bytes = utf8_len(value, name)
+    if num_bytes > max_bytes:
+        raise InvalidRequest(
+            f"{name} must have at most {max_bytes} bytes, got {num_bytes}", field=name
+        )
+
+
+def _sequence(name: str, value: Any, max_len: int, noun: str) -> None:
+    if not isinstance(value, tuple):
+        raise _invalid(name, f"a list of {noun}", value)
+    if len(value) > max_len:
+        raise InvalidRequest(
+            f"{name} must have at most {max_len} {noun}, got {len(value)}", field=name
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _first(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _invalid(name: str, bound: str, value: Any) -> InvalidRequest:
+    text = repr(value)
+    text = text if len(text) <= 64 else text[:61] + "..."
+    return InvalidRequest(f"{name} must be {bound}, got {text}", field=name)

@@ -1,0 +1,259 @@
+"""Text to token ids as the checkpoint's own tokenizer does it, off the event loop when the text is
+long.
+
+Reads the checkpoint's `tokenizer.json` with the `tokenizers` library, and nothing of transformers:
+its AutoTokenizer imports torch, which a router does without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from quire.router.detokenizer import Detokenizer, DetokenizerFactory
+
+# Texts up to this length are encoded where they are. Measured with byte-level BPE on one busy core:
+# 0.17 us a character, so 90 us for 512; the way to a thread and back adds 50 to 80 us.
+INLINE_CHARS = 512
+MAX_BYTES_PER_TOKEN = (
+    16  # a longer text is refused unseen; prose has 3 to 5, the densest code about 8
+)
+
+_NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class TextTokenizer:
+    """A checkpoint's tokenizer. Immutable after `load`, so threads may share it.
+
+    Attributes
+    ----------
+    backend
+        The `tokenizers.Tokenizer`.
+    vocab_size
+        Largest token id + 1, added tokens included; the model's embedding may have more rows.
+    special_ids
+        Ids that `decode` leaves out when special tokens are skipped.
+    special_tokens
+        Named special tokens of the checkpoint, `bos_token` and so on, as chat templates use them.
+    """
+
+    def __init__(self, backend: Tokenizer, special_tokens: dict[str, str]):
+        self.backend = backend
+        self.special_tokens = special_tokens
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._detokenizers = DetokenizerFactory(backend)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> TextTokenizer:
+        """Load `tokenizer.json`, and `tokenizer_config.json` and `special_tokens_map.json` if they
+        are there.
+
+        Raises
+        ------
+        FileNotFoundError
+            The folder has no `tokenizer.json`.
+        ValueError
+            A file is not what its name says.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} not found: the checkpoint needs a tokenizer in the `tokenizers` format"
+            )
+        try:
+            backend = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{path}: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        special_tokens = load_special_tokens(folder)
+        _add_missing_tokens(backend, special_tokens)
+        return cls(backend, special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+        """Token ids of a text.
+
+        Parameters
+        ----------
+        add_special_tokens
+            Add BOS and the like as the post-processor in `tokenizer.json` says; `add_bos_token` in
+            `tokenizer_config.json` means nothing beside it, as in transformers 5. False for the
+            output of a chat template, which has written them itself.
+
+        Returns
+        -------
+        [tokens] int32
+
+        Raises
+        ------
+        InvalidRequest
+            The text is not Unicode: it has a lone surrogate.
+        """
+        utf8_len(text, "prompt")
+        # encode() holds the GIL all the time (2 s for 2 MB); the batch call gives it up.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def detokenizer(
+        self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A detokenizer for one stream; see `DetokenizerFactory.new`."""
+        return self._detokenizers.new(skip_special_tokens, prompt_ids)
+
+    def decode(self, ids: list[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids beyond the vocabulary give none."""
+        ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+class AsyncTokenizer:
+    """Encodes in a bounded thread pool, so that a long prompt does not stop the streams of others.
+
+    Parameters
+    ----------
+    num_threads
+        Threads that encode.
+    max_pending
+        Texts that wait or are encoded; one more is refused.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        num_threads: int = 2,
+        max_pending: int = 256,
+    ):
+        self.tokenizer = tokenizer
+        self._max_pending = max_pending
+        self._num_pending = 0
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+
+    async def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        max_model_len: int,
+        field: str = "prompt",
+    ) -> np.ndarray:
+        """As `TextTokenizer.encode`.
+
+        Parameters
+        ----------
+        max_model_len
+            Tokens; a text of more than 16 bytes for each is refused before it is looked at.
+        field
+            Name of the request's field, for errors.
+
+        Raises
+        ------
+        ContextLengthExceeded
+            The text is too long for any tokenisation to fit.
+        InvalidRequest
+            The text is not Unicode.
+        Overloaded
+            `max_pending` texts are waiting.
+        """
+        num_bytes = utf8_len(text, field)
+        max_bytes = MAX_BYTES_PER_TOKEN * max_model_len
+        if num_bytes > max_bytes:
+            raise ContextLengthExceeded(
+                f"{field} has {num_bytes} bytes; at most {max_bytes} can be served"
+                f" ({MAX_BYTES_PER_TOKEN} for each of the model's {max_model_len} tokens)",
+                field=field,
+            )
+        if len(text) <= INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        if self._num_pending >= self._max_pending:
+            raise Overloaded(
+                f"{self._num_pending} prompts are waiting to be tokenised, the limit is"
+                f" {self._max_pending}",
+                retry_after_s=1.0,
+            )
+        self._num_pending += 1
+        future = self._pool.submit(self.tokenizer.encode, text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        # A cancelled request gives up waiting, but its text goes on filling a thread: count the
+        # work.
+        future.add_done_callback(lambda _: _call_soon(loop, self._release))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Stop the threads after what they are at; texts that wait are dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _release(self) -> None:
+        self._num_pending -= 1
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)
+
+
+def utf8_len(text: str, field: str) -> int:
+    """Bytes of a text in UTF-8; InvalidRequest if it has a lone surrogate (JSON can spell one)."""
+    if text.isascii():
+        return len(text)
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{field} is not valid Unicode: lone surrogate {text[error.start]!r} at character"
+            f" {error.start}",
+            field=field,
+        ) from error
+
+
+def load_special_tokens(folder: str | Path) -> dict[str, str]:
+    """Named special tokens of a checkpoint: `tokenizer_config.json` over the older map file."""
+    merged = {
+        **read_json_object(Path(folder) / "special_tokens_map.json"),
+        **read_json_object(Path(folder) / "tokenizer_config.json"),
+    }
+    tokens = {}
+    for name in _NAMED_SPECIAL_TOKENS:
+        value = merged.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected an object, got {type(value).__name__}")
+    return value
+
+
+def _add_missing_tokens(backend: Tokenizer, special_tokens: dict[str, str]) -> None:
+    """Named special tokens are special even where tokenizer.json does not list them as added."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([t for t in special_tokens.values() if t not in added])

@@ -1,0 +1,152 @@
+"""What the front ends hand to the router, and what they get back.
+
+A `GenerationRequest` is what the client said, typed but not yet checked against the model: None means that the
+client gave no value. `router.params` resolves it with the checkpoint's defaults and checks every bound, once for
+both HTTP and gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.protos.wire import Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt and how to continue it. Exactly one of `prompt` and `messages` is given."""
+
+    request_id: str
+    model: str | None = None  # None: the application's only model
+    prompt: str | tuple[int, ...] | None = None  # text, or token ids
+    messages: tuple[dict[str, Any], ...] | None = None  # chat turns for the chat template
+    max_tokens: int | None = None  # None: up to the model's length
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False
+    tenant: str = ""  # cache salt
+    session: str = ""
+    priority: int = 0
+    deadline_s: float | None = None  # seconds left when the request arrived
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """What is new since the last delta. `finish_reason` is set on the last one only."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None  # stop | length | abort
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for EOS
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens billed to the request: over the whole of it, however often it moved."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the replica's cache
+
+
+@dataclass(slots=True)
+class Explain:
+    """Why the request went where it went; sent as x-quire-* headers or trailing metadata."""
+
+    replica: str = ""
+    predicted_cached_tokens: int = 0
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    runner_up: str = ""
+    attempts: int = 0
+
+
+@dataclass(slots=True)
+class ModelInfo:
+    """The model that this application serves."""
+
+    name: str
+    created_s: int
+    max_model_len: int
+    vocab_size: int
+    revision: str = ""
+    dtype: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    block_size: int = 0
+
+
+@dataclass(slots=True)
+class ReplicaStatus:
+    """One replica as this router sees it."""
+
+    replica: str
+    epoch: str
+    load: Load
+    report_age_s: float
+    attached: bool
+    indexed_blocks: int  # routing blocks this router believes it holds
+
+
+@dataclass(slots=True)
+class Readiness:
+    """Whether a request sent now would be served, and the reason when it would not."""
+
+    ready: bool
+    reason: str
+    replicas: int  # attached
+    startup_s: dict[str, float] = field(default_factory=dict)  # seconds by phase, of the slowest replica
+
+
+class GenerationStream(Protocol):
+    """The answer to one request: an async iterator of deltas.
+
+    Closing it early (`aclose`, also on cancellation of the consumer) aborts the request on its replica.
+    `usage` and `explain` are complete when the iteration has ended; `usage.prompt_tokens` and
+    `explain.replica` already at the first delta.
+    """
+
+    request_id: str
+    model: str
+    created_s: int
+    seed: int
+    usage: Usage
+    explain: Explain
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Service(Protocol):
+    """What HTTP and gRPC call; `router.service.RouterService` is the real one."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationStream:
+        """Check, tokenise, route and submit.
+
+        Raises
+        ------
+        QuireError
+            Before anything was generated: invalid, unknown model, too long, overloaded, unavailable.
+            Errors after that are raised by the stream's iteration.
+        """
+        ...
+
+    def model_info(self) -> ModelInfo: ...
+
+    def readiness(self) -> Readiness: ...
+
+    def replicas(self) -> list[ReplicaStatus]: ...
+
+    def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
+        """The status of every replica, at once and then whenever it changed, at most every `period_s`."""
+        ...

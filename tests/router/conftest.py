@@ -1,0 +1,75 @@
+"""Small tokenizers of the two families that matter, made here: no download."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+CORPUS = ["hello world, this is some text about cats and dogs 你好 😀 naïve café\n"] * 20
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Tokenizer:
+    """GPT-2, Llama 3, Qwen: every token is a string of bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<ünï>", special=False)])  # spelt as it is, not in bytes
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def byte_fallback() -> Tokenizer:
+    """Llama 2, Mistral: words with ▁, and byte tokens for what the vocabulary lacks."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    for byte in range(256):
+        vocab[f"<0x{byte:02X}>"] = len(vocab)
+    merges = [("▁", "h"), ("▁", "w"), ("▁h", "e"), ("l", "l"), ("▁he", "ll"), ("▁hell", "o")]
+    for token in [*"▁abcdefghilmnorstuwxyz\ufffd", *("".join(pair) for pair in merges)]:
+        vocab.setdefault(token, len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A"], special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def metaspace() -> Tokenizer:
+    """A SentencePiece tokenizer without byte fallback: neither of the two exact paths."""
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0)]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=80, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer

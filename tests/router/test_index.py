@@ -1,0 +1,229 @@
+"""The prefix index against a model that keeps a set of hashes for each replica."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.protos.wire import CacheEvents
+from quire.router.index import PrefixIndex
+
+REPLICAS = ("a", "b", "c")
+HASHES = st.integers(0, 24).map(lambda i: i * 0x9E3779B97F4A7C15 % 2**64)
+
+
+def u64(hashes):
+    return np.array(list(hashes), dtype=np.uint64)
+
+
+def batch(seq, stored=(), removed=(), cleared=False):
+    return CacheEvents(seq, u64(stored), u64(removed), cleared)
+
+
+class Model:
+    """What PrefixIndex promises, with sets."""
+
+    def __init__(self):
+        self.held = {}
+        self.epoch = {}
+        self.seq = {}
+        self.bookings = []  # (replica, hashes)
+
+    def add(self, replica, epoch="", seq=0, hashes=()):
+        if self.epoch.get(replica) != epoch:
+            self.bookings = [b for b in self.bookings if b[0] != replica]
+        self.held[replica], self.epoch[replica], self.seq[replica] = set(hashes), epoch, seq
+
+    def remove(self, replica):
+        for state in (self.held, self.epoch, self.seq):
+            state.pop(replica, None)
+        self.bookings = [b for b in self.bookings if b[0] != replica]
+
+    def apply(self, replica, epoch, events):
+        if self.epoch.get(replica) != epoch or events.seq > self.seq[replica] + 1:
+            return False
+        if events.seq == self.seq[replica] + 1:
+            if events.cleared:
+                self.held[replica].clear()
+            self.held[replica] -= set(events.removed.tolist())
+            self.held[replica] |= set(events.stored.tolist())
+            self.seq[replica] = events.seq
+        return True
+
+    def match(self, chain):
+        depths = {}
+        for replica, held in self.held.items():
+            known = held.union(*(hashes for name, hashes in self.bookings if name == replica))
+            depth = 0
+            while depth < len(chain) and chain[depth] in known:
+                depth += 1
+            if depth:
+                depths[replica] = depth
+        return depths
+
+
+def check_equal(index, model, chain):
+    assert index.match(chain) == index.match(u64(chain)) == model.match(chain)
+    for replica, held in model.held.items():
+        assert index.num_blocks(replica) == len(held)
+        digest = 0
+        for routing_hash in held:
+            digest ^= routing_hash
+        assert index.digest(replica) == digest
+        assert index.seq(replica) == model.seq[replica]
+
+
+@given(st.data())
+def test_index_equals_a_set_per_replica(data):
+    index, model, live = PrefixIndex(), Model(), []
+    replica_of = st.sampled_from(REPLICAS)
+    hash_list = st.lists(HASHES, max_size=12)
+    for _ in range(data.draw(st.integers(1, 25))):
+        action = data.draw(st.sampled_from(["add", "remove", "reset", "apply", "book", "unbook"]))
+        replica = data.draw(replica_of)
+        if action == "add" and replica not in model.held:
+            index.add_replica(replica)
+            model.add(replica)
+        elif action == "remove":
+            index.remove_replica(replica)
+            model.remove(replica)
+        elif action == "reset":
+            epoch, hashes = data.draw(st.sampled_from("xy")), data.draw(hash_list)
+            index.reset(replica, epoch, 5, u64(hashes))
+            model.add(replica, epoch, 5, hashes)
+        elif action == "apply":
+            epoch = data.draw(st.sampled_from([model.epoch.get(replica, "x")] * 4 + ["y"]))
+            seq = model.seq.get(replica, 0) + data.draw(st.sampled_from([1, 1, 1, 1, 0, 2]))
+            events = batch(
+                seq, data.draw(hash_list), data.draw(hash_list), data.draw(st.integers(0, 7)) == 0
+            )
+            assert index.apply(replica, epoch, events) == model.apply(replica, epoch, events)
+        elif action == "book" and replica in model.held:
+            hashes = data.draw(hash_list)
+            entry = (replica, set(hashes))
+            model.bookings.append(entry)
+            live.append((index.book(replica, hashes), entry))
+        elif action == "unbook" and live:
+            booking, entry = live[data.draw(st.integers(0, len(live) - 1))]
+            index.unbook(booking)  # may be a second time
+            model.bookings = [b for b in model.bookings if b is not entry]
+        check_equal(index, model, data.draw(hash_list))
+    for replica in REPLICAS:
+        index.remove_replica(replica)
+    index.reset("last", "x", 0, u64([]))  # any update sweeps what is dead
+    assert len(index) == 0 and not index._booked and index._num_booked == 0
+
+
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(0, 40), st.integers(0, 5))
+def test_bisection_equals_the_walk_when_eviction_is_leaf_first(depths, length, num_booked):
+    chain = list(range(1000, 1000 + length))
+    walk, bisect = PrefixIndex(), PrefixIndex(leaf_first=True)
+    for index in (walk, bisect):
+        for i, depth in enumerate(depths):
+            index.reset(str(i), "x", 0, u64(chain[:depth]))
+            if i < num_booked:
+                index.book(str(i), chain[: depth + i])
+    expected = {
+        str(i): min(length, depth + (i if i < num_booked else 0)) for i, depth in enumerate(depths)
+    }
+    assert walk.match(chain) == bisect.match(chain)
+    assert walk.match(chain) == {name: depth for name, depth in expected.items() if depth}
+
+
+def test_a_paged_snapshot_is_seen_only_when_complete():
+    index = PrefixIndex()
+    index.reset("a", "x", 3, u64([1, 2]))
+    index.begin_reset("a", "x", 9)
+    index.extend_reset("a", u64([1, 2, 3]))
+    assert index.match([1, 2, 3]) == {"a": 2} and index.seq("a") == 3
+    index.extend_reset("a", u64([4]))
+    index.commit_reset("a")
+    assert index.match([1, 2, 3, 4]) == {"a": 4} and index.seq("a") == 9
+
+
+def test_bookings_survive_a_resync_and_a_clear_but_not_a_restart():
+    index = PrefixIndex()
+    index.reset("a", "x", 0, u64([]))
+    booking = index.book("a", [1, 2])
+    index.reset("a", "x", 4, u64([]))
+    index.apply("a", "x", batch(5, cleared=True))
+    assert index.match([1, 2, 3]) == {"a": 2}
+    index.reset("a", "y", 0, u64([]))
+    assert index.match([1]) == {}
+    again = index.book("a", [1])
+    index.unbook(booking)  # of the old epoch: changes nothing
+    assert index.match([1, 2]) == {"a": 1}
+    index.unbook(again)
+    index.unbook(again)
+    assert index.match([1]) == {}
+
+
+def test_slots_are_used_again_and_come_back_clean():
+    index = PrefixIndex()
+    for round_ in range(200):
+        index.reset("a", f"epoch {round_}", 0, u64([round_, round_ + 1]))
+        assert index.match([round_ + 1]) == {"a": 1}
+        assert index.match([round_ - 1] if round_ else [7]) == {}
+    assert index._num_slots < 10 and len(index) < 10
+
+
+def test_at_the_bound_new_hashes_are_dropped_and_the_replica_is_incomplete():
+    index = PrefixIndex(max_blocks=3, leaf_first=True)
+    index.reset("a", "x", 0, u64([1, 2]))
+    index.reset("b", "x", 0, u64([1, 2, 3, 4, 5]))
+    assert index.is_complete("a") and not index.is_complete("b")
+    assert len(index) == 3 and index.num_blocks("b") == 3
+    index.apply("a", "x", batch(1, removed=[2]))
+    index.apply("b", "x", batch(1, stored=[6], removed=[2]))  # room again: a hole before 6
+    assert index.match([1, 2, 3, 4, 5, 6]) == {"a": 1, "b": 1}
+    index.reset("b", "x", 2, u64([1]))
+    assert index.is_complete("b")
+
+
+def test_a_hole_left_by_the_bound_does_not_mislead_bisection():
+    index = PrefixIndex(max_blocks=3, leaf_first=True)
+    index.reset("a", "x", 0, u64([9]))
+    index.reset("b", "x", 0, u64([1, 2, 3]))  # 3 is dropped
+    index.apply("a", "x", batch(1, removed=[9]))
+    index.apply("b", "x", batch(1, stored=[4]))
+    assert index.match([1, 2, 3, 4]) == {"b": 2}
+
+
+def test_booked_blocks_are_bounded():
+    index = PrefixIndex(max_booked_blocks=3)
+    index.add_replica("a")
+    first = index.book("a", [1, 2])
+    second = index.book("a", [1, 2, 3, 4])
+    assert index.match([1, 2, 3, 4]) == {"a": 3}
+    index.unbook(second)
+    assert index.match([1, 2, 3]) == {"a": 2}
+    index.unbook(first)
+    assert index.match([1]) == {}
+
+
+def test_misuse_is_refused():
+    index = PrefixIndex()
+    index.add_replica("a")
+    with pytest.raises(ValueError, match="already"):
+        index.add_replica("a")
+    with pytest.raises(KeyError):
+        index.book("b", [1])
+    with pytest.raises(ValueError, match="max_blocks must be >= 1, got 0"):
+        PrefixIndex(max_blocks=0)
+    assert not index.apply("b", "", batch(1))
+
+
+def test_many_replicas_of_one_hot_prefix_share_masks():
+    index = PrefixIndex()
+    rng = random.Random(0)
+    chain = [rng.getrandbits(64) for _ in range(300)]
+    for i in range(100):
+        index.reset(str(i), "x", 0, u64(chain))
+    assert len(set(map(id, (index._mask_at(h) for h in chain)))) <= len(chain)
+    masks = [mask for shard in index._shards for mask in shard.values()]
+    assert len({id(mask) for mask in masks}) == 1
+    assert index.match(chain) == {str(i): 300 for i in range(100)}

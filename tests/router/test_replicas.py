@@ -1,0 +1,251 @@
+"""The replica table: the replay of a simulated replica over a stream that may lose frames."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.protos.wire import CacheEvents, Frame, Load
+from quire.router.index import PrefixIndex
+from quire.router.replicas import SNAPSHOT, ReplicaState, ReplicaTable
+
+
+def u64(hashes):
+    return np.array(list(hashes), dtype=np.uint64)
+
+
+class FakeReplica:
+    """An engine's side of the stream: a cache, numbered batches and snapshots."""
+
+    def __init__(self, epoch="e1", load=None):
+        self.epoch, self.load = epoch, load or Load()
+        self.held: set[int] = set()
+        self.batches: list[CacheEvents] = []
+
+    def frame(self, events=(), **kwargs):
+        digest = 0
+        for routing_hash in self.held:
+            digest ^= routing_hash
+        kwargs = {"events_seq": len(self.batches), "digest": digest, "load": self.load} | kwargs
+        return Frame.decode(Frame(self.epoch, events=list(events), **kwargs).encode())
+
+    def step(self, stored=(), removed=(), cleared=False):
+        if cleared:
+            self.held.clear()
+        self.held -= set(removed)
+        self.held |= set(stored)
+        batch = CacheEvents(len(self.batches) + 1, u64(stored), u64(removed), cleared)
+        self.batches.append(batch)
+        return self.frame([batch])
+
+    def snapshot(self, page=3):
+        held = sorted(self.held)
+        starts = range(0, max(1, len(held)), page)
+        return [
+            self.frame(snapshot=u64(held[i : i + page]), snapshot_more=i + page < len(held))
+            for i in starts
+        ]
+
+    def answer(self, resync_from):
+        if resync_from == SNAPSHOT:
+            return self.snapshot()
+        return [self.frame(self.batches[resync_from:])]
+
+
+def attached(replica=None, **options):
+    replica = replica or FakeReplica()
+    table = ReplicaTable(PrefixIndex(), **options)
+    table.add("r", replica.epoch)
+    for frame in replica.snapshot():
+        table.on_frame("r", frame, 0.0)
+    return table, replica
+
+
+def matched(table, chain, now_s=0.0):
+    return {view.replica: view.matched_blocks for view in table.views(chain, now_s)}
+
+
+@given(st.data())
+def test_the_replay_heals_after_lost_and_late_frames(data):
+    replica = FakeReplica()
+    table, replica = attached(replica, resync_interval_s=0.0)
+    late = []
+    hashes = st.lists(st.integers(1, 30), max_size=5)
+    for now in range(data.draw(st.integers(1, 20))):
+        frame = replica.step(
+            data.draw(hashes), data.draw(hashes), data.draw(st.integers(0, 9)) == 0
+        )
+        if data.draw(st.integers(0, 3)) == 0:
+            continue  # lost
+        action = table.on_frame("r", frame, float(now))
+        if action.resync_from is not None:
+            answer = replica.answer(action.resync_from)
+            if data.draw(st.booleans()):
+                late.append(answer)
+            else:
+                late.insert(0, answer)
+        if late and data.draw(st.booleans()):
+            for page in late.pop(0):
+                table.on_frame("r", page, float(now))
+    for turn in range(3):  # heartbeats; a resync is answered
+        action = table.on_frame("r", replica.frame(), 100.0 + turn)
+        if action.resync_from is not None:
+            for page in replica.answer(action.resync_from):
+                table.on_frame("r", page, 100.0 + turn)
+    assert table.state("r") is ReplicaState.ATTACHED
+    for routing_hash in range(1, 31):
+        expected = int(routing_hash in replica.held)
+        assert matched(table, [routing_hash], 103.0) == {"r": expected}
+    assert table.statuses(103.0)[0].indexed_blocks == len(replica.held)
+
+
+def test_a_replica_takes_requests_from_its_first_frame_and_syncs_with_the_snapshot():
+    replica = FakeReplica()
+    replica.step([1, 2, 3, 4, 5])
+    table = ReplicaTable(PrefixIndex())
+    table.add("r", replica.epoch)
+    assert table.views([1], 0.0) == [] and table.num_ready() == 0
+    first = table.on_frame("r", replica.step([6]), 0.0)  # overtakes the snapshot
+    assert first.became_ready and first.resync_from is None  # a snapshot is coming anyway
+    assert matched(table, [1]) == {"r": 0} and table.state("r") is ReplicaState.SYNCING
+    pages = replica.snapshot()
+    for page in pages[:-1]:
+        assert not table.on_frame("r", page, 0.0).became_ready
+    assert matched(table, [1]) == {"r": 0}
+    table.on_frame("r", pages[-1], 0.0)
+    assert matched(table, [1, 2, 6]) == {"r": 3} and table.state("r") is ReplicaState.ATTACHED
+
+
+def test_batches_that_overtake_the_snapshot_are_replayed_after_it():
+    replica = FakeReplica()
+    replica.step([1, 2, 3, 4])
+    table = ReplicaTable(PrefixIndex())
+    table.add("r", replica.epoch)
+    pages = replica.snapshot()
+    frames = [replica.step([5], removed=[4]), *pages, replica.step([6])]
+    for frame in frames:
+        table.on_frame("r", frame, 0.0)
+    assert matched(table, [1, 2, 3, 5, 6]) == {"r": 5} and matched(table, [4]) == {"r": 0}
+
+
+def test_a_gap_asks_for_the_missing_batches_once():
+    table, replica = attached()
+    table.on_frame("r", replica.step([1]), 0.0)
+    replica.step([2])  # lost
+    action = table.on_frame("r", replica.step([3]), 10.0)
+    assert action.resync_from == 1 and "replica is at batch 3" in action.reason
+    assert table.state("r") is ReplicaState.SYNCING
+    assert matched(table, [1]) == {"r": 1}  # the stale index goes on answering
+    assert table.on_frame("r", replica.frame(), 10.1).resync_from is None
+    assert table.on_frame("r", replica.frame(), 11.5).resync_from == 1  # no answer: ask again
+    for frame in replica.answer(1):
+        table.on_frame("r", frame, 11.6)
+    assert matched(table, [1, 2, 3], 11.6) == {"r": 3}
+    assert table.state("r") is ReplicaState.ATTACHED
+
+
+def test_another_digest_asks_for_a_snapshot():
+    table, replica = attached()
+    table.on_frame("r", replica.step([1, 2]), 0.0)
+    replica.held.discard(2)  # the replica lost a block and told nobody
+    action = table.on_frame("r", replica.frame(), 5.0)
+    assert action.resync_from == SNAPSHOT and "digest differs at batch 1" in action.reason
+    for page in replica.snapshot():
+        table.on_frame("r", page, 5.1)
+    assert matched(table, [1, 2], 5.1) == {"r": 1}
+
+
+def test_a_new_epoch_forgets_blocks_and_bookings_at_once():
+    table, replica = attached()
+    table.on_frame("r", replica.step([1, 2]), 0.0)
+    booking = table.book("r", [7], 64, 0.0)
+    restarted = FakeReplica("e2")
+    action = table.on_frame("r", restarted.step([9]), 0.1)
+    assert action.new_epoch and action.resync_from is None
+    assert matched(table, [1]) == matched(table, [7]) == {"r": 0}
+    assert matched(table, [9]) == {"r": 1}
+    assert table.views([], 0.1)[0].booked_prefill_tokens == 0
+    table.unbook(booking)
+
+
+def test_a_new_attach_stream_of_a_lost_replica_starts_over():
+    table, replica = attached()
+    table.on_frame("r", replica.step([1]), 0.0)
+    table.set_lost("r")
+    assert table.views([1], 0.0) == [] and table.num_ready() == 0
+    replica.step([2])
+    table.add("r", replica.epoch)
+    assert table.views([1], 1.0) == []
+    for page in replica.snapshot():
+        action = table.on_frame("r", page, 1.0)
+    assert action.became_ready and matched(table, [1, 2], 1.0) == {"r": 2}
+
+
+def test_draining_takes_no_requests_even_after_its_stream_was_lost():
+    table, replica = attached()
+    table.set_draining("r")
+    assert table.views([], 0.0) == [] and not table.statuses(0.0)[0].attached
+    table.set_lost("r")
+    table.add("r", replica.epoch)
+    table.on_frame("r", replica.frame(), 1.0)
+    assert table.state("r") is ReplicaState.DRAINING and table.views([], 1.0) == []
+    table.remove("r")
+    table.remove("r")
+    assert table.statuses(1.0) == []
+
+
+def test_a_silent_replica_is_lost_and_comes_back_with_a_frame():
+    table, replica = attached(lost_after_s=10.0)
+    assert table.expire(9.0) == [] and matched(table, [], 9.0) == {"r": 0}
+    assert table.views([], 10.5) == []
+    assert table.expire(10.5) == ["r"] and table.expire(11.0) == []
+    assert table.on_frame("r", replica.frame(), 12.0).became_ready
+    assert matched(table, [], 12.0) == {"r": 0}
+
+
+def test_unknown_replicas_are_ignored():
+    table = ReplicaTable(PrefixIndex())
+    assert table.on_frame("x", FakeReplica().frame(), 0.0).resync_from is None
+    table.set_lost("x")
+    table.set_draining("x")
+    table.remove("x")
+
+
+def test_load_is_the_report_and_the_bookings_it_cannot_contain():
+    load = Load(num_running=2, num_waiting=1, queued_prefill_tokens=500, prefill_s_per_token=1e-4)
+    table, replica = attached(FakeReplica(load=load), submit_lag_s=0.01)
+    early = table.book("r", [1], 100, 1.0)
+    late = table.book("r", [1, 2], 30, 1.095)
+    (view,) = table.views([1, 2], 1.1)
+    assert (view.booked_prefill_tokens, view.num_requests) == (130, 5)
+    assert view.matched_blocks == 2 and view.report_age_s == pytest.approx(1.1)
+    table.on_frame("r", replica.frame(), 1.1)  # may contain `early`, cannot contain `late`
+    (view,) = table.views([1, 2], 1.1)
+    assert (view.reported_prefill_tokens, view.booked_prefill_tokens) == (500, 30)
+    assert view.num_requests == 4 and view.matched_blocks == 2  # blocks are booked to the end
+    table.unbook(late)
+    table.unbook(late)
+    table.unbook(early)
+    (view,) = table.views([1, 2], 1.1)
+    assert (view.booked_prefill_tokens, view.num_requests, view.matched_blocks) == (0, 3, 0)
+
+
+def test_statuses_show_every_replica():
+    table, replica = attached(FakeReplica(load=Load(blocks_free=7)))
+    table.on_frame("r", replica.step([1, 2]), 1.0)
+    table.add("new", "e9")
+    known, new = table.statuses(1.5)
+    assert (known.replica, known.epoch, known.load.blocks_free) == ("r", "e1", 7)
+    assert (known.report_age_s, known.attached, known.indexed_blocks) == (0.5, True, 2)
+    assert (new.replica, new.attached, new.indexed_blocks) == ("new", False, 0)
+
+
+def test_an_incomplete_index_is_no_reason_for_a_resync():
+    replica = FakeReplica()
+    table = ReplicaTable(PrefixIndex(max_blocks=2))
+    table.add("r", replica.epoch)
+    table.on_frame("r", replica.snapshot()[0], 0.0)
+    action = table.on_frame("r", replica.step([1, 2, 3]), 5.0)
+    assert action.resync_from is None and matched(table, [1, 2, 3], 5.0) == {"r": 2}
