@@ -1,0 +1,11 @@
+"""The embedded model: a small Llama with its tokenizer, trained by `train` on text from `corpus`.
+
+It is the default of `make serve` and the real input of the tests; it is not the product.
+"""
+
+from pathlib import Path
+
+#: Folder with the checkpoint, in the layout of `transformers.PreTrainedModel.from_pretrained`.
+CHECKPOINT: Path = Path(__file__).resolve().parent / "checkpoint"
+
+__all__ = ["CHECKPOINT"]
