@@ -1,0 +1,58 @@
+"""The engine's configuration: what the user asked for, and what it was resolved to.
+
+`EngineArgs` is what the user wrote, None meaning "choose". `EngineConfig` is the answer: complete, frozen, and
+the only thing the scheduler, block manager and runner read. `resolve` lives in `sizing.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """What the user asked for. None: choose from the checkpoint and the machine."""
+
+    model: str = "embedded"  # "embedded", a checkpoint folder, or a Hugging Face id
+    revision: str | None = None  # of a Hugging Face id: branch, tag or commit
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    block_size: int = 32  # tokens of KV in a block
+    num_blocks: int | None = None
+    max_batch_tokens: int | None = None
+    max_model_len: int | None = None  # None: the checkpoint's max_position_embeddings
+    max_running_requests: int = 256
+    max_waiting_requests: int = 1024
+    max_memory_percent: float = 0.9
+    kv_cache_gib: float | None = None
+    safety_margin: float = 0.2
+    prefix_caching: bool = True
+    deterministic: bool | None = None  # None: on for float32 on the CPU
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine runs with; every value is decided."""
+
+    model_name: str  # identity of the weights in routing and cache keys
+    revision: str
+    device: str  # cpu | cuda
+    dtype: str  # float32 | bfloat16 | float16
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int  # tokens of prompt and output together
+    block_size: int
+    num_blocks: int  # usable blocks; the pool has one more, the trash block
+    max_batch_tokens: int
+    max_running_requests: int
+    max_waiting_requests: int
+    safety_margin: float  # share of blocks kept free of new prefills while anything runs
+    prefix_caching: bool
+    deterministic: bool
+    num_threads: int
+
+    @property
+    def max_cache_tokens(self) -> int:
+        """Tokens of one request that the whole pool could hold."""
+        return self.num_blocks * self.block_size

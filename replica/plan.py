@@ -1,0 +1,91 @@
+"""What enters and leaves one step: pure data between the scheduler and the runner.
+
+A step is one forward pass over a ragged batch: all tokens of all its rows lie in one flat axis, decode rows
+first (one token each), then prefill chunks. Nothing is padded.
+
+```
+ row          0    1    2        3              4
+ token_ids  [ a ][ b ][ c ][ d d d d d d ][ e e e e ]     T tokens
+ cu_q       0    1    2    3             9          13
+              decode rows     prefill chunks
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.protos.errors import QuireError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Columns for the rows that sample a token in this step, in the order of the rows. S of them."""
+
+    token_index: np.ndarray  # [S] int32, flat index in [0, T) of the hidden state to sample from
+    temperature: np.ndarray  # [S] float32, 0 = greedy
+    top_k: np.ndarray  # [S] int32, 0 = off
+    top_p: np.ndarray  # [S] float32, 1 = off
+    seed: np.ndarray  # [S] uint64
+    choice: np.ndarray  # [S] int32
+    position: np.ndarray  # [S] int64, absolute position of the token to be sampled (prompt + output)
+    suppressed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    # (index in [0, S), token ids that must not be sampled there): EOS and stop ids before min_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step for the runner. `num_rows` = n, T tokens."""
+
+    step: int  # counts up from 1
+    num_decode_rows: int  # the first rows have one token each
+    token_ids: np.ndarray  # [T] int32
+    positions: np.ndarray  # [T] int32, absolute position of each token in its sequence
+    cu_q: np.ndarray  # [n + 1] int32, row i owns tokens [cu_q[i], cu_q[i + 1])
+    kv_len: np.ndarray  # [n] int32, tokens in the cache once this step has written its own
+    block_tables: np.ndarray  # [n, max blocks of the batch] int32, unused entries are 0
+    slots: np.ndarray  # [T] int64, block_id * block_size + offset: where each token's KV is written
+    sampling: SamplingBatch
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to) blocks copied before the step (copy-on-write)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.kv_len)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the runner computed."""
+
+    token_ids: np.ndarray  # [S] int64, aligned with `StepPlan.sampling`
+    duration_s: float  # launch to tokens on the host
+
+
+@dataclass(slots=True)
+class RequestDelta:
+    """What a step did for one request: new tokens and, at the end, how it ended."""
+
+    key: Hashable  # the owner's name for the request
+    index: int  # absolute output index of token_ids[0]
+    token_ids: list[int]
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0  # over the whole request, earlier attempts included
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    error: QuireError | None = None
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Everything one turn of the loop sends out."""
+
+    deltas: list[RequestDelta] = field(default_factory=list)

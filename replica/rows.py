@@ -1,0 +1,328 @@
+"""The row table: what a step needs of every running request, as columns.
+
+A request keeps its row from admission to its end or soft reset. Whatever happens to every decoding row in
+every step is a numpy operation over columns; Python runs for a row only when a block of it fills up, when a
+new block is needed, or when it ends.
+
+```
+ position of a row      0 ........ num_tokens ...... length        max_length
+                        └ Request.token_ids ┘└ tail ┘
+                        0 ... num_computed (KV written once the planned step has run)
+```
+
+The newest tokens wait in `tail`, one block wide, until their block is full: so a token costs no Python, and a
+request's own array is written once a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.replica.blocks import IntegrityError
+from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.request import FinishReason, Phase, Request
+
+# Below this the distribution is a point for any logits that differ by more than float32 rounding.
+GREEDY_TEMPERATURE = 1e-5
+
+
+class RowTable:
+    """Stable rows as numpy columns.
+
+    Parameters
+    ----------
+    max_rows
+        Requests that can run at once.
+    max_blocks
+        Blocks that one request can have.
+    block_size
+        Tokens of a block.
+    vocab_size
+        Token ids are in [0, vocab_size).
+    """
+
+    def __init__(self, max_rows: int, max_blocks: int, block_size: int, vocab_size: int):
+        self.block_size = block_size
+        self.requests: list[Request | None] = [None] * max_rows
+        self.keys = np.empty(max_rows, dtype=object)  # [R] owners' names
+        self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
+        self.decoding = np.zeros(max_rows, dtype=bool)  # [R] its phase is DECODING
+        self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
+        self.length = np.zeros(max_rows, dtype=np.int32)  # [R] tokens of prompt and output
+        self.num_computed = np.zeros(max_rows, dtype=np.int32)  # [R] tokens with KV or planned to
+        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)  # [R] the client's prompt
+        self.max_length = np.zeros(max_rows, dtype=np.int32)  # [R] ends when length reaches it
+        self.min_length = np.zeros(max_rows, dtype=np.int32)  # [R] EOS and stop ids masked below it
+        self.last_token = np.zeros(max_rows, dtype=np.int32)  # [R]
+        self.temperature = np.zeros(max_rows, dtype=np.float32)  # [R]
+        self.top_k = np.zeros(max_rows, dtype=np.int32)  # [R]
+        self.top_p = np.ones(max_rows, dtype=np.float32)  # [R]
+        self.seed = np.zeros(max_rows, dtype=np.uint64)  # [R]
+        self.choice = np.zeros(max_rows, dtype=np.int32)  # [R]
+        self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
+        self.num_blocks = np.zeros(max_rows, dtype=np.int32)  # [R]
+        self.block_tables = np.zeros((max_rows, max_blocks), dtype=np.int32)  # [R, max_blocks]
+        self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
+        self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_active(self) -> int:
+        return len(self.requests) - len(self._free)
+
+    def claim(self, request: Request, blocks: Sequence[int], num_computed: int) -> int:
+        """Give a request a row, with its blocks, the first `num_computed` tokens of them computed."""
+        row = self._free.pop()
+        params = request.params
+        request.row = row
+        self.requests[row] = request
+        self.keys[row] = request.key
+        self.active[row] = True
+        self.decoding[row] = False
+        self.arrival_index[row] = request.arrival_index
+        self.length[row] = request.num_tokens
+        self.num_computed[row] = num_computed
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.max_length[row] = request.max_length
+        self.min_length[row] = request.num_prompt_tokens + params.min_tokens
+        greedy = params.temperature < GREEDY_TEMPERATURE
+        self.temperature[row] = 0.0 if greedy else params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = max(params.top_p, float(np.finfo(np.float32).tiny))
+        self.seed[row] = params.seed
+        self.choice[row] = params.choice
+        self.stop_ids[row] = tuple(sorted(request.stop_ids))
+        self._num_enders[list(request.stop_ids)] += 1
+        self.num_blocks[row] = len(blocks)
+        self.block_tables[row, : len(blocks)] = blocks
+        return row
+
+    def vacate(self, row: int) -> list[int]:
+        """Take the row from its request, whose tokens are complete afterwards.
+
+        Returns
+        -------
+        The row's blocks in the order of the sequence.
+        """
+        self.flush(row)
+        request = self.request(row)
+        blocks: list[int] = self.blocks(row).tolist()
+        request.row = -1
+        self.requests[row] = None
+        self.keys[row] = None
+        self.active[row] = False
+        self.decoding[row] = False
+        self._num_enders[list(request.stop_ids)] -= 1
+        self.block_tables[row, : len(blocks)] = 0
+        self.num_blocks[row] = 0
+        self._free.append(row)
+        return blocks
+
+    def request(self, row: int) -> Request:
+        request = self.requests[row]
+        if request is None:
+            raise ValueError(f"row {row} has no request")
+        return request
+
+    def blocks(self, row: int) -> np.ndarray:
+        """[blocks of the row] int32, a view."""
+        return self.block_tables[row, : self.num_blocks[row]]
+
+    def flush(self, row: int) -> None:
+        """Move the row's newest tokens to its request. They never span two blocks: a full block is flushed
+        in the step that computes its last token."""
+        request = self.request(row)
+        count = int(self.length[row]) - request.num_tokens
+        if count:
+            start = request.num_tokens % self.block_size
+            request.append(self._tail[row, start : start + count])
+
+    # -- planning ----------------------------------------------------------------------------------------
+
+    def decode_rows(self) -> np.ndarray:
+        """[D] int64, the rows that are decoding."""
+        return np.flatnonzero(self.decoding)
+
+    def lacking_block(self, rows: np.ndarray) -> np.ndarray:
+        """Those of `rows` whose next token has no block yet."""
+        return rows[self.num_computed[rows] >= self.num_blocks[rows] * self.block_size]
+
+    def completing_block(self, rows: np.ndarray) -> np.ndarray:
+        """Those of `rows` whose next token fills its block."""
+        return rows[(self.num_computed[rows] + 1) % self.block_size == 0]
+
+    def append_blocks(self, rows: np.ndarray, blocks: Sequence[int]) -> None:
+        """Append one block to the table of each row."""
+        self.block_tables[rows, self.num_blocks[rows]] = blocks
+        self.num_blocks[rows] += 1
+
+    def newest(self) -> Request:
+        """The running request that was submitted last."""
+        rows = np.flatnonzero(self.active)
+        return self.request(int(rows[np.argmax(self.arrival_index[rows])]))
+
+    def build(
+        self, step: int, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]]
+    ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
+        """Write a step down and count its tokens as computed.
+
+        Parameters
+        ----------
+        decode_rows
+            [D] rows that compute their last token.
+        chunks
+            (row, tokens) of each prefill.
+
+        Returns
+        -------
+        The plan, [n] its rows, and [S] the rows of them that sample.
+        """
+        if chunks:
+            rows = np.concatenate([decode_rows, np.array([row for row, _ in chunks], np.int64)])
+            num_q = np.ones(len(rows), np.int32)
+            num_q[len(decode_rows) :] = [count for _, count in chunks]
+            cu_q = np.zeros(len(rows) + 1, np.int32)
+            np.cumsum(num_q, out=cu_q[1:])
+        else:
+            rows, num_q = decode_rows, np.int32(1)
+            cu_q = np.arange(len(rows) + 1, dtype=np.int32)
+        start = self.num_computed[rows]
+        kv_len = start + num_q
+        if chunks:
+            positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(cu_q[:-1] - start, num_q)
+            row_of_token = np.repeat(rows, num_q)
+            token_ids = self._chunk_tokens(decode_rows, chunks, cu_q)
+            samples = np.flatnonzero(kv_len == self.length[rows])
+            sample_rows, token_index = rows[samples], cu_q[samples + 1] - 1
+        else:
+            positions, row_of_token, token_ids = start, rows, self.last_token[rows]
+            sample_rows, token_index = rows, cu_q[:-1]
+        block_size = self.block_size
+        width = (int(kv_len.max()) + block_size - 1) // block_size
+        slots = self.block_tables[row_of_token, positions // block_size].astype(np.int64)
+        slots *= block_size
+        slots += positions % block_size
+        plan = StepPlan(
+            step=step,
+            num_decode_rows=len(decode_rows),
+            token_ids=token_ids,
+            positions=positions,
+            cu_q=cu_q,
+            kv_len=kv_len,
+            block_tables=self.block_tables[:, :width].take(rows, axis=0),
+            slots=slots,
+            sampling=self._sampling(sample_rows, token_index),
+        )
+        self.num_computed[rows] = kv_len
+        return plan, rows, sample_rows
+
+    def _chunk_tokens(
+        self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray
+    ) -> np.ndarray:
+        token_ids = np.empty(cu_q[-1], np.int32)
+        token_ids[: len(decode_rows)] = self.last_token[decode_rows]
+        begin = len(decode_rows)
+        for row, count in chunks:
+            start = int(self.num_computed[row])
+            token_ids[begin : begin + count] = self.request(row).token_ids[start : start + count]
+            begin += count
+        return token_ids
+
+    def _sampling(self, rows: np.ndarray, token_index: np.ndarray) -> SamplingBatch:
+        masked = np.flatnonzero(self.length[rows] < self.min_length[rows])
+        suppressed = tuple(
+            (i, ids)
+            for i, ids in zip(masked.tolist(), self.stop_ids[rows[masked]], strict=True)
+            if ids
+        )
+        return SamplingBatch(
+            token_index=token_index,
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            seed=self.seed[rows],
+            choice=self.choice[rows],
+            position=self.length[rows].astype(np.int64),
+            suppressed=suppressed,
+        )
+
+    # -- after the step ----------------------------------------------------------------------------------
+
+    def record(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """Append one sampled token to each row.
+
+        Parameters
+        ----------
+        rows, token_ids
+            [S] rows without repetition, and [S] their tokens.
+        """
+        position = self.length[rows]
+        self._tail[rows, position % self.block_size] = token_ids
+        self.last_token[rows] = token_ids
+        self.length[rows] = position + 1
+
+    def ended(self, rows: np.ndarray, token_ids: np.ndarray) -> dict[int, FinishReason]:
+        """Which rows end with the token just recorded: index in `rows` to the reason."""
+        length = self.length[rows]
+        reasons = dict.fromkeys(
+            np.flatnonzero(length >= self.max_length[rows]).tolist(), FinishReason.LENGTH
+        )
+        # Only ids that end some running request can end one: few rows get past this look-up.
+        for i in np.flatnonzero(self._num_enders[token_ids]).tolist():
+            row = int(rows[i])
+            if length[i] > self.min_length[row] and int(token_ids[i]) in self.request(row).stop_ids:
+                reasons[i] = FinishReason.STOP
+        return reasons
+
+    # -- inspection --------------------------------------------------------------------------------------
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """The rows in use as plain data."""
+        return [
+            {
+                "row": row,
+                "key": self.keys[row],
+                "phase": self.request(row).phase.value,
+                "length": int(self.length[row]),
+                "num_computed": int(self.num_computed[row]),
+                "blocks": self.blocks(row).tolist(),
+            }
+            for row in np.flatnonzero(self.active).tolist()
+        ]
+
+    def num_owners(self, num_blocks: int) -> np.ndarray:
+        """[num_blocks] int64, how many rows have each block in their table."""
+        owners = np.zeros(num_blocks, np.int64)
+        for row in np.flatnonzero(self.active):
+            owners += np.bincount(self.blocks(row), minlength=num_blocks)
+        return owners
+
+    def check(self, owners: np.ndarray) -> None:
+        """Raise `IntegrityError` where a row contradicts its request, or would write to a shared block.
+
+        Parameters
+        ----------
+        owners
+            [num_blocks] as `num_owners` counts them.
+        """
+        for row, request in enumerate(self.requests):
+            if bool(self.active[row]) != (request is not None):
+                raise IntegrityError(f"row {row} is active: {self.active[row]}, request: {request}")
+            if request is None:
+                continue
+            name = f"row {row} of request {request.key!r}"
+            decoding = request.phase is Phase.DECODING
+            if request.row != row or bool(self.decoding[row]) != decoding:
+                raise IntegrityError(f"{name}: its request says row {request.row}, {request.phase}")
+            num_computed, length = int(self.num_computed[row]), int(self.length[row])
+            if num_computed > min(length, int(self.num_blocks[row]) * self.block_size):
+                raise IntegrityError(f"{name} has {num_computed} computed tokens of {length}")
+            if (owners[self.blocks(row)[num_computed // self.block_size :]] > 1).any():
+                raise IntegrityError(f"{name} would write to a block that it shares")

@@ -1,0 +1,493 @@
+"""The scheduler: which tokens of which requests a step computes, and what came of it.
+
+```
+ add ──▶ waiting ──admit──▶ prefilling ──last chunk──▶ decoding ──commit──▶ release
+            ▲                   │                          │
+            └──── soft reset ───┴──────────────────────────┘        (the cache is full)
+```
+
+Owned by one thread. `plan` and `commit` (or `fail_step`) alternate; between them the step is in flight and
+blocks that are given back are not handed out again, because only `plan` allocates.
+
+Blocks are registered in the prefix index when the step that completes them is *planned*: within a step all
+rows write their KV before any of them reads it, layer by layer, so a row may match what an earlier row of the
+same step computes. A step that fails takes its registrations back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quire.protos.errors import (
+    DeadlineExceeded,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    QuireError,
+)
+from quire.protos.wire import Load
+from quire.replica.blocks import BlockManager, IntegrityError
+from quire.replica.config import EngineConfig
+from quire.replica.events import EventLog
+from quire.replica.plan import RequestDelta, StepPlan, StepResult
+from quire.replica.prefix import PrefixCache
+from quire.replica.queues import Deadlines, WaitingQueue
+from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
+from quire.replica.rows import RowTable
+from quire.replica.speed import StepSpeed
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the scheduler remembers of the step in flight."""
+
+    number: int
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
+    sample_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [S]
+    chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
+    registered: list[int] = field(default_factory=list)  # blocks, parents before children
+    # (row, index in its table, its own block, the block that is indexed for the same content)
+    duplicates: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Requests, rows, blocks, prefix index and events of one engine. First come, first served.
+
+    Parameters
+    ----------
+    config
+        The engine's limits.
+    epoch
+        Name of this incarnation for the event log; a random one by default.
+    max_event_batches
+        Batches of cache events kept for routers that missed some.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, epoch: str | None = None, max_event_batches: int = 1024
+    ):
+        self.config = config
+        self.events = EventLog(epoch, max_event_batches)
+        self.prefix = PrefixCache(
+            config.block_size,
+            config.num_blocks,
+            self.events,
+            model_name=config.model_name,
+            revision=config.revision,
+        )
+        self.blocks = BlockManager(config.num_blocks, on_demote=self.prefix.forget)
+        max_tokens = min(config.max_model_len, config.max_cache_tokens)
+        self.rows = RowTable(
+            # One token of every decoding row must fit a step.
+            min(config.max_running_requests, config.max_batch_tokens),
+            -(-max_tokens // config.block_size),
+            config.block_size,
+            config.vocab_size,
+        )
+        self.speed = StepSpeed()
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_prefix_tokens_queried = 0
+        self.num_prefix_tokens_hit = 0
+        self._margin_blocks = config.safety_margin * config.num_blocks
+        self._requests: dict[Hashable, Request] = {}  # every live one
+        self._waiting = WaitingQueue()
+        self._prefilling: dict[Hashable, Request] = {}  # in order of admission
+        self._deadlines = Deadlines()
+        self._num_submitted = 0
+        self._step: _Step | None = None  # in flight
+        self._ended: list[RequestDelta] = []  # ended by `plan`, not yet told
+        # The head of the queue is looked at again only after something that could let it in.
+        self._num_changes = 0
+        self._blocked_at_change = -1
+
+    # -- requests in and out -----------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return self.rows.num_active
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def validate(self, request: Request) -> None:
+        """Refuse what can never be served; safe in any thread.
+
+        Raises
+        ------
+        InvalidRequest
+            A field is out of its bounds, or the key names a live request. See `request.validate`.
+        """
+        validate(request, self.config)
+        if request.key in self._requests:
+            raise InvalidRequest(f"request_id: {request.key!r} is in use", field="request_id")
+
+    def add(self, request: Request) -> RequestDelta | None:
+        """Queue a request. A refusal is its only delta: `error`, with a `QuireError` that says why."""
+        try:
+            self.validate(request)
+            self._check_room()
+        except QuireError as error:
+            return request.delta(request.num_emitted, [], FinishReason.ERROR, error)
+        request.accept(self.config.eos_token_ids)
+        request.arrival_index = self._num_submitted
+        self._num_submitted += 1
+        self._requests[request.key] = request
+        self._waiting.append(request)
+        if request.deadline_s is not None:
+            self._deadlines.push(request, request.deadline_s, len(self._requests))
+        return None
+
+    def abort(self, key: Hashable) -> RequestDelta | None:
+        """End a request, also while its step is in flight; None when it is not alive."""
+        request = self._requests.get(key)
+        return None if request is None else self._release(request, FinishReason.ABORT)
+
+    def abort_all(self) -> list[RequestDelta]:
+        """End every request."""
+        return [self._release(r, FinishReason.ABORT) for r in list(self._requests.values())]
+
+    def take_ended(self) -> list[RequestDelta]:
+        """Deltas of the requests that `plan` ended. `commit` and `fail_step` return them too; whoever got
+        no plan calls this."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _check_room(self) -> None:
+        bound = self.config.max_waiting_requests
+        if len(self._waiting) >= bound:
+            wait_s = self._waiting.num_tokens * self.speed.prefill_s_per_token
+            raise Overloaded(
+                f"the waiting queue is full: {len(self._waiting)} requests, the bound is {bound} "
+                "(max_waiting_requests)",
+                retry_after_s=max(1.0, wait_s),
+            )
+
+    def _release(
+        self,
+        request: Request,
+        reason: FinishReason,
+        token_ids: Sequence[int] = (),
+        error: QuireError | None = None,
+    ) -> RequestDelta:
+        """The one way out: give everything back and say how the request ended.
+
+        Parameters
+        ----------
+        token_ids
+            Tokens of the request that no delta has told yet.
+        """
+        if request.phase is Phase.PENDING:
+            self._waiting.remove(request)
+            self._num_changes += 1
+        else:
+            self._vacate(request)
+        request.enter(Phase.FINISHED)
+        del self._requests[request.key]
+        index = request.num_tokens - request.num_prompt_tokens - len(token_ids)
+        return request.delta(index, list(token_ids), reason, error)
+
+    def _vacate(self, request: Request) -> None:
+        """Give back a running request's row and blocks; its full blocks stay cached."""
+        self._prefilling.pop(request.key, None)
+        self.blocks.release(reversed(self.rows.vacate(request.row)))
+        self._num_changes += 1
+
+    def _expire(self, now_s: float) -> None:
+        for deadline_s, request in self._deadlines.pop_expired(now_s):
+            late_s = now_s - deadline_s
+            error = DeadlineExceeded(f"the request's deadline passed {late_s:.3f} s ago")
+            self._ended.append(self._release(request, FinishReason.ABORT, error=error))
+
+    # -- planning ----------------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """Decide the next step; None when no request is alive.
+
+        Raises
+        ------
+        RuntimeError
+            The step before has not been committed.
+        """
+        if self._step is not None:
+            raise RuntimeError(f"step {self._step.number} is still in flight")
+        self._expire(now_s)
+        may_admit = self._grow_decodes()
+        step = _Step(self.num_steps + 1)
+        decode_rows = self.rows.decode_rows()
+        for row in self.rows.completing_block(decode_rows).tolist():
+            self.rows.flush(row)
+            self._register_blocks(step, row, 1)
+        budget = self.config.max_batch_tokens - len(decode_rows)
+        for request in self._prefilling.values():
+            budget -= self._schedule_chunk(step, request, budget)
+        if may_admit:
+            self._admit(step, budget, now_s)
+        if not len(decode_rows) and not step.chunks:
+            return None
+        plan, step.rows, step.sample_rows = self.rows.build(step.number, decode_rows, step.chunks)
+        self._adopt(step)
+        self._step = step
+        self.num_steps = step.number
+        return plan
+
+    def _grow_decodes(self) -> bool:
+        """Give a block to every decoding row that needs one, if it must be from the newest requests.
+
+        Returns
+        -------
+        Whether there was room: after a soft reset nothing is admitted in the same step.
+        """
+        lacking = self.rows.lacking_block(self.rows.decode_rows())
+        if not len(lacking):
+            return True
+        roomy = True
+        while (blocks := self.blocks.allocate(len(lacking))) is None:
+            # Ends: a request alone always fits, or it would have been refused.
+            self._soft_reset(self.rows.newest())
+            lacking = self.rows.lacking_block(self.rows.decode_rows())
+            roomy = False
+        self.rows.append_blocks(lacking, blocks)
+        return roomy
+
+    def _soft_reset(self, request: Request) -> None:
+        """Back to the head of the queue; what it generated joins what it must prefill."""
+        self._vacate(request)
+        request.enter(Phase.PENDING)
+        self._waiting.push_front(request)
+        self.num_preemptions += 1
+
+    def _schedule_chunk(self, step: _Step, request: Request, budget: int) -> int:
+        """Plan as many of the request's missing tokens as the budget allows; returns how many."""
+        row = request.row
+        count = min(budget, request.num_tokens - int(self.rows.num_computed[row]))
+        if count <= 0:
+            return 0
+        step.chunks.append((row, count))
+        if self._register_blocks(step, row, count):
+            self._num_changes += 1  # the head of the queue may now share these blocks
+        return count
+
+    def _admit(self, step: _Step, budget: int, now_s: float) -> None:
+        """Start waiting requests in their order, each with all the blocks of its known tokens or not at all.
+
+        While anything runs, an admission must leave `safety_margin` of the blocks available, so that decoding
+        rows can grow.
+        """
+        while budget > 0 and self._waiting and self.rows.num_free:
+            if self._blocked_at_change == self._num_changes:
+                return
+            request = self._waiting.head()
+            matched: list[int] = []
+            if self.config.prefix_caching:
+                matched = self.prefix.match(request.token_ids, chain=request.chain)
+            needed = -(-request.num_tokens // self.config.block_size) - len(matched)
+            left = self.blocks.num_available - needed - self.blocks.num_unowned(matched)
+            if left < (self._margin_blocks if self.rows.num_active else 0):
+                self._blocked_at_change = self._num_changes
+                return
+            self._start(request, matched, needed, now_s)
+            budget -= self._schedule_chunk(step, request, budget)
+
+    def _start(self, request: Request, matched: list[int], needed: int, now_s: float) -> None:
+        self.blocks.retain(matched)
+        blocks = self.blocks.allocate(needed)
+        if blocks is None:
+            raise IntegrityError(f"{needed} blocks were available and are not")
+        self._waiting.remove(request)
+        num_hit = len(matched) * self.config.block_size
+        self.rows.claim(request, matched + blocks, num_hit)
+        request.enter(Phase.PREFILLING)
+        self._prefilling[request.key] = request
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = now_s
+            request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
+            self.num_prefix_tokens_queried += request.num_prompt_tokens
+            self.num_prefix_tokens_hit += request.num_cached_tokens
+
+    def _register_blocks(self, step: _Step, row: int, count: int) -> bool:
+        """Index the blocks that the row's next `count` tokens fill; returns whether there are any."""
+        if not self.config.prefix_caching:
+            return False
+        block_size = self.config.block_size
+        start = int(self.rows.num_computed[row])
+        first, end = start // block_size, (start + count) // block_size
+        request = self.rows.request(row)
+        token_ids, table = request.token_ids, self.rows.block_tables[row]
+        parent = int(table[first - 1]) if first else None
+        for i in range(first, end):
+            block = int(table[i])
+            tokens = token_ids[i * block_size : (i + 1) * block_size]
+            indexed = self.prefix.register(block, parent, tokens, request.chain, i)
+            if indexed is None:
+                break  # nothing can be indexed behind a block that is not
+            if indexed == block:
+                self.blocks.mark_content(block)
+                step.registered.append(block)
+            else:
+                self.blocks.retain([indexed])
+                step.duplicates.append((row, i, block, indexed))
+            parent = indexed
+        return end > first
+
+    def _adopt(self, step: _Step) -> None:
+        """Swap blocks whose content was already indexed for the indexed ones, and free the duplicates.
+
+        The plan keeps the tables it was built with: the step writes and reads the duplicates, the next one
+        reads the indexed blocks, complete by then. So every owner of an indexed block owns the indexed
+        blocks before it too, which demotion leaf-first rests on (see `BlockManager`).
+        """
+        for row, i, own, indexed in step.duplicates:
+            self.rows.block_tables[row, i] = indexed
+            self.blocks.release([own])
+
+    # -- after the step ----------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> Sequence[RequestDelta]:
+        """Take the sampled tokens in; end and release what is finished.
+
+        A result that cannot be right (wrong length, ids out of the vocabulary) fails the step.
+
+        Returns
+        -------
+        One delta for each row that sampled, and those of `take_ended`.
+        """
+        step = self._in_flight(plan)
+        tokens = np.asarray(result.token_ids)
+        error = self._result_error(step, tokens)
+        if error is not None:
+            return self.fail_step(plan, error)
+        self._step = None
+        rows = step.sample_rows
+        alive = self.rows.active[rows]
+        if not alive.all():  # aborted while in flight
+            rows, tokens = rows[alive], tokens[alive]
+        keys = self.rows.keys[rows]
+        index = self.rows.length[rows] - self.rows.num_prompt_tokens[rows]
+        self.rows.record(rows, tokens)
+        complete = self._end_prefills(rows, index, tokens, now_s)
+        for i, reason in self.rows.ended(rows, tokens).items():
+            request = self.rows.request(int(rows[i]))
+            complete[i] = self._release(request, reason, [int(tokens[i])])
+        num_prefill = plan.num_tokens - plan.num_decode_rows
+        self.speed.observe(num_prefill, plan.num_decode_rows, result.duration_s)
+        return DeltaBatch(keys, index, tokens, complete, self.take_ended())
+
+    def fail_step(self, plan: StepPlan, error: QuireError) -> list[RequestDelta]:
+        """End every request of a step that did not run to its end; the cache forgets what it would have
+        written."""
+        step = self._in_flight(plan)
+        self._step = None
+        deltas = self.take_ended()
+        for row in step.rows.tolist():
+            request = self.rows.requests[row]
+            if request is not None:
+                deltas.append(self._release(request, FinishReason.ERROR, error=error))
+        for block in reversed(step.registered):
+            if block in self.prefix:  # else the cache was cleared meanwhile
+                self.prefix.forget(block)
+                self.blocks.forget_content(block)
+        return deltas
+
+    def _in_flight(self, plan: StepPlan) -> _Step:
+        step = self._step
+        if step is None or step.number != plan.step:
+            raise ValueError(f"step {plan.step} is not in flight")
+        return step
+
+    def _result_error(self, step: _Step, tokens: np.ndarray) -> EngineError | None:
+        if tokens.shape != step.sample_rows.shape:
+            return EngineError(
+                f"step {step.number} sampled {tokens.shape}, planned {step.sample_rows.shape}"
+            )
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.config.vocab_size:
+            return EngineError(f"step {step.number} sampled an id out of the vocabulary")
+        return None
+
+    def _end_prefills(
+        self, rows: np.ndarray, index: np.ndarray, tokens: np.ndarray, now_s: float
+    ) -> dict[int, RequestDelta]:
+        """Rows whose last chunk was in this step decode from now on; complete deltas for them."""
+        complete: dict[int, RequestDelta] = {}
+        for i in np.flatnonzero(~self.rows.decoding[rows]).tolist():
+            request = self.rows.request(int(rows[i]))
+            del self._prefilling[request.key]
+            request.enter(Phase.DECODING)
+            if request.first_token_s is None:
+                request.first_token_s = now_s
+            complete[i] = request.delta(int(index[i]), [int(tokens[i])])
+        self.rows.decoding[rows] = True
+        return complete
+
+    # -- seen from outside -------------------------------------------------------------------------------
+
+    def load(self) -> Load:
+        """What the router's cost needs; a reading from another thread may be one step old."""
+        rows = self.rows
+        computed, decoding = rows.num_computed, rows.decoding
+        missing = np.where(rows.active & ~decoding, rows.length - computed, 0)
+        return Load(
+            num_running=rows.num_active,
+            num_waiting=len(self._waiting),
+            queued_prefill_tokens=self._waiting.num_tokens + int(missing.sum()),
+            num_decode_tokens=int(computed.sum(where=decoding)),
+            blocks_free=self.blocks.num_free,
+            blocks_cached=self.blocks.num_cached,
+            blocks_in_use=self.blocks.num_in_use,
+            blocks_total=self.blocks.num_blocks,
+            prefill_s_per_token=self.speed.prefill_s_per_token,
+            decode_step_s=self.speed.decode_step_s,
+            num_steps=self.num_steps,
+            num_preemptions=self.num_preemptions,
+        )
+
+    def clear_cache(self) -> None:
+        """Forget every cached block; running requests keep theirs, but nobody can match them any more."""
+        for block in self.prefix.clear():
+            self.blocks.forget_content(block)
+        self._num_changes += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """Blocks, rows and queues as plain data."""
+        return {
+            "num_steps": self.num_steps,
+            "step_in_flight": self._step is not None,
+            "blocks": {
+                "free": self.blocks.num_free,
+                "cached": self.blocks.num_cached,
+                "in_use": self.blocks.num_in_use,
+                "total": self.blocks.num_blocks,
+            },
+            "prefix": {
+                "indexed_blocks": len(self.prefix),
+                "tokens_queried": self.num_prefix_tokens_queried,
+                "tokens_hit": self.num_prefix_tokens_hit,
+            },
+            "events": {"seq": self.events.seq, "held": self.events.num_held},
+            "rows": self.rows.snapshot(),
+            "waiting": [{"key": r.key, "length": r.num_tokens} for r in self._waiting],
+        }
+
+    def check(self) -> None:
+        """Walk everything; raise `IntegrityError` (an AssertionError) where two records disagree."""
+        self.prefix.check()
+        owners = self.rows.num_owners(self.config.num_blocks)
+        self.blocks.check(owners.tolist())
+        for block in range(self.config.num_blocks):
+            if self.blocks.has_content(block) != (block in self.prefix):
+                raise IntegrityError(f"block {block}: pool and prefix index disagree")
+        self.rows.check(owners)
+        pending = {k for k, r in self._requests.items() if r.phase is Phase.PENDING}
+        self._waiting.check(pending)
+        if len(pending) + self.rows.num_active != len(self._requests):
+            raise IntegrityError(f"{len(self._requests)} requests live, rows and queue hold others")
+        for key, request in self._requests.items():
+            if (request.phase is Phase.PREFILLING) != (key in self._prefilling):
+                raise IntegrityError(
+                    f"request {key!r} is {request.phase}, the prefills say otherwise"
+                )

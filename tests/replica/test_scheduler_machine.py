@@ -1,0 +1,375 @@
+"""Random lives of a scheduler, judged by a model of the KV cache.
+
+The stand-in for the device keeps, for every slot, the chain of all tokens up to there, computed from what the
+row's block table really holds; the next token is a pure function of the chain that a row reads. So a wrong
+block, a stale block or a block written twice changes a token, and every output is compared with the output
+of the request alone.
+"""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from quire.protos.errors import DeadlineExceeded, EngineError
+from quire.protos.wire import SamplingParams
+from quire.replica import prefix
+from quire.replica.config import EngineConfig
+from quire.replica.plan import StepPlan, StepResult
+from quire.replica.request import Request
+from quire.replica.scheduler import Scheduler
+
+VOCAB = 11
+EOS = 3
+START = 17  # the chain before the first token
+
+
+def link(chain, token):
+    return hash((chain, token))
+
+
+def choose(chain, seed, position, banned):
+    token = hash((chain, seed, position)) % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def alone(prompt, params, num_emitted):
+    """The whole output of a request from here on, computed without any cache, and how it ends."""
+    chain, position = START, len(prompt)
+    for token in prompt:
+        chain = link(chain, token)
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    output = []
+    while True:
+        index = num_emitted + len(output)
+        banned = stops if index < params.min_tokens else set()
+        token = choose(chain, params.seed, position, banned)
+        output.append(token)
+        chain, position = link(chain, token), position + 1
+        if token in stops and index >= params.min_tokens:
+            return output, "stop"
+        if index + 1 == params.max_tokens:
+            return output, "length"
+
+
+class ModelDevice:
+    """Slots of chains; runs a plan as the contract says: all KV is written before any is read."""
+
+    def __init__(self, num_blocks, block_size):
+        self.block_size = block_size
+        self.before = np.zeros(num_blocks * block_size, dtype=object)
+        self.after = np.zeros(num_blocks * block_size, dtype=object)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert len(set(plan.slots.tolist())) == plan.num_tokens, "a slot is written twice"
+        size = self.block_size
+        tables = plan.block_tables
+        starts = plan.kv_len - np.diff(plan.cu_q)
+        # Rows may continue blocks that an earlier row of this very step writes.
+        for row in range(plan.num_rows):
+            start = int(starts[row])
+            chain = START
+            if start:
+                chain = self.after[tables[row, (start - 1) // size] * size + (start - 1) % size]
+            for t in range(plan.cu_q[row], plan.cu_q[row + 1]):
+                position = int(plan.positions[t])
+                assert position == start + t - plan.cu_q[row]
+                slot = int(plan.slots[t])
+                assert slot == tables[row, position // size] * size + position % size
+                self.before[slot] = chain
+                chain = link(chain, int(plan.token_ids[t]))
+                self.after[slot] = chain
+        heads = [self.read(tables[row], int(plan.kv_len[row])) for row in range(plan.num_rows)]
+        sampling = plan.sampling
+        banned = dict(sampling.suppressed)
+        row_of = {int(end) - 1: row for row, end in enumerate(plan.cu_q[1:])}
+        tokens = []
+        for i, index in enumerate(sampling.token_index.tolist()):
+            row, position = row_of[index], int(sampling.position[i])
+            assert position == plan.kv_len[row]
+            tokens.append(choose(heads[row], int(sampling.seed[i]), position, banned.get(i, ())))
+        return StepResult(np.array(tokens, np.int64), 0.001 * plan.num_tokens)
+
+    def read(self, table, length):
+        """What attention over the whole row sees: one unbroken chain."""
+        positions = np.arange(length)
+        slots = table[positions // self.block_size] * self.block_size
+        slots += (positions % self.block_size).astype(slots.dtype)
+        chain = START
+        for slot in slots.tolist():
+            assert self.before[slot] == chain, "the row reads KV of another history"
+            chain = self.after[slot]
+        return chain
+
+
+class Client:
+    """What a request's owner knows: its tokens by index, and how it ended."""
+
+    def __init__(self, request, expected, reason):
+        self.request, self.expected, self.reason = request, expected, reason
+        self.output = []
+        self.ended = None
+
+    def take(self, delta):
+        assert self.ended is None, "a delta after the end"
+        assert delta.index == self.request.num_emitted + len(self.output), "indices have a gap"
+        self.output += delta.token_ids
+        assert self.output == self.expected[: len(self.output)]
+        self.ended = delta.finish_reason
+        if self.ended in ("stop", "length"):
+            assert (self.output, self.ended) == (self.expected, self.reason)
+        if self.ended is not None:
+            assert delta.num_output_tokens == self.request.num_emitted + len(self.output)
+            assert delta.num_cached_tokens <= delta.num_prompt_tokens
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    block_size = 8
+
+    @initialize(
+        num_blocks=st.integers(3, 20),
+        max_batch_tokens=st.integers(6, 80),
+        max_running=st.integers(1, 6),
+        margin=st.sampled_from([0.0, 0.2, 0.5]),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, num_blocks, max_batch_tokens, max_running, margin, caching):
+        self.config = EngineConfig(
+            model_name="m",
+            revision="r",
+            device="cpu",
+            dtype="float32",
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            max_model_len=14 * self.block_size,
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_running_requests=max_running,
+            max_waiting_requests=8,
+            safety_margin=margin,
+            prefix_caching=caching,
+            deterministic=True,
+            num_threads=1,
+        )
+        self.scheduler = Scheduler(self.config, max_event_batches=4)
+        self.device = ModelDevice(num_blocks, self.block_size)
+        self.clients = {}
+        self.plan = None
+        self.now_s = 0.0
+        self.replayed, self.seq = set(), 0
+
+    # -- what can happen ---------------------------------------------------------------------------------
+
+    @rule(
+        trunk=st.integers(0, 2),
+        blocks=st.integers(0, 9),
+        tail=st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=20),
+        max_tokens=st.integers(1, 60),
+        min_tokens=st.integers(0, 12),
+        emitted=st.sampled_from([0, 0, 0, 1, 5]),
+        seed=st.integers(0, 2),
+        stops=st.sampled_from([(), (5,), (3, 4)]),
+        ignore_eos=st.booleans(),
+        tenant=st.sampled_from(["", "", "other"]),
+        patience_s=st.sampled_from([None, None, None, 3.0]),
+    )
+    def submit(
+        self,
+        trunk,
+        blocks,
+        tail,
+        max_tokens,
+        min_tokens,
+        emitted,
+        seed,
+        stops,
+        ignore_eos,
+        tenant,
+        patience_s,
+    ):
+        shared = [(trunk + i * i) % VOCAB for i in range(blocks * self.block_size)]
+        prompt = (shared + tail) or [1]
+        limit = min(self.config.max_model_len, self.config.max_cache_tokens)
+        prompt = prompt[: limit - 1]
+        emitted = min(emitted, len(prompt) - 1, max_tokens - 1)
+        max_tokens = min(max_tokens, limit - (len(prompt) - emitted))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            seed=seed,
+            stop_token_ids=stops,
+            ignore_eos=ignore_eos,
+        )
+        key = ("router", len(self.clients))
+        request = Request(
+            key,
+            prompt,
+            params,
+            num_emitted=emitted,
+            tenant=tenant,
+            arrival_s=self.now_s,
+            deadline_s=None if patience_s is None else self.now_s + patience_s,
+        )
+        client = self.clients[key] = Client(request, *alone(prompt, params, emitted))
+        full = self.scheduler.num_waiting >= self.config.max_waiting_requests
+        refusal = self.scheduler.add(request)
+        assert (refusal is not None) == full
+        if refusal is not None:
+            assert refusal.error.code == "overloaded"
+            client.take(refusal)
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def launch(self):
+        self.now_s += 0.25
+        live = [c for c in self.clients.values() if c.ended is None]
+        self.plan = self.scheduler.plan(self.now_s)
+        if self.plan is None:
+            self.deliver(self.scheduler.take_ended())
+            assert all(c.ended for c in live), "requests live and no step for them"
+            return
+        assert self.plan.num_tokens <= self.config.max_batch_tokens
+        assert self.plan.num_rows <= self.config.max_running_requests
+        assert (np.diff(self.plan.cu_q)[: self.plan.num_decode_rows] == 1).all()
+        self.result = self.device.run(self.plan)
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def commit(self):
+        plan, self.plan = self.plan, None
+        self.deliver(self.scheduler.commit(plan, self.result, self.now_s))
+
+    @rule(count=st.integers(1, 30))
+    def steps(self, count):
+        for _ in range(count):
+            if self.plan is None:
+                self.launch()
+            if self.plan is not None:
+                self.commit()
+
+    @precondition(lambda self: self.plan is not None)
+    @rule(spoil=st.booleans())
+    def fail(self, spoil):
+        plan, self.plan = self.plan, None
+        if spoil and len(self.result.token_ids):
+            tokens = self.result.token_ids.copy()
+            tokens[-1] = VOCAB
+            result = dataclasses.replace(self.result, token_ids=tokens)
+            deltas = self.scheduler.commit(plan, result, self.now_s)
+        else:
+            deltas = self.scheduler.fail_step(plan, EngineError("the device is gone"))
+        # What the step wrote must not be trusted: no later row may read it.
+        self.device.before[plan.slots] = None
+        self.deliver(deltas)
+
+    @rule(pick=st.integers(0, 30))
+    def abort(self, pick):
+        live = [key for key, client in self.clients.items() if client.ended is None]
+        if live:
+            key = live[pick % len(live)]
+            # A deadline that passed in the step in flight has ended it already, its delta is on its way.
+            delta = self.scheduler.abort(key)
+            if delta is not None:
+                assert delta.finish_reason == "abort"
+                self.clients[key].take(delta)
+            assert self.scheduler.abort(key) is None
+
+    @rule()
+    def clear_cache(self):
+        self.scheduler.clear_cache()
+
+    def deliver(self, deltas):
+        for delta in deltas:
+            self.clients[delta.key].take(delta)
+            if isinstance(delta.error, DeadlineExceeded):
+                assert self.clients[delta.key].request.deadline_s <= self.now_s
+
+    # -- what always holds -------------------------------------------------------------------------------
+
+    @invariant()
+    def books_agree(self):
+        if not hasattr(self, "scheduler"):
+            return
+        blocks = self.scheduler.blocks
+        self.scheduler.check()
+        assert blocks.num_free + blocks.num_cached + blocks.num_in_use == self.config.num_blocks
+        owned = Counter(b for row in self.scheduler.snapshot()["rows"] for b in set(row["blocks"]))
+        assert len(owned) == blocks.num_in_use
+        assert all(blocks.ref_count(block) == count for block, count in owned.items())
+        if not self.config.prefix_caching:
+            assert blocks.num_cached == 0
+
+    @invariant()
+    def events_replay_to_what_is_held(self):
+        if not hasattr(self, "scheduler"):
+            return
+        events = self.scheduler.events
+        seq, hashes = events.snapshot()
+        assert (seq, set(hashes.tolist())) == (self.seq, self.replayed)
+        batch = events.flush()
+        if batch is not None:
+            assert batch.seq == self.seq + 1
+            if batch.cleared:
+                self.replayed.clear()
+            removed, stored = set(batch.removed.tolist()), set(batch.stored.tolist())
+            assert batch.cleared or removed <= self.replayed
+            self.replayed -= removed
+            assert not stored & self.replayed
+            self.replayed |= stored
+            self.seq = batch.seq
+            assert events.since(self.seq - 1)[-1] is batch
+        assert events.seq == self.seq
+        assert self.replayed == events.held()
+        digest = 0
+        for routing_hash in self.replayed:
+            digest ^= routing_hash
+        assert digest == events.digest
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(20_000):
+            if self.plan is None:
+                self.launch()
+            if self.plan is None:
+                break
+            self.commit()
+        assert all(client.ended is not None for client in self.clients.values())
+        self.books_agree()
+        self.events_replay_to_what_is_held()
+        assert self.scheduler.blocks.num_in_use == 0
+        assert self.scheduler.abort_all() == []
+
+
+SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64])
+def test_any_life_keeps_the_books_and_the_tokens(block_size):
+    machine = type(f"Machine{block_size}", (SchedulerMachine,), {"block_size": block_size})
+    run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+def test_colliding_names_never_change_a_token(monkeypatch):
+    real = prefix.block_digest
+    monkeypatch.setattr(prefix, "block_digest", lambda *args: bytes([real(*args)[0] % 4]))
+    run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
