@@ -1,0 +1,206 @@
+"""The runner: executes step plans on one device. Owns the model and the KV pool's content, decides nothing.
+
+```
+ plan ──▶ launch: copies, KV write + attention per layer, lm_head on the rows that sample, sampler ──▶ InFlight
+                                                                                                      │
+ StepResult ◀── collect: tokens to the host ◀─────────────────────────────────────────────────────────┘
+```
+
+On the CPU `launch` computes and `collect` has nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.kernels.cpu_attention import choose_query_tokens
+from quire.replica.attention import StepContext
+from quire.replica.config import EngineConfig
+from quire.replica.kv_pool import KVPool
+from quire.replica.linear import make_deterministic
+from quire.replica.loader import load_model
+from quire.replica.plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.sampler import sample
+from quire.replica.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step."""
+
+    tokens: torch.Tensor  # [S] int64, on the device
+    started_s: float
+
+
+class Runner:
+    """Runs plans.
+
+    Parameters
+    ----------
+    config
+        Device, dtype, limits, `deterministic` and `num_threads`.
+    spec
+        The checkpoint's shape.
+    model
+        `load_model`'s; under `deterministic` its linear layers are replaced in place.
+    pool
+        KV cache of `config.num_blocks` blocks.
+
+    Raises
+    ------
+    ValueError
+        `deterministic` cannot hold for this model, dtype or machine.
+    """
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, model: torch.nn.Module, pool: KVPool):
+        self.config = config
+        self.spec = spec
+        self.model = model
+        self.pool = pool
+        self._device = torch.device(config.device)
+        self._graphs_at_ready = _num_traced_graphs()
+        self._kernels_built = 0
+        self._query_tokens: int | None = None
+        if config.device == "cpu":
+            torch.set_num_threads(config.num_threads)
+        if config.deterministic:
+            make_deterministic(model)
+            self._query_tokens = choose_query_tokens(
+                spec.num_heads, spec.num_kv_heads, spec.head_dim, config.block_size
+            )
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, spec: ModelSpec) -> Runner:
+        """Load the checkpoint of `spec` and allocate the pool."""
+        model = load_model(spec, config.device, config.dtype)
+        pool = KVPool(
+            config.num_blocks,
+            spec.num_layers,
+            spec.num_kv_heads,
+            config.block_size,
+            spec.head_dim,
+            getattr(torch, config.dtype),
+            config.device,
+        )
+        return cls(config, spec, model, pool)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """`launch` and `collect`."""
+        return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Start a step; on a GPU it returns before the step is done. Bounds were checked by the scheduler."""
+        started_s = time.perf_counter()
+        self.pool.copy_blocks(plan.copies)
+        logits = self.forward(plan)
+        return InFlight(sample(logits, plan.sampling), started_s)
+
+    def collect(self, in_flight: InFlight) -> StepResult:
+        """Wait for a launched step."""
+        tokens = in_flight.tokens.cpu().numpy()
+        return StepResult(tokens, time.perf_counter() - in_flight.started_s)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""
+        keep = plan.sampling.token_index.astype(np.int64)
+        context = StepContext(
+            pool=self.pool,
+            cu_q=plan.cu_q.astype(np.int64),
+            kv_len=plan.kv_len.astype(np.int64),
+            block_tables=plan.block_tables.astype(np.int64),
+            write_rows=self.pool.rows_of(self._to_device(plan.slots)),
+            query_tokens=self._query_tokens,
+        )
+        output = self.model(
+            input_ids=self._to_device(plan.token_ids)[None],
+            position_ids=self._to_device(plan.positions)[None],
+            use_cache=False,
+            logits_to_keep=self._to_device(keep),
+            quire=context,
+        )
+        return output.logits[0].float()
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)
+
+    # ------------------------------------------------------------------------------------------------------
+    # Warm-up
+    # ------------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Run the shapes that serving will see, on the trash block, so that nothing is first-touched later.
+
+        Decode alone, a full prefill chunk, and both mixed; greedy and sampled. The pool's own blocks are not
+        touched.
+        """
+        budget = self.config.max_batch_tokens
+        rows = min(self.config.max_running_requests, budget)
+        chunk = min(budget, self.config.max_model_len)
+        for lengths in (
+            [1],
+            [1] * rows,
+            [chunk],
+            [1] * min(rows, budget - chunk // 2) + [chunk // 2],
+        ):
+            for temperature in (0.0, 1.0):
+                self.run(self._trash_plan([n for n in lengths if n > 0], temperature))
+
+    def _trash_plan(self, lengths: list[int], temperature: float) -> StepPlan:
+        """A step of rows with these numbers of new tokens, all of whose KV goes to the trash block."""
+        num_rows, num_tokens = len(lengths), sum(lengths)
+        block_size, trash = self.config.block_size, self.pool.trash_block
+        cu_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+        columns = SamplingBatch(
+            token_index=cu_q[1:] - 1,
+            temperature=np.full(num_rows, temperature, np.float32),
+            top_k=np.full(num_rows, min(20, self.spec.vocab_size), np.int32),
+            top_p=np.full(num_rows, 0.9, np.float32),
+            seed=np.zeros(num_rows, np.uint64),
+            choice=np.zeros(num_rows, np.int32),
+            position=np.asarray(lengths, np.int64),
+        )
+        return StepPlan(
+            step=0,
+            num_decode_rows=sum(n == 1 for n in lengths),
+            token_ids=np.zeros(num_tokens, np.int32),
+            positions=positions,
+            cu_q=cu_q,
+            kv_len=np.asarray(lengths, np.int32),
+            block_tables=np.full((num_rows, -(-max(lengths) // block_size)), trash, np.int32),
+            slots=trash * block_size + positions.astype(np.int64) % block_size,
+            sampling=columns,
+        )
+
+    def mark_ready(self) -> None:
+        """From here on `num_compiles` counts."""
+        self._graphs_at_ready = _num_traced_graphs()
+        self._kernels_built = 0
+        if "triton" not in sys.modules:  # nothing on this device uses it
+            return
+        from triton import knobs
+
+        previous = knobs.runtime.jit_post_compile_hook
+
+        def count(**kwargs: object) -> bool | None:
+            self._kernels_built += 1
+            return previous(**kwargs) if previous else None
+
+        knobs.runtime.jit_post_compile_hook = count
+
+    @property
+    def num_compiles(self) -> int:
+        """Graphs that torch.compile traced and kernels that Triton built in this process since `mark_ready`."""
+        return _num_traced_graphs() - self._graphs_at_ready + self._kernels_built
+
+
+def _num_traced_graphs() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")  # absent: nothing was ever traced
+    return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]

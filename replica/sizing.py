@@ -1,0 +1,369 @@
+"""From what the user asked for to what the engine runs with: dtype, threads, batch and cache sizes.
+
+The memory equation, solved for the number of blocks::
+
+    max_memory_percent * available = weights + activations + attention + logits + (num_blocks + 1) * block_bytes
+
+`available` is what the device, or on the CPU the machine and the container's cgroup, still have to give.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.kernels.cpu_attention import PREFILL_ROWS
+from quire.replica.config import EngineArgs, EngineConfig
+from quire.replica.kv_pool import block_bytes
+from quire.replica.loader import count_parameters
+from quire.replica.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+_CPU_KV_BYTES = 1 * GIB  # default: several replicas share a machine
+_CPU_BATCH_TOKENS = 512
+_CUDA_BATCH_TOKENS = 8192
+_SMALL_MODEL_PARAMETERS = (
+    200_000_000  # below, float32 on a CPU is fast enough to have exactness for free
+)
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class SizingError(ValueError):
+    """The model, or the cache asked for, does not fit; the message holds the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTable:
+    """The terms of the memory equation, in bytes. `str()` prints them."""
+
+    available: int
+    max_memory_percent: float
+    weights: int
+    activations: int
+    attention: int  # gathered keys and values, and scores, of the longest request that fits
+    logits: int
+    block: int  # one block over all layers
+    num_blocks: int
+    block_size: int
+
+    @property
+    def budget(self) -> int:
+        """Bytes the engine may use."""
+        return int(self.available * self.max_memory_percent)
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes of the pool, the trash block included."""
+        return (self.num_blocks + 1) * self.block
+
+    @property
+    def remainder(self) -> int:
+        """Bytes of the budget that nothing uses; negative when it does not fit."""
+        used = self.weights + self.activations + self.attention + self.logits + self.kv_cache
+        return self.budget - used
+
+    def __str__(self) -> str:
+        rows = [
+            ("available", self.available, ""),
+            ("budget", self.budget, f"{self.max_memory_percent:.0%} of it"),
+            ("weights", self.weights, ""),
+            ("activations", self.activations, "largest batch"),
+            ("attention", self.attention, "longest request"),
+            ("logits", self.logits, "all running requests"),
+            (
+                "KV cache",
+                self.kv_cache,
+                f"{self.num_blocks} + 1 blocks of {self.block_size} tokens, {self.block / 1024:.0f} KiB each",
+            ),
+            ("left", self.remainder, ""),
+        ]
+        return "\n".join(
+            f"{name:<12}{size / GIB:>10.3f} GiB  {note}".rstrip() for name, size, note in rows
+        )
+
+
+def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = None) -> EngineConfig:
+    """Decide everything the user left open.
+
+    Parameters
+    ----------
+    args
+        What the user wrote.
+    spec
+        The checkpoint.
+    checkpoint_path
+        Its folder; None for `spec.path`.
+
+    Raises
+    ------
+    SizingError
+        Bad values, weights that do not fit, or a cache that cannot hold one request of the length asked for.
+    """
+    _check_args(args)
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SizingError("device is 'cuda', but torch sees no CUDA device; use 'cpu' or 'auto'")
+    num_parameters = count_parameters(checkpoint_path or spec.path)
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = choose_dtype(device, spec.checkpoint_dtype, num_parameters, cpu_flags())
+    exact = device == "cpu" and dtype == "float32"
+    if args.deterministic and not exact:
+        raise SizingError(
+            f"deterministic is true, which needs device 'cpu' and dtype 'float32'; they are {device!r} and {dtype!r}"
+        )
+    default_batch = _CPU_BATCH_TOKENS if device == "cpu" else _CUDA_BATCH_TOKENS
+    max_batch_tokens = args.max_batch_tokens or default_batch
+    max_model_len = args.max_model_len or spec.max_position_embeddings
+    if max_model_len > spec.max_position_embeddings:
+        raise SizingError(
+            f"max_model_len {max_model_len} exceeds the checkpoint's max_position_embeddings "
+            f"{spec.max_position_embeddings}"
+        )
+    table = memory_table(
+        args,
+        spec,
+        device,
+        dtype,
+        num_parameters,
+        max_batch_tokens,
+        max_model_len,
+        available_bytes(device),
+    )
+    logger.info("memory of %s\n%s", args.model, table)
+    max_cache_tokens = table.num_blocks * args.block_size
+    if max_model_len > max_cache_tokens:
+        if args.max_model_len is not None:
+            raise SizingError(
+                f"max_model_len {max_model_len} needs {-(-max_model_len // args.block_size)} blocks, the cache "
+                f"has {table.num_blocks}; lower it or raise num_blocks, kv_cache_gib or the memory\n{table}"
+            )
+        max_model_len = max_cache_tokens
+    return EngineConfig(
+        model_name=args.model,
+        revision=args.revision or "",
+        device=device,
+        dtype=dtype,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        max_model_len=max_model_len,
+        block_size=args.block_size,
+        num_blocks=table.num_blocks,
+        max_batch_tokens=max_batch_tokens,
+        # A step decodes one token of every running request.
+        max_running_requests=min(args.max_running_requests, max_batch_tokens),
+        max_waiting_requests=args.max_waiting_requests,
+        safety_margin=args.safety_margin,
+        prefix_caching=args.prefix_caching,
+        deterministic=exact if args.deterministic is None else args.deterministic,
+        num_threads=args.num_threads or physical_cores(),
+    )
+
+
+def memory_table(
+    args: EngineArgs,
+    spec: ModelSpec,
+    device: str,
+    dtype: str,
+    num_parameters: int,
+    max_batch_tokens: int,
+    max_model_len: int,
+    available: int,
+) -> MemoryTable:
+    """Solve the memory equation for the number of blocks: a pure function of its arguments.
+
+    `num_blocks` is taken as asked, else `kv_cache_gib`, else what the budget leaves; the CPU's default is at most
+    1 GiB. Without `num_blocks` the pool is never larger than all running requests of full length can use.
+
+    Raises
+    ------
+    SizingError
+        The weights, or the cache asked for, do not fit, or not one block does.
+    """
+    element = _BYTES[dtype]
+    block = block_bytes(
+        spec.num_layers, spec.num_kv_heads, args.block_size, spec.head_dim, getattr(torch, dtype)
+    )
+    # Live at once in the widest place: the residual stream and its norm, q, k, v and the attention's output in
+    # float32, or gate, up and their product.
+    attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    width = 2 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)
+
+    # `cpu_attention` widens K and V of a request to float32 and holds scores and weights of one query tile.
+    per_token = spec.num_kv_heads * (2 * spec.head_dim * (element + 4) + 2 * PREFILL_ROWS * 4)
+    workspace = per_token * args.block_size  # a block
+    longest = -(-max_model_len // args.block_size)  # blocks
+
+    def table(num_blocks: int) -> MemoryTable:
+        return MemoryTable(
+            available=available,
+            max_memory_percent=args.max_memory_percent,
+            weights=num_parameters * element,
+            activations=max_batch_tokens * width * max(element, 4),
+            attention=workspace * min(num_blocks, longest),
+            # Logits in float32, sorted values, their ids and probabilities, and the noise.
+            logits=args.max_running_requests * spec.vocab_size * (4 * 4 + 8),
+            block=block,
+            num_blocks=num_blocks,
+            block_size=args.block_size,
+        )
+
+    room = table(0).remainder
+    if room < 0:
+        raise SizingError(f"{spec.path}: the model alone does not fit\n{table(0)}")
+    fits = room // (block + workspace)
+    if fits > longest:
+        fits = (room - workspace * longest) // block
+    num_blocks = args.num_blocks
+    if num_blocks is None:
+        useful = args.max_running_requests * -(-max_model_len // args.block_size)
+        wanted = fits
+        if args.kv_cache_gib is not None:
+            wanted = int(args.kv_cache_gib * GIB) // block - 1
+        elif device == "cpu":
+            wanted = min(fits, _CPU_KV_BYTES // block - 1)
+        num_blocks = min(wanted, useful)
+    result = table(num_blocks)
+    if num_blocks < 1:
+        raise SizingError(f"the KV cache cannot hold one block of {block} bytes\n{result}")
+    if result.remainder < 0:
+        raise SizingError(f"num_blocks {num_blocks} does not fit, at most {fits} do\n{result}")
+    return result
+
+
+def choose_dtype(
+    device: str, checkpoint_dtype: str, num_parameters: int, flags: frozenset[str]
+) -> str:
+    """The dtype `auto` stands for.
+
+    The checkpoint's on a GPU. On a CPU float32 for small models; for larger ones bfloat16 if the CPU
+    multiplies it in hardware, else float32.
+    """
+    if device == "cuda":
+        return checkpoint_dtype
+    hardware = flags & {"avx512_bf16", "amx_bf16"}
+    return "bfloat16" if num_parameters >= _SMALL_MODEL_PARAMETERS and hardware else "float32"
+
+
+def _check_args(args: EngineArgs) -> None:
+    """Bounds of what the user wrote; every message names field, bound and value."""
+    choices = {"device": ("auto", "cpu", "cuda"), "dtype": ("auto", *_BYTES)}
+    for name, allowed in choices.items():
+        if getattr(args, name) not in allowed:
+            raise SizingError(
+                f"{name} must be one of {', '.join(allowed)}, got {getattr(args, name)!r}"
+            )
+    counts = ("num_blocks", "max_batch_tokens", "max_model_len", "num_threads")
+    required = ("block_size", "max_running_requests", "max_waiting_requests")
+    for name in counts + required:
+        value = getattr(args, name)
+        if value is None and name in counts:
+            continue
+        if type(value) is not int or value < 1:
+            raise SizingError(f"{name} must be an integer of at least 1, got {value!r}")
+    if not 0 < args.max_memory_percent <= 1:
+        raise SizingError(f"max_memory_percent must be in (0, 1], got {args.max_memory_percent!r}")
+    if not 0 <= args.safety_margin < 1:
+        raise SizingError(f"safety_margin must be in [0, 1), got {args.safety_margin!r}")
+    gib = args.kv_cache_gib
+    if gib is not None and not (math.isfinite(gib) and gib > 0):
+        raise SizingError(f"kv_cache_gib must be a positive number, got {gib!r}")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The machine. `root` is "/" but in tests.
+# ----------------------------------------------------------------------------------------------------------
+
+
+def available_bytes(device: str, root: Path = Path("/")) -> int:
+    """Bytes that can still be allocated: of the GPU, or of the machine within this process's cgroups."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    fields = dict(
+        line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line
+    )
+    limits = [int(fields["MemAvailable"].split()[0]) * 1024]
+    for folder in _cgroup_folders(root, "memory"):
+        limits += _cgroup_room(folder)
+    return max(min(limits), 0)
+
+
+def _cgroup_room(folder: Path) -> list[int]:
+    """Bytes between a cgroup's limit and its use, page cache that can be dropped not counted; [] if unlimited."""
+    for limit_name, usage_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),  # version 2
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+    ):
+        limit, usage = _read(folder / limit_name), _read(folder / usage_name)
+        if limit.isdigit() and usage.isdigit():
+            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+            return [int(limit) - int(usage) + int(stat.get(cache_name, 0))]
+    return []
+
+
+def physical_cores(root: Path = Path("/"), allowed: frozenset[int] | None = None) -> int:
+    """Cores this process may use: hardware threads of one core count once, cgroup quotas are honoured."""
+    if allowed is None:
+        allowed = frozenset(os.sched_getaffinity(0))
+    topology = root / "sys/devices/system/cpu"
+    siblings = {
+        _read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed
+    }
+    cores = len(siblings)
+    for folder in _cgroup_folders(root, "cpu"):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
+        if not quota:
+            quota = _read(folder / "cpu.cfs_quota_us")  # version 1, -1 = none
+            period = _read(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period):
+            cores = min(cores, -(-int(quota) // int(period)))
+    return max(cores, 1)
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """Instruction sets of the first processor."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[Path]:
+    """Folders that hold this process's limits, innermost first, for both cgroup versions.
+
+    Inside a container the path in /proc/self/cgroup may be the host's: what does not exist is passed over, and
+    the mount point itself, which is then the container's own cgroup, always counts.
+    """
+    folders: list[Path] = []
+    base = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount = base
+        elif controller in controllers.split(","):
+            mount = base / controllers if (base / controllers).is_dir() else base / controller
+        else:
+            continue
+        inner = mount / path.lstrip("/")
+        while inner != mount and mount in inner.parents:
+            folders.append(inner)
+            inner = inner.parent
+        folders.append(mount)
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,85 @@
+"""Tiny checkpoints with random weights, one a served architecture, saved as any other checkpoint is.
+
+Use the fixture `zoo` (tests/replica/conftest.py): ``zoo("llama")`` is the checkpoint's folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+_TINY = dict(
+    vocab_size=173,  # odd on purpose: tails of vectors
+    hidden_size=64,
+    intermediate_size=88,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    # Random weights make flat logits; a wide initialisation makes argmax a real test.
+    initializer_range=0.25,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+_LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+_YARN_ROPE = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128
+)
+_MODELS = {
+    "llama": (transformers.LlamaConfig, {}),
+    "llama_tied": (transformers.LlamaConfig, dict(tie_word_embeddings=True)),
+    "llama3_rope": (transformers.LlamaConfig, dict(rope_parameters=_LLAMA3_ROPE, head_dim=24)),
+    "llama_yarn": (transformers.LlamaConfig, dict(rope_parameters=_YARN_ROPE)),
+    "llama_linear": (
+        transformers.LlamaConfig,
+        dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0)),
+    ),
+    "llama_mha": (transformers.LlamaConfig, dict(num_key_value_heads=4, attention_bias=True)),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2_mixed": (
+        transformers.Qwen2Config,
+        dict(use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    ),
+    "qwen3": (transformers.Qwen3Config, dict(head_dim=32)),
+    "mistral": (transformers.MistralConfig, dict(sliding_window=40, head_dim=16)),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "smollm3": (transformers.SmolLM3Config, dict(num_hidden_layers=4)),
+    "granite": (
+        transformers.GraniteConfig,
+        dict(
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.5,
+            logits_scaling=2.0,
+        ),
+    ),
+}
+NAMES = tuple(_MODELS)
+
+
+def build(name: str, folder: Path, max_shard_size: str = "1GB") -> Path:
+    """Save the model `name` under `folder`; the same weights each time."""
+    config_class, options = _MODELS[name]
+    config = config_class(**{**_TINY, **options})
+    with torch.random.fork_rng():
+        torch.manual_seed(sum(name.encode()))
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "norm" in key:  # ones by default: a forgotten weight would not show
+                    parameter.uniform_(0.5, 1.5)
+                elif key.endswith("bias"):
+                    parameter.uniform_(-0.5, 0.5)
+    path = folder / name
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return path

@@ -1,0 +1,154 @@
+"""Greedy tokens equal transformers' `generate`; logits are equal bit for bit however a request is computed."""
+
+from __future__ import annotations
+
+import model_zoo
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from step_driver import Driver, make_runner
+
+LENGTHS = (70, 1, 33, 16, 17, 100)  # longer than a chunk and a window, one token, block edges
+NEW_TOKENS = 12
+
+
+def prompts_of(vocab_size: int, lengths=LENGTHS) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(3, vocab_size, n).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def runners(zoo):
+    cache = {}
+
+    def get(name):
+        if name not in cache:
+            cache[name] = make_runner(zoo(name))
+        cache[name].pool.poison()
+        return cache[name]
+
+    return get
+
+
+def reference_tokens(path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    model.generation_config.eos_token_id = None  # run to max_tokens, as the driver does
+    options = transformers.GenerationConfig(
+        max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    results = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
+        results.append(out[0, len(prompt) :].tolist())
+    return results
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_greedy_tokens_equal_generate(zoo, runners, name):
+    runner = runners(name)
+    driver = Driver(runner)
+    prompts = prompts_of(runner.spec.vocab_size)
+    sequences = [driver.add(p, NEW_TOKENS) for p in prompts]
+    tokens = driver.generate(sequences, NEW_TOKENS, chunk=19)
+    assert tokens == reference_tokens(zoo(name), prompts, NEW_TOKENS)
+    assert len({t for row in tokens for t in row}) > 20, "the models must not repeat one token"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_without_deterministic_tokens_still_equal_generate(zoo, name):
+    runner = make_runner(zoo(name), deterministic=False)
+    driver = Driver(runner)
+    prompts = prompts_of(runner.spec.vocab_size)
+    sequences = [driver.add(p, NEW_TOKENS) for p in prompts]
+    tokens = driver.generate(sequences, NEW_TOKENS, chunk=64)
+    assert tokens == reference_tokens(zoo(name), prompts, NEW_TOKENS)
+
+
+def alone(runner, prompt, max_tokens, **params) -> tuple[list[int], np.ndarray]:
+    """Tokens and logits [max_tokens, vocab] of one request by itself, its prompt in one chunk."""
+    runner.pool.poison()
+    driver = Driver(runner, seed=3)
+    sequence = driver.add(prompt, max_tokens, **params)
+    (tokens,) = driver.generate([sequence], max_tokens, chunk=10_000)
+    return tokens, np.stack(sequence.logits)
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_logits_are_bit_equal_alone_and_in_a_ragged_batch(runners, name):
+    runner = runners(name)
+    prompts = prompts_of(runner.spec.vocab_size)
+    expected = [alone(runner, p, 6)[1] for p in prompts]
+    runner.pool.poison()
+    driver = Driver(runner)
+    sequences = [driver.add(p, 6) for p in prompts]
+    driver.generate(sequences, 6, chunk=13)
+    for sequence, logits in zip(sequences, expected, strict=True):
+        assert np.isfinite(logits).all()
+        np.testing.assert_array_equal(np.stack(sequence.logits), logits)
+
+
+@pytest.mark.parametrize("name", ["llama3_rope", "qwen3", "mistral"])
+def test_logits_are_bit_equal_when_chunked_at_every_boundary(runners, name):
+    runner = runners(name)
+    (prompt,) = prompts_of(runner.spec.vocab_size, [67])
+    _, expected = alone(runner, prompt, 2)
+    for boundary in range(1, len(prompt)):
+        runner.pool.poison()
+        driver = Driver(runner, seed=boundary)
+        sequence = driver.add(prompt, 2)
+        driver.advance([(sequence, boundary)])
+        assert not sequence.logits
+        driver.generate([sequence], 2, chunk=10_000)
+        np.testing.assert_array_equal(np.stack(sequence.logits), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_decoding_a_prompt_token_by_token_equals_prefilling_it(runners, name):
+    runner = runners(name)
+    (prompt,) = prompts_of(runner.spec.vocab_size, [140])
+    _, expected = alone(runner, prompt, 3)
+    runner.pool.poison()
+    driver = Driver(runner)
+    sequence = driver.add(prompt, 3)
+    driver.generate([sequence], 3, chunk=1)
+    np.testing.assert_array_equal(np.stack(sequence.logits), expected)
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
+def test_any_schedule_gives_the_same_sampled_tokens_and_bits(runners, lengths, seed):
+    runner = runners("llama")
+    rng = np.random.default_rng(seed)
+    prompts = prompts_of(runner.spec.vocab_size, lengths)
+    params = dict(temperature=1.0, top_p=0.9, top_k=30)
+    expected = [alone(runner, p, 4, seed=i, **params) for i, p in enumerate(prompts)]
+    runner.pool.poison()
+    driver = Driver(runner, seed=seed)
+    sequences = [driver.add(p, 4, seed=i, **params) for i, p in enumerate(prompts)]
+    ends = [len(p) + 4 for p in prompts]
+    while running := [s for s, end in zip(sequences, ends, strict=True) if len(s.tokens) < end]:
+        counts = [int(rng.integers(0, min(len(s.tokens) - s.computed, 40) + 1)) for s in running]
+        if any(counts):
+            driver.advance([(s, n) for s, n in zip(running, counts, strict=True) if n])
+    for sequence, (tokens, logits) in zip(sequences, expected, strict=True):
+        assert sequence.tokens[-4:] == tokens
+        np.testing.assert_array_equal(np.stack(sequence.logits), logits)
+
+
+def test_bfloat16_runs_and_is_close_to_float32(zoo, runners):
+    exact = runners("llama")
+    (prompt,) = prompts_of(exact.spec.vocab_size, [70])
+    _, expected = alone(exact, prompt, 1)
+    runner = make_runner(zoo("llama"), dtype="bfloat16", deterministic=False)
+    _, logits = alone(runner, prompt, 1)
+    # 8 bits of mantissa over three layers: a few per cent of the logits' spread.
+    assert np.abs(logits - expected).max() < 0.1 * expected.std() * 4
+    assert np.corrcoef(logits[0], expected[0])[0, 1] > 0.995

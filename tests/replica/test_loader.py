@@ -1,0 +1,204 @@
+"""Loading: right weights from every layout, and no trust in what could run code or lie."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import model_zoo
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from quire.replica import loader
+from quire.replica.loader import check_header, load_model, resolve_checkpoint
+from quire.replica.spec import CheckpointError, ModelSpec
+
+
+@pytest.fixture
+def copy(zoo, tmp_path):
+    return shutil.copytree(zoo("llama"), tmp_path / "copy")
+
+
+def load(path):
+    return load_model(ModelSpec.from_checkpoint(path), "cpu", "float32")
+
+
+def test_loads_the_weights_in_eval_mode_with_our_attention(zoo):
+    model = load(zoo("llama"))
+    stored = load_file(zoo("llama") / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, stored[name])
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+    assert model.config._attn_implementation == "quire_paged"
+
+
+def test_sharded_equals_single_file(zoo, tmp_path):
+    path = model_zoo.build("llama", tmp_path, max_shard_size="40KB")
+    assert len(loader.weight_files(path)) > 2
+    sharded, single = load(path).state_dict(), load(zoo("llama")).state_dict()
+    assert sharded.keys() == single.keys()
+    assert all(torch.equal(sharded[name], single[name]) for name in single)
+    assert loader.count_parameters(path) == loader.count_parameters(zoo("llama"))
+
+
+def test_tied_embeddings_are_one_tensor(zoo):
+    model = load(zoo("llama_tied"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(zoo):
+    model = load_model(ModelSpec.from_checkpoint(zoo("llama")), "cpu", "bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_folder_resolves_and_an_unknown_name_is_refused(zoo):
+    assert resolve_checkpoint(str(zoo("llama"))) == zoo("llama")
+    with pytest.raises(CheckpointError, match="'no such' is neither"):
+        resolve_checkpoint("no such")
+
+
+def test_a_hub_id_is_downloaded_without_code_or_pickles(zoo, monkeypatch):
+    calls = []
+
+    def download(model, revision, allow_patterns):
+        calls.append((model, revision, allow_patterns))
+        return str(zoo("llama"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_checkpoint("owner/name", "v1") == zoo("llama")
+    (call,) = calls
+    assert call[:2] == ("owner/name", "v1")
+    assert not any(
+        pattern.endswith((".py", ".bin", "*")) and pattern != "tokenizer*" for pattern in call[2]
+    )
+
+
+def test_a_failed_download_names_model_and_revision(monkeypatch):
+    def download(*args, **kwargs):
+        raise OSError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(CheckpointError, match=r"'owner/name' at revision 'v1'.*no route"):
+        resolve_checkpoint("owner/name", "v1")
+
+
+def test_python_files_are_refused(copy):
+    (copy / "modeling_x.py").write_text("raise SystemExit")
+    with pytest.raises(CheckpointError, match=r"modeling_x\.py.*Python code"):
+        resolve_checkpoint(str(copy))
+
+
+def test_auto_map_is_refused(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "auto_map": {}}))
+    with pytest.raises(CheckpointError, match="auto_map"):
+        resolve_checkpoint(str(copy))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pkl"])
+def test_pickles_alone_are_refused(copy, name):
+    (copy / "model.safetensors").rename(copy / name)
+    with pytest.raises(CheckpointError, match=f"only as pickle .*{name}"):
+        resolve_checkpoint(str(copy))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_missing_files_are_named(copy, name):
+    (copy / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        resolve_checkpoint(str(copy))
+
+
+@pytest.mark.parametrize("change", ["missing", "surplus", "misshapen"])
+def test_tensors_must_match_the_model_one_to_one(copy, change):
+    tensors = load_file(copy / "model.safetensors")
+    if change == "missing":
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+    elif change == "surplus":
+        tensors["model.layers.1.mlp.up_proj.weight_scale"] = torch.ones(1)
+    else:
+        tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(3, 3)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="up_proj"):
+        load(copy)
+
+
+def header_file(tmp_path, entries: dict, data: bytes, length: int | None = None):
+    header = json.dumps(entries).encode()
+    file = tmp_path / "model.safetensors"
+    length = len(header) if length is None else length
+    file.write_bytes(length.to_bytes(8, "little") + header + data)
+    return file
+
+
+def entry(shape, start, stop, dtype="F32"):
+    return dict(dtype=dtype, shape=shape, data_offsets=[start, stop])
+
+
+def test_an_honest_header_passes(tmp_path):
+    file = header_file(tmp_path, {"a": entry([2], 0, 8), "b": entry([1, 1], 8, 12)}, bytes(12))
+    assert set(check_header(file)) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "entries, size, message",
+    [
+        ({"a": entry([3], 0, 8)}, 8, r"F32\[3\] needs 12 bytes, its offsets give 8"),
+        ({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, 12, "b starts at byte 4, overlaps"),
+        ({"a": entry([2], 0, 8), "b": entry([1], 12, 16)}, 16, "leaves a gap"),
+        ({"a": entry([2], 0, 8)}, 4, "end at byte 8, the file holds 4"),
+        ({"a": entry([2], 0, 8)}, 9, "end at byte 8, the file holds 9"),
+        ({"a": entry([-2], 0, 8)}, 8, "not counts"),
+        ({"a": entry([True, 2], 0, 8)}, 8, "not counts"),
+        ({"a": entry([2], 0, 8, "F33")}, 8, "unknown dtype 'F33'"),
+        ({"a": {"shape": [2]}}, 8, "not a tensor entry"),
+        ({"a": 7}, 8, "not a tensor entry"),
+    ],
+)
+def test_headers_that_lie_are_refused(tmp_path, entries, size, message):
+    with pytest.raises(CheckpointError, match=message):
+        check_header(header_file(tmp_path, entries, bytes(size)))
+
+
+def test_header_lengths_that_lie_are_refused(tmp_path):
+    for length in (0, 10**6, 2**63):
+        with pytest.raises(CheckpointError, match=f"header length {length} does not fit"):
+            check_header(header_file(tmp_path, {}, b"", length))
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    with pytest.raises(CheckpointError, match="does not fit a file of 3 bytes"):
+        check_header(tmp_path / "model.safetensors")
+
+
+def test_an_index_may_not_leave_the_folder_nor_misplace_a_tensor(zoo, tmp_path):
+    path = model_zoo.build("llama", tmp_path, max_shard_size="40KB")
+    index_path = path / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    name, first = next(iter(index["weight_map"].items()))
+    other = next(file for file in index["weight_map"].values() if file != first)
+    for value, message in [
+        ("../x.safetensors", "beside the index"),
+        ("x.bin", "beside the index"),
+        ("gone.safetensors", r"gone\.safetensors: missing"),
+        (other, "which the index places there"),
+    ]:
+        changed = {**index, "weight_map": {**index["weight_map"], name: value}}
+        index_path.write_text(json.dumps(changed))
+        with pytest.raises(CheckpointError, match=message):
+            resolve_checkpoint(str(path))
+
+
+def test_remote_code_is_never_trusted(zoo, monkeypatch):
+    seen = []
+    original = transformers.AutoModelForCausalLM.from_pretrained
+
+    def spy(*args, **kwargs):
+        seen.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", spy)
+    load(zoo("llama"))
+    assert seen[0]["trust_remote_code"] is False
+    assert seen[0]["use_safetensors"] is True and seen[0]["local_files_only"] is True

@@ -1,0 +1,166 @@
+"""The runner: warm-up, copies, partial steps, compile counter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from step_driver import Driver, engine_config, make_runner
+
+from quire.replica.kv_pool import KVPool
+from quire.replica.runner import Runner
+from quire.replica.spec import ModelSpec
+
+
+@pytest.fixture(scope="module")
+def runner(zoo):
+    return make_runner(zoo("llama"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned(runner):
+    runner.pool.poison()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 173, length).tolist()
+
+
+def test_run_gives_the_argmax_of_the_logits_and_a_duration(runner):
+    driver = Driver(runner)
+    sequences = [driver.add(prompt(n, n), 1) for n in (20, 3)]
+    plan, _ = driver.plan([(s, len(s.tokens)) for s in sequences])
+    result = runner.run(plan)
+    assert result.token_ids.dtype == np.int64
+    assert result.token_ids.tolist() == runner.forward(plan).argmax(-1).tolist()
+    assert result.duration_s > 0
+
+
+def test_a_step_that_samples_nothing_only_fills_the_cache(runner):
+    driver = Driver(runner)
+    sequence = driver.add(prompt(20), 1)
+    plan, sampling = driver.plan([(sequence, 11)])
+    assert not sampling
+    assert runner.run(plan).token_ids.shape == (0,)
+    written = torch.isfinite(runner.pool.data).all(-1)[:, 0, 0, 0]  # [blocks, block_size]
+    assert int(written.sum()) == 11
+
+
+def test_only_rows_that_sample_reach_the_lm_head(runner, monkeypatch):
+    seen = []
+    head = runner.model.lm_head
+    monkeypatch.setattr(head, "forward", lambda x, f=head.forward: (seen.append(x.shape), f(x))[1])
+    driver = Driver(runner)
+    done, partial = driver.add(prompt(9), 1), driver.add(prompt(30), 1)
+    plan, _ = driver.plan([(done, 9), (partial, 12)])
+    runner.run(plan)
+    assert seen == [(1, 1, 64)]
+
+
+def test_a_step_writes_its_own_slots_and_nothing_else(runner):
+    driver = Driver(runner)
+    sequence = driver.add(prompt(20), 1)
+    plan, _ = driver.plan([(sequence, 20)])
+    runner.run(plan)
+    size = runner.config.block_size
+    finite = torch.isfinite(runner.pool.data).all(-1)  # [blocks, layers, 2, heads, block_size]
+    expected = torch.zeros(len(finite), size, dtype=torch.bool)
+    expected.view(-1)[torch.from_numpy(plan.slots)] = True
+    assert torch.equal(finite, expected[:, None, None, None, :].expand_as(finite))
+
+
+def test_copies_happen_before_the_step(runner):
+    """A fork: the second sequence's last block is a copy, then both write to their own."""
+    driver = Driver(runner)
+    first = driver.add(prompt(20), 4)
+    driver.advance([(first, 20)])
+    fork = driver.add(first.tokens, 4)
+    fork.computed = 20
+    fork.blocks[0] = first.blocks[0]
+    plan, _ = driver.plan([(fork, 1)])
+    plan = dataclasses.replace(plan, copies=((int(first.blocks[1]), int(fork.blocks[1])),))
+    forked = runner.run(plan).token_ids
+    driver.advance([(first, 1)])
+    assert forked[0] == first.tokens[-1]
+
+
+def test_warm_up_touches_only_the_trash_block(runner):
+    runner.warm_up()
+    pool = runner.pool
+    assert torch.isnan(pool.data[: pool.num_blocks]).all()
+    assert torch.isfinite(pool.data[pool.trash_block]).any()
+
+
+def test_num_compiles_counts_what_is_built_after_ready(zoo):
+    runner = make_runner(zoo("llama"))
+    runner.warm_up()
+    runner.mark_ready()
+    driver = Driver(runner)
+    driver.generate([driver.add(prompt(40), 3, temperature=1.0)], 3, chunk=16)
+    assert runner.num_compiles == 0
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert runner.num_compiles == 1
+
+
+def test_num_compiles_counts_triton_kernels(zoo, monkeypatch):
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
+    runner = make_runner(zoo("llama"))
+    runner.mark_ready()
+    knobs.runtime.jit_post_compile_hook(key="k", repr="kernel")
+    assert runner.num_compiles == 1
+
+
+def test_deterministic_needs_float32(zoo):
+    with pytest.raises(ValueError, match="deterministic: true needs float32"):
+        make_runner(zoo("llama"), dtype="bfloat16")
+
+
+def test_threads_are_set_once(zoo):
+    before = torch.get_num_threads()
+    try:
+        make_runner(zoo("llama"), num_threads=2, deterministic=False)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_from_config_allocates_what_the_config_says(zoo):
+    spec = ModelSpec.from_checkpoint(zoo("qwen3"))
+    runner = Runner.from_config(engine_config(spec, num_blocks=5, block_size=8), spec)
+    assert runner.pool.data.shape == (6, 3, 2, 2, 8, 32)
+
+
+def test_an_unused_pool_costs_no_memory():
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    before = resident_bytes()
+    pool = KVPool(4096, 8, 8, 32, 64, torch.float32)
+    assert pool.data.numel() * 4 > 4 << 30
+    pool.data[17].fill_(1.0)
+    assert resident_bytes() - before < 64 << 20
+    assert float(pool.data[16].sum()) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_puts_tokens_into_their_slots(dtype):
+    pool = KVPool(4, 3, 2, 8, 16, dtype)
+    slots = torch.tensor([0, 9, 31, 17])
+    k, v = torch.randn(2, 4, 2, 16).to(dtype)
+    pool.write(1, k, v, pool.rows_of(slots))
+    for i, slot in enumerate(slots.tolist()):
+        assert torch.equal(pool.keys(1)[slot // 8, :, slot % 8], k[i])
+        assert torch.equal(pool.values(1)[slot // 8, :, slot % 8], v[i])
+    assert not pool.data[:, [0, 2]].any()
+    assert int((pool.data != 0).any(-1).sum()) == 4 * 2 * 2
+
+
+def test_copy_blocks_runs_in_order():
+    pool = KVPool(3, 1, 1, 8, 16, torch.float32)
+    pool.data[0] = 1.0
+    pool.copy_blocks([(0, 1), (1, 2)])
+    assert (pool.data[:3] == 1.0).all() and not pool.data[3].any()

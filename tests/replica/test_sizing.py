@@ -1,0 +1,228 @@
+"""Sizing: the memory equation, the machine's limits, and errors that hold the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.replica import sizing
+from quire.replica.config import EngineArgs
+from quire.replica.sizing import (
+    GIB,
+    SizingError,
+    available_bytes,
+    choose_dtype,
+    cpu_flags,
+    memory_table,
+    physical_cores,
+    resolve,
+)
+from quire.replica.spec import ModelSpec
+
+
+@pytest.fixture(scope="module")
+def spec(zoo) -> ModelSpec:
+    return ModelSpec.from_checkpoint(zoo("llama"))
+
+
+def solve(spec, available=8 * GIB, device="cpu", max_model_len=512, **args):
+    return memory_table(
+        EngineArgs(**args), spec, device, "float32", 10**6, 512, max_model_len, available
+    )
+
+
+def big(spec, **changes):
+    """An 8 B-parameter shape: blocks of 8 MiB."""
+    shape = dict(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
+    return dataclasses.replace(spec, **{**shape, **changes})
+
+
+def test_the_cpu_default_is_at_most_one_gib(spec):
+    table = solve(big(spec), available=64 * GIB, max_model_len=10**6)
+    assert GIB - 2 * table.block < table.kv_cache <= GIB
+
+
+def test_the_cpu_default_is_what_fits_when_that_is_less(spec):
+    table = solve(big(spec), available=GIB, max_model_len=10**6)
+    assert table.kv_cache < GIB and 0 <= table.remainder < 2 * table.block
+
+
+def test_the_pool_is_never_larger_than_all_requests_can_use(spec):
+    table = solve(spec, max_running_requests=3, max_model_len=100, block_size=32)
+    assert table.num_blocks == 3 * 4
+
+
+def test_a_gpu_gets_all_that_is_left(spec):
+    table = solve(big(spec), available=64 * GIB, device="cuda", max_model_len=10**6)
+    assert table.kv_cache > 50 * GIB and 0 <= table.remainder < table.block
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    available=st.integers(2**24, 2**40),
+    percent=st.floats(0.05, 1),
+    block_size=st.sampled_from([8, 32, 256]),
+    kv_cache_gib=st.one_of(st.none(), st.floats(0.001, 50)),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+def test_the_terms_never_exceed_the_budget(
+    spec, available, percent, block_size, kv_cache_gib, device
+):
+    args = dict(max_memory_percent=percent, block_size=block_size, kv_cache_gib=kv_cache_gib)
+    try:
+        table = solve(big(spec), available, device, 4096, **args)
+    except SizingError as error:
+        assert "available" in str(error) and "KV cache" in str(error)
+        return
+    used = table.weights + table.activations + table.attention + table.logits + table.kv_cache
+    assert table.num_blocks >= 1
+    assert used + table.remainder == table.budget == int(available * percent)
+    assert table.remainder >= 0
+    if kv_cache_gib is not None:
+        assert table.kv_cache <= kv_cache_gib * GIB
+
+
+def test_explicit_values_are_honoured(zoo, spec):
+    args = EngineArgs(
+        num_blocks=40, max_batch_tokens=77, max_model_len=99, num_threads=1, dtype="bfloat16"
+    )
+    config = resolve(args, spec)
+    assert (config.num_blocks, config.max_batch_tokens, config.max_model_len) == (40, 77, 99)
+    assert (config.num_threads, config.dtype, config.deterministic) == (1, "bfloat16", False)
+    assert config.max_running_requests == 77, "a decode step has one token of each"
+    assert (
+        resolve(EngineArgs(kv_cache_gib=0.01), spec).num_blocks
+        == int(0.01 * GIB) // (24 * 1024) - 1
+    )
+
+
+def test_defaults_on_the_cpu(spec):
+    config = resolve(EngineArgs(device="cpu"), spec)
+    assert (config.dtype, config.deterministic, config.max_batch_tokens) == ("float32", True, 512)
+    assert (config.max_model_len, config.vocab_size, config.eos_token_ids) == (512, 173, (2,))
+    assert not resolve(EngineArgs(device="cpu", deterministic=False), spec).deterministic
+
+
+def test_a_length_left_open_is_cut_to_the_cache(spec):
+    assert resolve(EngineArgs(device="cpu", num_blocks=4), spec).max_model_len == 4 * 32
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (
+            dict(num_blocks=4, max_model_len=200),
+            "max_model_len 200 needs 7 blocks, the cache has 4",
+        ),
+        (dict(max_model_len=513), "513 exceeds .* 512"),
+        (dict(num_blocks=10**9), "num_blocks 1000000000 does not fit, at most"),
+        (dict(kv_cache_gib=1e-6), "cannot hold one block"),
+        (dict(max_memory_percent=1e-6), "model alone does not fit"),
+        (dict(max_memory_percent=1.5), r"max_memory_percent must be in \(0, 1\], got 1.5"),
+        (dict(max_memory_percent=float("nan")), "max_memory_percent"),
+        (dict(safety_margin=1.0), "safety_margin"),
+        (dict(kv_cache_gib=float("inf")), "kv_cache_gib"),
+        (dict(block_size=0), "block_size must be an integer of at least 1, got 0"),
+        (dict(num_threads=True), "num_threads"),
+        (dict(max_running_requests=0), "max_running_requests"),
+        (dict(device="tpu"), "device must be one of"),
+        (dict(dtype="int4"), "dtype must be one of"),
+        (dict(deterministic=True, dtype="bfloat16"), "deterministic is true, which needs"),
+    ],
+)
+def test_bad_values_are_refused_with_the_numbers(spec, args, message):
+    with pytest.raises(SizingError, match=message):
+        resolve(EngineArgs(**{"device": "cpu", **args}), spec)
+
+
+def test_cuda_without_a_gpu_is_refused(spec, monkeypatch):
+    monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SizingError, match="no CUDA device"):
+        resolve(EngineArgs(device="cuda"), spec)
+
+
+@pytest.mark.parametrize(
+    "device, parameters, flags, expected",
+    [
+        ("cuda", 10**6, set(), "bfloat16"),
+        ("cpu", 10**6, {"avx512_bf16"}, "float32"),
+        ("cpu", 10**9, {"avx512_bf16"}, "bfloat16"),
+        ("cpu", 10**9, {"amx_bf16"}, "bfloat16"),
+        ("cpu", 10**9, {"avx2"}, "float32"),
+    ],
+)
+def test_automatic_dtype(device, parameters, flags, expected):
+    assert choose_dtype(device, "bfloat16", parameters, frozenset(flags)) == expected
+
+
+def machine(tmp_path, files: dict[str, str]):
+    meminfo = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 8388608 kB\n"}
+    for name, text in {**meminfo, **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_without_limits_the_machine_counts(tmp_path):
+    assert available_bytes("cpu", machine(tmp_path, {})) == 8 * GIB
+
+
+def test_cgroup_v2_limits_count_at_every_level(tmp_path):
+    cgroup = "sys/fs/cgroup"
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        f"{cgroup}/a/memory.max": f"{4 * GIB}",
+        f"{cgroup}/a/memory.current": f"{3 * GIB}",
+        f"{cgroup}/a/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+        f"{cgroup}/a/b/memory.max": "max",
+        f"{cgroup}/a/b/memory.current": "5",
+        f"{cgroup}/a/cpu.max": "150000 100000",
+    }
+    root = machine(tmp_path, files)
+    assert available_bytes("cpu", root) == 2 * GIB
+    assert physical_cores(root, frozenset(range(8))) == 2
+
+
+def test_cgroup_v1_limits_count(tmp_path):
+    cgroup = "sys/fs/cgroup"
+    files = {
+        "proc/self/cgroup": "4:memory:/not/visible\n3:cpu,cpuacct:/\n",
+        f"{cgroup}/memory/memory.limit_in_bytes": f"{2 * GIB}",
+        f"{cgroup}/memory/memory.usage_in_bytes": f"{GIB // 2}",
+        f"{cgroup}/cpu,cpuacct/cpu.cfs_quota_us": "300000",
+        f"{cgroup}/cpu,cpuacct/cpu.cfs_period_us": "100000",
+    }
+    root = machine(tmp_path, files)
+    assert available_bytes("cpu", root) == 3 * GIB // 2
+    assert physical_cores(root, frozenset(range(8))) == 3
+
+
+def test_threads_of_one_core_count_once(tmp_path):
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    files = {topology.format(cpu): f"{cpu % 2},{cpu % 2 + 2}" for cpu in range(4)}
+    files["proc/cpuinfo"] = "processor : 0\nflags\t\t: fpu avx512_bf16\n"
+    root = machine(tmp_path, files)
+    assert physical_cores(root, frozenset(range(4))) == 2
+    assert physical_cores(root, frozenset({1})) == 1
+    assert cpu_flags(root) == {"fpu", "avx512_bf16"}
+
+
+def test_the_table_prints_every_term(spec):
+    text = str(solve(spec))
+    for word in (
+        "available",
+        "budget",
+        "weights",
+        "activations",
+        "attention",
+        "logits",
+        "KV cache",
+        "left",
+    ):
+        assert word in text
