@@ -1,0 +1,131 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_DEVICE: _ClassVar[Tier]
+    TIER_HOST: _ClassVar[Tier]
+TIER_UNSPECIFIED: Tier
+TIER_DEVICE: Tier
+TIER_HOST: Tier
+
+class GetModelInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetModelInfoResponse(_message.Message):
+    __slots__ = ("name", "revision", "created_s", "max_model_len", "vocab_size", "dtype", "eos_token_ids", "block_size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    CREATED_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    revision: str
+    created_s: int
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    block_size: int
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., created_s: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ...) -> None: ...
+
+class GetLoadsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoadsResponse(_message.Message):
+    __slots__ = ("replicas",)
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaLoad]
+    def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ...) -> None: ...
+
+class ReplicaLoad(_message.Message):
+    __slots__ = ("replica", "epoch", "attached", "report_age_ms", "num_running", "num_waiting", "queued_prefill_tokens", "num_decode_tokens", "prefill_ms_per_token", "decode_step_ms", "num_steps", "num_compiles", "num_preemptions", "cache")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    REPORT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPILES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    epoch: str
+    attached: bool
+    report_age_ms: float
+    num_running: int
+    num_waiting: int
+    queued_prefill_tokens: int
+    num_decode_tokens: int
+    prefill_ms_per_token: float
+    decode_step_ms: float
+    num_steps: int
+    num_compiles: int
+    num_preemptions: int
+    cache: CacheOccupancy
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[str] = ..., attached: bool = ..., report_age_ms: _Optional[float] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., prefill_ms_per_token: _Optional[float] = ..., decode_step_ms: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_compiles: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., cache: _Optional[_Union[CacheOccupancy, _Mapping]] = ...) -> None: ...
+
+class WatchCacheRequest(_message.Message):
+    __slots__ = ("period_ms",)
+    PERIOD_MS_FIELD_NUMBER: _ClassVar[int]
+    period_ms: int
+    def __init__(self, period_ms: _Optional[int] = ...) -> None: ...
+
+class WatchCacheResponse(_message.Message):
+    __slots__ = ("replicas",)
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaCache]
+    def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaCache, _Mapping]]] = ...) -> None: ...
+
+class ReplicaCache(_message.Message):
+    __slots__ = ("replica", "epoch", "attached", "report_age_ms", "cache", "indexed_blocks")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    REPORT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    INDEXED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    epoch: str
+    attached: bool
+    report_age_ms: float
+    cache: CacheOccupancy
+    indexed_blocks: int
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[str] = ..., attached: bool = ..., report_age_ms: _Optional[float] = ..., cache: _Optional[_Union[CacheOccupancy, _Mapping]] = ..., indexed_blocks: _Optional[int] = ...) -> None: ...
+
+class CacheOccupancy(_message.Message):
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierOccupancy]
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierOccupancy, _Mapping]]] = ...) -> None: ...
+
+class TierOccupancy(_message.Message):
+    __slots__ = ("tier", "blocks_free", "blocks_cached", "blocks_in_use", "blocks_total")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    blocks_free: int
+    blocks_cached: int
+    blocks_in_use: int
+    blocks_total: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_total: _Optional[int] = ...) -> None: ...

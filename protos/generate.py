@@ -1,0 +1,65 @@
+"""Regenerates this folder's gRPC code from its `.proto` files: `python -m quire.protos.generate`.
+
+Generated code refuses to load under a protobuf or grpcio older than the tools that made it. So it
+is made by the oldest tools that the package supports, in a virtual environment of their own, and
+not by those that happen to be installed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+PROTO_DIR = Path(__file__).resolve().parent
+PROTO_NAMES = ("generation", "control")
+# The oldest whose code (protobuf 6.30) loads under protobuf 6 and 7: pyproject.toml's lower bounds.
+TOOLS_VERSION = "1.72.1"
+
+
+def compile_protos(out_dir: Path, python: str = sys.executable) -> list[Path]:
+    """Compile every proto into `out_dir`.
+
+    Parameters
+    ----------
+    out_dir
+        An existing directory.
+    python
+        Interpreter with grpcio-tools.
+
+    Returns
+    -------
+    The generated files.
+
+    Raises
+    ------
+    subprocess.CalledProcessError
+        When a proto has an error; protoc prints it.
+    """
+    # The virtual path makes the generated imports read `from quire.protos import ...`.
+    command = [python, "-m", "grpc_tools.protoc", f"-Iquire/protos={PROTO_DIR}"]
+    command += [f"--{kind}_out={out_dir}" for kind in ("python", "pyi", "grpc_python")]
+    command += [f"quire/protos/{name}.proto" for name in PROTO_NAMES]
+    subprocess.run(command, check=True)
+    return sorted((out_dir / "quire" / "protos").iterdir())
+
+
+def main() -> None:
+    """Replace the generated files in this folder."""
+    with tempfile.TemporaryDirectory() as tmp:
+        tools, out_dir = Path(tmp) / "tools", Path(tmp) / "out"
+        out_dir.mkdir()
+        venv.create(tools, with_pip=True)
+        python = str(tools / "bin" / "python")
+        pip = [python, "-m", "pip", "install", "--quiet"]
+        subprocess.run([*pip, f"grpcio-tools=={TOOLS_VERSION}"], check=True)
+        for path in compile_protos(out_dir, python):
+            shutil.copyfile(path, PROTO_DIR / path.name)
+            print(f"wrote {PROTO_DIR / path.name}")
+
+
+if __name__ == "__main__":
+    main()
