@@ -1,0 +1,152 @@
+"""What the HTTP and the gRPC front end share: checks of input, answers, explanations."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import uuid
+from dataclasses import dataclass, field
+
+from quire.protos.errors import (
+    Aborted,
+    EngineError,
+    InvalidRequest,
+    QuireError,
+    UnsupportedField,
+)
+from quire.router.types import Explain, GenerationStream, OutputDelta
+
+logger = logging.getLogger(__name__)
+
+# `developer` is OpenAI's newer name of the system turn; open checkpoints' templates know `system`.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TOOL_ROLES = ("tool", "function")
+_LABEL = re.compile(r"[\x20-\x7e]{1,128}")
+
+
+def served_role(role: str, field: str) -> str:
+    """The role as the chat template knows it; most templates would render any word.
+
+    Parameters
+    ----------
+    role
+        What the client wrote.
+    field
+        Its place in the request: ``messages[3].role``.
+
+    Raises
+    ------
+    UnsupportedField
+        The role belongs to tool calls.
+    InvalidRequest
+        Any other unknown role.
+    """
+    if role in _TOOL_ROLES:
+        raise UnsupportedField(
+            f"{field}: {role!r} is not supported: tool calls are not served", field=field
+        )
+    if role not in _ROLES:
+        raise InvalidRequest(
+            f"{field} must be one of {', '.join(_ROLES)}, got {role[:64]!r}", field=field
+        )
+    return _ROLES[role]
+
+
+def request_label(value: str, field: str) -> str:
+    """A client's own id of its request; it goes into logs and headers, so it must not forge one.
+
+    Raises
+    ------
+    InvalidRequest
+        Not 1 to 128 printable ASCII characters.
+    """
+    if not _LABEL.fullmatch(value):
+        raise InvalidRequest(
+            f"{field} must be 1 to 128 printable ASCII characters, got {len(value)}: "
+            f"{value[:32]!r}",
+            field=field,
+        )
+    return value
+
+
+@dataclass(slots=True)
+class Answer:
+    """A stream's deltas, put together as they come."""
+
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # stop | length
+    stop_reason: str | int | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        """Append a delta.
+
+        Raises
+        ------
+        Aborted
+            The router gave the request up: that is no answer.
+        """
+        if delta.finish_reason == "abort":
+            raise Aborted("the request was aborted by the server")
+        self.pieces.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+    def end(self) -> None:
+        """Check that the stream has said why it ended.
+
+        Raises
+        ------
+        EngineError
+            It has not: the answer is cut off, and must not look complete.
+        """
+        if self.finish_reason is None:
+            raise EngineError("the answer ended without a finish reason")
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return "".join(self.pieces)
+
+
+async def collect(stream: GenerationStream) -> Answer:
+    """The whole answer of a stream; the caller closes it."""
+    answer = Answer()
+    async for delta in stream:
+        answer.add(delta)
+    answer.end()
+    return answer
+
+
+def explain_headers(explain: Explain, *, complete: bool) -> dict[str, str]:
+    """Why the request went where it went: HTTP headers, or gRPC's trailing metadata.
+
+    Parameters
+    ----------
+    complete
+        False at the first token, when the decision is known and not yet what came of it.
+    """
+    headers = {
+        "x-quire-replica": explain.replica,
+        "x-quire-runner-up": explain.runner_up,
+        "x-quire-predicted-cached-tokens": str(explain.predicted_cached_tokens),
+    }
+    if complete:
+        headers["x-quire-cached-tokens"] = str(explain.cached_tokens)
+        headers["x-quire-queue-ms"] = f"{explain.queue_s * 1000:.1f}"
+        headers["x-quire-attempts"] = str(explain.attempts)
+    return {name: value for name, value in headers.items() if value}
+
+
+def internal_error(error: Exception) -> QuireError:
+    """What a client learns of a defect: a number that finds it in the log, and no more."""
+    error_id = uuid.uuid4().hex
+    logger.error("internal error, id=%s", error_id, exc_info=error)
+    return QuireError(f"internal error, id={error_id}")
+
+
+def retry_after_ms(retry_after_s: float) -> int:
+    """Milliseconds, rounded up; never 0, which clients read as "at once"."""
+    return max(1, math.ceil(retry_after_s * 1000))

@@ -1,0 +1,383 @@
+"""The gRPC front end: `quire.v1.Generation`, `quire.v1.Control` and `grpc.health.v1.Health`.
+
+Ray Serve calls the ingress deployment's method of the RPC's name with the request and a
+`grpc_context`, a picklable copy of grpc.aio's. Two of its habits shape this file (Ray 2.60):
+
+- It sends the context's code and details in every case, but its trailing metadata only with a
+  message or with a normal end. So a unary call does not raise: it sets the status and returns an
+  empty message, which gRPC drops, and its metadata arrives. A stream has to raise (Ray's own proxy
+  would report success otherwise), and the metadata of a failed stream is lost; its details say in
+  words what went wrong.
+- The context does not tell the deadline. When the client's deadline passes Serve cancels the call,
+  and that ends the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from quire.cluster.front_end import (
+    Answer,
+    collect,
+    explain_headers,
+    internal_error,
+    request_label,
+    retry_after_ms,
+    served_role,
+)
+from quire.protos import control_pb2 as control
+from quire.protos import generation_pb2 as generation
+from quire.protos.errors import InvalidRequest, QuireError
+from quire.protos.wire import Load
+from quire.router.types import GenerationRequest, ReplicaStatus, Service, Usage
+
+GENERATION = generation.DESCRIPTOR.services_by_name["Generation"].full_name
+CONTROL = control.DESCRIPTOR.services_by_name["Control"].full_name
+HEALTH_POLL_S = 1.0
+MIN_PERIOD_MS, DEFAULT_PERIOD_MS, MAX_PERIOD_MS = 100, 1000, 60_000
+
+_FINISH_REASONS = {
+    "stop": generation.FINISH_REASON_STOP,
+    "length": generation.FINISH_REASON_LENGTH,
+}
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Context(Protocol):
+    """The part of Serve's `RayServegRPCContext` in use; without it, this module needs no Ray."""
+
+    def set_code(self, code: grpc.StatusCode) -> None: ...
+
+    def set_details(self, details: str) -> None: ...
+
+    def set_trailing_metadata(self, metadata: list[tuple[str, str]]) -> None: ...
+
+    def invocation_metadata(self) -> Any: ...
+
+
+class RpcFailed(Exception):
+    """Ends a streaming call whose status is set on its context."""
+
+
+def _unary(response: type[Message]) -> Callable[[Callable], Callable]:
+    """Make errors of a unary method the call's status."""
+
+    def decorate(method: Callable[..., Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:
+        @functools.wraps(method)
+        async def call(self: GrpcApi, request: Message, grpc_context: Context) -> Message:
+            try:
+                return await method(self, request, grpc_context)
+            except Exception as error:
+                _set_status(grpc_context, error)
+                return response()
+
+        return call
+
+    return decorate
+
+
+def _streaming(method: Callable[..., AsyncGenerator]) -> Callable[..., AsyncGenerator]:
+    """Make errors of a streaming method the call's status, and close the method at every exit."""
+
+    @functools.wraps(method)
+    async def call(self: GrpcApi, request: Message, grpc_context: Context) -> AsyncGenerator:
+        async with aclosing(method(self, request, grpc_context)) as responses:
+            try:
+                async for response in responses:
+                    yield response
+            except Exception as error:
+                # `from None`: Serve logs the chain, and a client's mistake is no traceback.
+                raise RpcFailed(_set_status(grpc_context, error).message) from None
+
+    return call
+
+
+class GrpcApi:
+    """Mix-in for the ingress deployment, which has the `service`.
+
+    Every method takes the request message and the call's context, named as Serve wants it.
+    """
+
+    service: Service
+
+    # -- quire.v1.Generation -----------------------------------------------------------------------
+
+    @_streaming
+    async def Generate(
+        self, request: generation.GenerateRequest, grpc_context: Context
+    ) -> AsyncGenerator[generation.GenerateResponse, None]:
+        """Stream the answer, one message per delta."""
+        stream = await self.service.generate(_generation_request(request, grpc_context))
+        try:
+            answer = Answer()
+            async for delta in stream:
+                index = len(answer.token_ids)
+                is_first = not answer.pieces
+                answer.add(delta)
+                response = generation.GenerateResponse(
+                    text=delta.text, token_ids=delta.token_ids, index=index
+                )
+                if is_first:
+                    response.seed = stream.seed
+                    response.request_id = stream.request_id
+                    response.model = stream.model
+                if delta.finish_reason is not None:
+                    _set_finish(response, answer, stream.usage)
+                    # Before the last message: Ray's own proxy sends metadata only along with one.
+                    _set_explain(grpc_context, stream.explain)
+                yield response
+            answer.end()
+        finally:
+            await stream.aclose()
+
+    @_unary(generation.GenerateOnceResponse)
+    async def GenerateOnce(
+        self, request: generation.GenerateRequest, grpc_context: Context
+    ) -> generation.GenerateOnceResponse:
+        """The whole answer in one message."""
+        stream = await self.service.generate(_generation_request(request, grpc_context))
+        try:
+            answer = await collect(stream)
+        finally:
+            await stream.aclose()
+        response = generation.GenerateOnceResponse(
+            text=answer.text,
+            token_ids=answer.token_ids,
+            seed=stream.seed,
+            request_id=stream.request_id,
+            model=stream.model,
+        )
+        _set_finish(response, answer, stream.usage)
+        _set_explain(grpc_context, stream.explain)
+        return response
+
+    # -- quire.v1.Control --------------------------------------------------------------------------
+
+    @_unary(control.GetModelInfoResponse)
+    async def GetModelInfo(
+        self, request: control.GetModelInfoRequest, grpc_context: Context
+    ) -> control.GetModelInfoResponse:
+        """Facts about the model."""
+        info = self.service.model_info()
+        return control.GetModelInfoResponse(
+            name=info.name,
+            revision=info.revision,
+            created_s=info.created_s,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            dtype=info.dtype,
+            eos_token_ids=info.eos_token_ids,
+            block_size=info.block_size,
+        )
+
+    @_unary(control.GetLoadsResponse)
+    async def GetLoads(
+        self, request: control.GetLoadsRequest, grpc_context: Context
+    ) -> control.GetLoadsResponse:
+        """What each replica is doing."""
+        return control.GetLoadsResponse(
+            replicas=[_replica_load(status) for status in self.service.replicas()]
+        )
+
+    @_streaming
+    async def WatchCache(
+        self, request: control.WatchCacheRequest, grpc_context: Context
+    ) -> AsyncGenerator[control.WatchCacheResponse, None]:
+        """Occupancy per replica and tier, as it changes."""
+        period_ms = request.period_ms if request.HasField("period_ms") else DEFAULT_PERIOD_MS
+        if not MIN_PERIOD_MS <= period_ms <= MAX_PERIOD_MS:
+            raise InvalidRequest(
+                f"period_ms must be in [{MIN_PERIOD_MS}, {MAX_PERIOD_MS}], got {period_ms}",
+                field="period_ms",
+            )
+        async with aclosing(self.service.watch_cache(period_ms / 1000)) as updates:
+            async for statuses in updates:
+                yield control.WatchCacheResponse(
+                    replicas=[_replica_cache(status) for status in statuses]
+                )
+
+    # -- grpc.health.v1.Health ---------------------------------------------------------------------
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """Whether a service would serve a call made now."""
+        status = self._health(request.service)
+        if status == _SERVICE_UNKNOWN:
+            grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
+            grpc_context.set_details(f"unknown service {request.service[:128]!r}")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    @_streaming
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        """The status now, and again whenever it has changed."""
+        last = None
+        while True:
+            status = self._health(request.service)
+            if status != last:
+                last = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            await asyncio.sleep(HEALTH_POLL_S)
+
+    def _health(self, service_name: str) -> int:
+        if service_name == CONTROL:  # answers as long as this process does
+            return _SERVING
+        if service_name in ("", GENERATION):
+            return _SERVING if self.service.readiness().ready else _NOT_SERVING
+        return _SERVICE_UNKNOWN
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+# --------------------------------------------------------------------------------------------------
+
+
+def _generation_request(request: generation.GenerateRequest, context: Context) -> GenerationRequest:
+    """The request for the router, which checks all bounds.
+
+    Raises
+    ------
+    InvalidRequest
+        No input, a label that is not printable, an unknown role.
+    """
+    options = request.sampling
+    given = {field.name: value for field, value in options.ListFields()}
+    return GenerationRequest(
+        request_id=_request_id(request, context),
+        model=request.model or None,
+        **_input(request),
+        **given,
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=(
+            request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        ),
+        tenant=request.cache_salt,
+        session=request.session,
+        priority=request.priority,
+    )
+
+
+def _input(request: generation.GenerateRequest) -> dict[str, Any]:
+    kind = request.WhichOneof("input")
+    if kind == "prompt":
+        return {"prompt": request.prompt}
+    if kind == "token_ids":
+        return {"prompt": tuple(request.token_ids.ids)}
+    if kind == "messages":
+        return {"messages": tuple(map(_turn, range(1 << 31), request.messages.messages))}
+    raise InvalidRequest("input: one of prompt, token_ids and messages is required", field="input")
+
+
+def _turn(i: int, message: generation.ChatMessage) -> dict[str, str]:
+    role = served_role(message.role, f"messages[{i}].role")
+    turn = {"role": role, "content": message.content}
+    if message.name:
+        turn["name"] = message.name
+    return turn
+
+
+def _request_id(request: generation.GenerateRequest, context: Context) -> str:
+    if request.request_id:
+        return request_label(request.request_id, "request_id")
+    for key, value in context.invocation_metadata():
+        if key == "x-request-id":
+            return request_label(value, "x-request-id")
+    return uuid.uuid4().hex
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers
+# --------------------------------------------------------------------------------------------------
+
+
+def _set_finish(
+    response: generation.GenerateResponse | generation.GenerateOnceResponse,
+    answer: Answer,
+    usage: Usage,
+) -> None:
+    response.finish_reason = _FINISH_REASONS[answer.finish_reason]
+    if isinstance(answer.stop_reason, str):
+        response.stop_string = answer.stop_reason
+    elif answer.stop_reason is not None:
+        response.stop_token_id = answer.stop_reason
+    response.usage.prompt_tokens = usage.prompt_tokens
+    response.usage.completion_tokens = usage.completion_tokens
+    response.usage.cached_tokens = usage.cached_tokens
+
+
+def _set_explain(context: Context, explain: Any) -> None:
+    context.set_trailing_metadata(list(explain_headers(explain, complete=True).items()))
+
+
+def _set_status(context: Context, error: Exception) -> QuireError:
+    """Put an error into the call's status and trailing metadata."""
+    if not isinstance(error, QuireError):
+        error = internal_error(error)
+    context.set_code(grpc.StatusCode[error.grpc_status])
+    context.set_details(error.message)
+    metadata = [("x-quire-error-code", error.code)]
+    if error.field is not None:
+        metadata.append(("x-quire-error-field", error.field))
+    if error.retry_after_s is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(retry_after_ms(error.retry_after_s))))
+    context.set_trailing_metadata(metadata)
+    return error
+
+
+def _replica_load(status: ReplicaStatus) -> control.ReplicaLoad:
+    load = status.load
+    return control.ReplicaLoad(
+        replica=status.replica,
+        epoch=status.epoch,
+        attached=status.attached,
+        report_age_ms=status.report_age_s * 1000,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        num_decode_tokens=load.num_decode_tokens,
+        prefill_ms_per_token=load.prefill_s_per_token * 1000,
+        decode_step_ms=load.decode_step_s * 1000,
+        num_steps=load.num_steps,
+        num_compiles=load.num_compiles,
+        num_preemptions=load.num_preemptions,
+        cache=_occupancy(load),
+    )
+
+
+def _replica_cache(status: ReplicaStatus) -> control.ReplicaCache:
+    return control.ReplicaCache(
+        replica=status.replica,
+        epoch=status.epoch,
+        attached=status.attached,
+        report_age_ms=status.report_age_s * 1000,
+        cache=_occupancy(status.load),
+        indexed_blocks=status.indexed_blocks,
+    )
+
+
+def _occupancy(load: Load) -> control.CacheOccupancy:
+    """The tiers that replicas report; so far the device's."""
+    device = control.TierOccupancy(
+        tier=control.TIER_DEVICE,
+        blocks_free=load.blocks_free,
+        blocks_cached=load.blocks_cached,
+        blocks_in_use=load.blocks_in_use,
+        blocks_total=load.blocks_total,
+    )
+    return control.CacheOccupancy(tiers=[device])

@@ -1,0 +1,320 @@
+"""The HTTP front end: OpenAI's API over a `Service`, as a FastAPI application.
+
+```
+POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/{id}
+GET /health (the process answers)             GET /ready (a request would be served)
+GET /version                                  GET /docs, /redoc, /openapi.json
+```
+
+A body is read up to a limit, decoded by orjson (no NaN, no lone surrogates, bounded depth) and
+parsed by `http_schema`. Every error has OpenAI's shape and comes from `quire.protos.errors`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.cluster.front_end import internal_error, request_label
+from quire.cluster.http_answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ErrorAnswer,
+    ModelCard,
+    ModelList,
+    ReadyAnswer,
+    error_answer,
+    error_headers,
+    json_response,
+    model_card,
+)
+from quire.cluster.http_generation import GenerationBody, GenerationResponse
+from quire.cluster.http_schema import (
+    IGNORED_FIELDS,
+    UNSUPPORTED_FIELDS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    TextPart,
+    parse_body,
+)
+from quire.protos.errors import BodyTooLarge, InvalidRequest, ModelNotFound, QuireError
+from quire.router.types import Service
+
+# A client that is still sending when it is refused must be read to the end, or its connection is
+# reset before it has seen the answer. Beyond so many bodies' worth it may be.
+_DISCARDED_BODIES = 8
+
+
+def build_app(
+    get_service: Callable[[], Service],
+    *,
+    max_body_bytes: int,
+    echo_request_id: bool = False,
+) -> FastAPI:
+    """The HTTP application.
+
+    Parameters
+    ----------
+    get_service
+        Called for each request.
+    max_body_bytes
+        Largest request body; a larger one gets status 413.
+    echo_request_id
+        Answer with the request's `X-Request-Id`. Off under Ray Serve, which adds it itself.
+    """
+    version = importlib.metadata.version("quire")
+    app = FastAPI(title="Quire", version=version, redirect_slashes=False)
+    app.add_middleware(_Boundary, echo_request_id=echo_request_id)
+    app.add_exception_handler(QuireError, _on_quire_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    _add_generation_routes(app, get_service, max_body_bytes)
+    _add_information_routes(app, get_service, version)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+# --------------------------------------------------------------------------------------------------
+# Routes
+# --------------------------------------------------------------------------------------------------
+
+
+def _add_generation_routes(
+    app: FastAPI, get_service: Callable[[], Service], max_body_bytes: int
+) -> None:
+    async def answer(request: Request, model: type[GenerationBody]) -> GenerationResponse:
+        body = parse_body(model, await _read_json(request, max_body_bytes))
+        label = request.state.request_id
+        return GenerationResponse(get_service(), body, body.to_request(label))
+
+    @app.post(
+        "/v1/completions",
+        **_generation_docs("Continue a prompt.", CompletionRequest, Completion, Completion),
+    )
+    async def completions(request: Request) -> Response:
+        return await answer(request, CompletionRequest)
+
+    @app.post(
+        "/v1/chat/completions",
+        **_generation_docs(
+            "Answer the last turn of a conversation.",
+            ChatCompletionRequest,
+            ChatCompletion,
+            ChatCompletionChunk,
+        ),
+    )
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, ChatCompletionRequest)
+
+
+def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], version: str) -> None:
+    @app.get("/v1/models", response_model=ModelList, responses=_ERRORS)
+    async def models() -> Response:
+        """The model that this application serves."""
+        return json_response({"object": "list", "data": [model_card(get_service().model_info())]})
+
+    @app.get("/v1/models/{model_id:path}", response_model=ModelCard, responses=_ERRORS)
+    async def model(model_id: str) -> Response:
+        """One model."""
+        info = get_service().model_info()
+        if model_id != info.name:
+            raise ModelNotFound(
+                f"model: {model_id[:256]!r} is not served here; this application serves "
+                f"{info.name!r}",
+                field="model",
+            )
+        return json_response(model_card(info))
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while this process answers, whatever its replicas do: for liveness probes."""
+        return json_response({"status": "ok"})
+
+    @app.get("/ready", response_model=ReadyAnswer, responses={503: {"model": ReadyAnswer}})
+    async def ready() -> Response:
+        """200 when a request sent now would be served, else 503: for readiness probes."""
+        readiness = get_service().readiness()
+        content = {
+            "ready": readiness.ready,
+            "reason": readiness.reason,
+            "replicas": readiness.replicas,
+            "startup": readiness.startup_s,
+        }
+        return json_response(content, status_code=200 if readiness.ready else 503)
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        """The version of Quire."""
+        return json_response({"version": version})
+
+
+# --------------------------------------------------------------------------------------------------
+# Bodies
+# --------------------------------------------------------------------------------------------------
+
+
+async def _read_json(request: Request, max_body_bytes: int) -> Any:
+    """The decoded body.
+
+    Raises
+    ------
+    BodyTooLarge
+        Also for a body that does not say its length.
+    InvalidRequest
+        Not sent as JSON, or not JSON.
+    """
+    body = await _read_body(request, max_body_bytes)
+    content_type = request.headers.get("content-type", "")
+    # A page in a browser may send any other type across origins without asking; JSON it may not.
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidRequest(
+            f"content-type must be application/json, got {content_type[:64]!r}",
+            field="content-type",
+        )
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+async def _read_body(request: Request, max_body_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes <= max_body_bytes:
+            chunks.append(chunk)
+        elif num_bytes > _DISCARDED_BODIES * max_body_bytes:
+            break
+        else:
+            chunks.clear()
+    if num_bytes > max_body_bytes:
+        raise BodyTooLarge(
+            f"the body must have at most {max_body_bytes} bytes, got {num_bytes} or more"
+        )
+    return b"".join(chunks)
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+# --------------------------------------------------------------------------------------------------
+
+
+class _Boundary:
+    """The outermost layer: labels the request; a defect becomes an answer without details."""
+
+    def __init__(self, app: ASGIApp, echo_request_id: bool):
+        self._app = app
+        self._echo_request_id = echo_request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+        request_id = uuid.uuid4().hex
+
+        async def send_labelled(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if self._echo_request_id:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            given = dict(scope["headers"]).get(b"x-request-id")
+            if given is not None:
+                request_id = request_label(given.decode("latin-1"), "x-request-id")
+            scope.setdefault("state", {})["request_id"] = request_id
+            await self._app(scope, receive, send_labelled)
+        except ClientDisconnect:
+            return  # while it sent its body: nobody is left to answer
+        except Exception as error:
+            answer = _error_response(
+                error if isinstance(error, QuireError) else internal_error(error)
+            )
+            if not started:
+                await answer(scope, receive, send_labelled)
+
+
+async def _on_quire_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, QuireError)
+    return _error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods."""
+    assert isinstance(error, HTTPException)
+    detail = {
+        "message": f"{request.method} {request.scope['path'][:256]}: {error.detail}",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": str(error.detail).lower().replace(" ", "_"),
+    }
+    return json_response(
+        {"error": detail}, status_code=error.status_code, headers=dict(error.headers or {})
+    )
+
+
+def _error_response(error: QuireError) -> Response:
+    return json_response(
+        error_answer(error), status_code=error.http_status, headers=error_headers(error)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# OpenAPI
+# --------------------------------------------------------------------------------------------------
+
+_REFERENCE = "#/components/schemas/{model}"
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer},
+    "5XX": {"model": ErrorAnswer},
+}
+
+
+def _generation_docs(
+    purpose: str, request: type[BaseModel], answer: type[BaseModel], chunk: type[BaseModel]
+) -> dict[str, Any]:
+    """Route arguments that describe a body which the route reads by itself."""
+    refused = sorted(UNSUPPORTED_FIELDS.keys() - request.model_fields.keys())
+    schema = {"$ref": _REFERENCE.format(model=request.__name__)}
+    events = {"schema": {"$ref": _REFERENCE.format(model=chunk.__name__)}}
+    return {
+        "description": (
+            f"{purpose}\n\nAccepted and ignored: {', '.join(sorted(IGNORED_FIELDS))}. "
+            f"Refused unless null or neutral: {', '.join(refused)}. Any other field is refused."
+        ),
+        "response_model": answer,
+        "responses": {200: {"content": {"text/event-stream": events}}, **_ERRORS},
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+        },
+    }
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, with the models that it cannot see because the routes parse bodies."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        models = (CompletionRequest, ChatCompletionRequest, TextPart, ChatCompletionChunk)
+        _, definitions = models_json_schema(
+            [(model, "validation") for model in models], ref_template=_REFERENCE
+        )
+        document["components"]["schemas"].update(definitions["$defs"])
+        app.openapi_schema = document
+    return app.openapi_schema

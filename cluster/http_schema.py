@@ -1,0 +1,406 @@
+"""The JSON bodies of the HTTP API: which fields are served, ignored or refused.
+
+A body goes through `parse_body`: unknown fields, and known fields that are not served, are refused
+by name; then pydantic checks types strictly (no "1" for 1, no true for 1). Bounds are the router's
+(`router.params`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from quire.cluster.front_end import served_role
+from quire.protos.errors import InvalidRequest, UnsupportedField
+from quire.router.types import GenerationRequest
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+# --------------------------------------------------------------------------------------------------
+
+
+# Text parts are at level 4; beyond this only what is refused anyway, and could exhaust the stack.
+_MAX_MESSAGES_DEPTH = 8
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# fail_fast: a million wrong items are one error, not a million.
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_Texts = Annotated[list[str], Field(fail_fast=True)]
+_IdLists = Annotated[list[_Ids], Field(fail_fast=True)]
+
+
+class StreamOptions(_Strict):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = Field(
+        None, description="One more chunk before [DONE], with the usage and no choices."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="The usage so far in every chunk (vLLM)."
+    )
+    include_obfuscation: bool | None = Field(
+        None, description="Accepted and ignored: chunks are not padded."
+    )
+
+
+class _GenerationBody(_Strict):
+    """Fields that completions and chat completions share. null is the same as absent."""
+
+    model: str | None = Field(None, description="Default: the application's only model.")
+    max_tokens: int | None = Field(
+        None, description="Most tokens to generate. Default: up to the model's length."
+    )
+    min_tokens: int | None = Field(
+        None, description="EOS and stop token ids are masked before so many tokens (vLLM)."
+    )
+    temperature: float | None = Field(None, description="0 is greedy.")
+    top_p: float | None = Field(None, description="In (0, 1]; 1 is off.")
+    top_k: int | None = Field(None, description="0 is off (vLLM).")
+    seed: int | None = Field(
+        None, description="Same prompt, parameters and seed: same tokens. Default: drawn."
+    )
+    stop: str | _Texts | None = Field(None, description="Strings that end the answer.")
+    stop_token_ids: _Ids | None = Field(
+        None, description="Token ids that end the answer as EOS does (vLLM)."
+    )
+    ignore_eos: bool | None = Field(None, description="Generate on past EOS (vLLM).")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Keep the matched stop string in the text (vLLM)."
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; default true (vLLM)."
+    )
+    return_token_ids: bool | None = Field(
+        None, description="`token_ids` in each choice beside the text (vLLM)."
+    )
+    stream: bool | None = Field(None, description="Server-sent events instead of one JSON object.")
+    stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
+    cache_salt: str | None = Field(
+        None, description="Cached prefixes are shared only between equal salts (vLLM)."
+    )
+    prompt_cache_key: str | None = Field(
+        None, description="Requests with the same key prefer the same replica; a hint."
+    )
+    priority: int | None = Field(None, description="Smaller is sooner (vLLM).")
+
+    def output_limit_tokens(self) -> int | None:
+        """Most tokens to generate, under whichever name the client gave it."""
+        return self.max_tokens
+
+    def generation_request(self, request_id: str, **prompt: Any) -> GenerationRequest:
+        """The request for the router, with `prompt` or `messages` as keyword."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return GenerationRequest(
+            request_id=request_id,
+            model=self.model,
+            max_tokens=self.output_limit_tokens(),
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            tenant=self.cache_salt or "",
+            session=self.prompt_cache_key or "",
+            priority=self.priority or 0,
+            **prompt,
+        )
+
+
+class CompletionRequest(_GenerationBody):
+    """Body of POST /v1/completions."""
+
+    prompt: str | _Ids | _Texts | _IdLists = Field(
+        description="Text, or token ids; or a list with one of these."
+    )
+    echo: bool | None = Field(
+        None, description="The prompt before the answer; only for a prompt given as text."
+    )
+
+    def single_prompt(self) -> str | tuple[int, ...]:
+        """The prompt without the list around it.
+
+        Raises
+        ------
+        UnsupportedField
+            More than one prompt, or `echo` of token ids.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+            if len(prompt) > 1:
+                raise UnsupportedField(
+                    f"prompt: a list of {len(prompt)} prompts is not supported; send one request "
+                    "for each",
+                    field="prompt",
+                )
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return prompt
+        if self.echo:
+            raise UnsupportedField(
+                "echo: not supported for a prompt given as token ids", field="echo"
+            )
+        return tuple(prompt)
+
+    def to_request(self, request_id: str) -> GenerationRequest:
+        """The request for the router."""
+        return self.generation_request(request_id, prompt=self.single_prompt())
+
+
+class TextPart(_Strict):
+    """A part of a message's content; parts that are not text are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One turn. Its further fields (`tool_calls`, ...) may be null; the router refuses others."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str = Field(description="system, developer (served as system), user or assistant.")
+    # Any: the router names the part at fault, and knows what the template takes.
+    content: Any = Field(
+        None,
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"$ref": "#/components/schemas/TextPart"}},
+            ]
+        },
+    )
+    name: str | None = Field(None, description="Who speaks, for templates that tell them apart.")
+
+
+class ChatCompletionRequest(_GenerationBody):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
+        description="The conversation, oldest first."
+    )
+    max_completion_tokens: int | None = Field(
+        None, description="The newer name of `max_tokens`; both only if they are equal."
+    )
+
+    def output_limit_tokens(self) -> int | None:
+        """Most tokens to generate, under whichever name the client gave it."""
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise InvalidRequest(
+                f"max_completion_tokens ({self.max_completion_tokens}) and max_tokens "
+                f"({self.max_tokens}) are two names of one bound; give one of them",
+                field="max_completion_tokens",
+            )
+        return limits.pop() if limits else None
+
+    def to_request(self, request_id: str) -> GenerationRequest:
+        """The request for the router."""
+        messages: list[dict[str, Any]] = []
+        for i, message in enumerate(self.messages):
+            role = served_role(message.role, f"messages[{i}].role")
+            messages.append({**dict(message), "role": role})
+        if not _is_shallow(messages, _MAX_MESSAGES_DEPTH):
+            raise InvalidRequest(
+                f"messages must not nest deeper than {_MAX_MESSAGES_DEPTH} levels", field="messages"
+            )
+        return self.generation_request(request_id, messages=tuple(messages))
+
+
+# --------------------------------------------------------------------------------------------------
+# Fields that are known but not served
+# --------------------------------------------------------------------------------------------------
+
+# They ask for nothing that changes the answer: labels, billing, storage, hints.
+IGNORED_FIELDS = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+# Field → values that mean what the server does anyway, beside null. Others are refused by name.
+UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "documents": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True, False),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+_Body = TypeVar("_Body", bound=_GenerationBody)
+
+
+def parse_body(model: type[_Body], body: Any) -> _Body:
+    """A decoded JSON body as `model`.
+
+    Raises
+    ------
+    UnsupportedField
+        A field that is not served, or that nobody knows (with the closest known name).
+    InvalidRequest
+        A field that is missing or of the wrong type.
+    """
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body must be a JSON object, got {_describe(body)}")
+    served = {name: value for name, value in body.items() if _is_served(model, name, value)}
+    try:
+        parsed = model.model_validate(served)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)) from None
+    if parsed.stream_options is not None and not parsed.stream:
+        raise InvalidRequest(
+            "stream_options: only with stream true, which is not set", field="stream_options"
+        )
+    return parsed
+
+
+def _is_served(model: type[BaseModel], name: str, value: Any) -> bool:
+    """Whether the field goes on to the model; False: it is absent in effect."""
+    if value is None and (name in model.model_fields or name in UNSUPPORTED_FIELDS):
+        return False
+    if name in model.model_fields:
+        return True
+    if name in IGNORED_FIELDS:
+        return False
+    if name in UNSUPPORTED_FIELDS:
+        neutral = UNSUPPORTED_FIELDS[name]
+        if not any(_same(value, known) for known in neutral):
+            only = f"; only {_describe(neutral[0])} or null is accepted" if neutral else ""
+            raise UnsupportedField(
+                f"{name}: not supported, got {_describe(value)}{only}", field=name
+            )
+        return False
+    raise UnsupportedField(f"{name[:64]}: unknown field{_hint(model, name)}", field=name[:64])
+
+
+def _same(value: Any, known: Any) -> bool:
+    """Equality that tells true from 1, as JSON does."""
+    return value == known and isinstance(value, bool) == isinstance(known, bool)
+
+
+def _hint(model: type[BaseModel], name: str) -> str:
+    known = [*model.model_fields, *UNSUPPORTED_FIELDS, *IGNORED_FIELDS]
+    close = difflib.get_close_matches(name[:64], known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
+    """The first problem, with the path to it in the client's spelling: ``messages[0].role``."""
+    first = errors[0]
+    name, *rest = first["loc"]
+    if name in _UNIONS:
+        return InvalidRequest(
+            f"{name} must be {_UNIONS[name]}, got {_describe(first['input'])}", field=str(name)
+        )
+    path = str(name) + "".join(f"[{p}]" if isinstance(p, int) else f".{p[:64]}" for p in rest)
+    if first["type"] == "missing":
+        return InvalidRequest(f"{path}: required", field=path)
+    if first["type"] == "extra_forbidden":
+        return UnsupportedField(f"{path}: unknown field", field=path)
+    expected = _TYPES.get(first["type"], first["msg"])
+    return InvalidRequest(f"{path} must be {expected}, got {_describe(first['input'])}", field=path)
+
+
+# pydantic reports a union once per member; this says what the field may be instead.
+_UNIONS = {
+    "prompt": "a string, a list of token ids, or a list with one of these",
+    "stop": "a string or a list of strings",
+}
+_TYPES = {
+    "bool_type": "a boolean",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+
+
+def _describe(value: Any) -> str:
+    """A value for a message: short whatever it is, and without walking into it."""
+    if isinstance(value, dict):
+        return f"an object with {len(value)} fields"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 64 else f"{text[:61]}..."
+
+
+def _is_shallow(value: Any, max_depth: int) -> bool:
+    """Whether lists and objects nest at most `max_depth` levels; level by level, no recursion."""
+    level = [value]
+    for _ in range(max_depth):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return True
+    return False

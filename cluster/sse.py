@@ -1,0 +1,108 @@
+"""Server-sent events of a streamed answer, encoded with as little work per token as possible.
+
+All but the text of a chunk is the same for every token of a stream, so it is encoded once:
+
+```
+data: {"id":…,"model":…,"choices":[{"index":0,"delta":{"content":  "text"  },"finish_reason":null}]}
+└──────────────── head ───────────────────────────────────────────┘        └─────── tail ─────────┘
+```
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from quire.cluster.http_answers import error_answer, usage_answer
+from quire.protos.errors import QuireError
+from quire.router.types import OutputDelta, Usage
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ChunkEncoder:
+    """Encodes the chunks of one stream.
+
+    Parameters
+    ----------
+    envelope
+        `id`, `object`, `created`, `model` and so on: what every chunk begins with.
+    chat
+        Chunks of a chat (`delta`) instead of a completion (`text`).
+    include_usage
+        `usage` is in every chunk, null but for the last, as with OpenAI.
+    continuous_usage
+        The usage so far is in every chunk.
+    token_ids
+        `token_ids` is in every choice.
+    """
+
+    def __init__(
+        self,
+        envelope: dict[str, Any],
+        *,
+        chat: bool,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+        token_ids: bool = False,
+    ):
+        self._envelope = b"data: " + orjson.dumps(envelope)[:-1]
+        opening = b',"choices":[{"index":0,' + (b'"delta":{"content":' if chat else b'"text":')
+        self._head = self._envelope + opening
+        self._after_text = b'},"logprobs":null' if chat else b',"logprobs":null'
+        usage = b',"usage":null' if include_usage else b""
+        self._tail = self._after_text + b',"finish_reason":null}]' + usage + b"}\n\n"
+        self._usage = usage
+        self._continuous_usage = continuous_usage
+        self._token_ids = token_ids
+
+    def role(self) -> bytes:
+        """The first chunk of a chat."""
+        choice = (
+            b',"choices":[{"index":0,"delta":{"role":"assistant","content":""},'
+            b'"logprobs":null,"finish_reason":null}]'
+        )
+        return self._envelope + choice + self._usage + b"}\n\n"
+
+    def delta(self, delta: OutputDelta, usage: Usage) -> bytes:
+        """A chunk with the text of `delta`; empty when it has nothing to tell."""
+        plain = delta.finish_reason is None and not self._continuous_usage and not self._token_ids
+        if plain:
+            if not delta.text:  # an incomplete character, or what may become a stop string
+                return b""
+            return self._head + orjson.dumps(delta.text) + self._tail
+        rest: dict[str, Any] = {"finish_reason": delta.finish_reason}
+        if delta.finish_reason is not None:
+            rest["stop_reason"] = delta.stop_reason
+        if self._token_ids:
+            rest["token_ids"] = delta.token_ids
+        usage_json = self._usage
+        if self._continuous_usage:
+            usage_json = b',"usage":' + orjson.dumps(usage_answer(usage))
+        return b"".join(
+            (
+                self._head,
+                orjson.dumps(delta.text),
+                self._after_text,
+                b",",
+                orjson.dumps(rest)[1:],
+                b"]",
+                usage_json,
+                b"}\n\n",
+            )
+        )
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk without choices that ends a stream whose client wants the usage."""
+        return (
+            self._envelope
+            + b',"choices":[],"usage":'
+            + orjson.dumps(usage_answer(usage))
+            + b"}\n\n"
+        )
+
+
+def error_event(error: QuireError) -> bytes:
+    """The last event of a failed stream. No [DONE] follows, so no client takes it for whole."""
+    return b"data: " + orjson.dumps(error_answer(error)) + b"\n\n"

@@ -1,0 +1,172 @@
+"""A `Service` without replicas, for the front ends' tests: real bounds, made-up tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from quire.protos.errors import ModelNotFound
+from quire.protos.wire import Load
+from quire.router import params
+from quire.router.chat_template import check_messages
+from quire.router.stop import StopMatcher
+from quire.router.types import (
+    Explain,
+    GenerationRequest,
+    ModelInfo,
+    OutputDelta,
+    Readiness,
+    ReplicaStatus,
+    Usage,
+)
+
+VOCAB = [f"word{i} " for i in range(97)] + ["naïve ", "日本 ", '"quoted"\n']
+MODEL = "acme/tiny"
+MAX_MODEL_LEN = 512
+
+
+class FakeStream:
+    """Token i is a function of the seed, the prompt's length and i, as in the real service."""
+
+    def __init__(self, service: FakeService, request: GenerationRequest, prompt_len: int, sampling):
+        self.request_id = request.request_id
+        self.model = MODEL
+        self.created_s = 1_700_000_000
+        self.seed = sampling.seed
+        self.usage = Usage(prompt_tokens=prompt_len)
+        self.explain = Explain(
+            replica="replica-a", predicted_cached_tokens=64, runner_up="replica-b", attempts=1
+        )
+        self.closed = threading.Event()
+        self._service = service
+        self._sampling = sampling
+        self._stop = StopMatcher(request.stop, include_stop=request.include_stop_str_in_output)
+        self._deltas = self._generate()
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return self._deltas
+
+    async def aclose(self) -> None:
+        self.closed.set()
+
+    async def _generate(self) -> AsyncIterator[OutputDelta]:
+        service, sampling = self._service, self._sampling
+        rng = random.Random(sampling.seed * 1009 + self.usage.prompt_tokens)
+        self.usage.cached_tokens = self.explain.cached_tokens = min(48, self.usage.prompt_tokens)
+        self.explain.queue_s = 0.002
+        for i in range(sampling.max_tokens):
+            await asyncio.sleep(service.token_s)
+            if i == service.fail_at:
+                raise service.failure
+            token_id = rng.randrange(len(VOCAB))
+            last = i == sampling.max_tokens - 1
+            text, matched = self._stop.feed(VOCAB[token_id])
+            self.usage.completion_tokens = i + 1
+            if matched is None and token_id in sampling.stop_token_ids:
+                matched, text = token_id, ""
+            if matched is not None:
+                yield OutputDelta(text, [token_id], "stop", matched)
+                return
+            if last:
+                yield OutputDelta(text + self._stop.flush(), [token_id], service.last_reason)
+                return
+            yield OutputDelta(text, [token_id])
+
+
+class FakeService:
+    """The `Service` protocol over one process, with switches for what goes wrong."""
+
+    def __init__(self) -> None:
+        self.token_s = 0.0
+        self.fail_at: int | None = None  # output index at which the stream raises `failure`
+        self.failure: Exception = RuntimeError("secret detail")
+        self.refusal: Exception | None = None  # raised by every call
+        self.refusals: list[Exception] = []  # raised by the next calls
+        self.generate_s = 0.0  # seconds to the first token
+        self.last_reason: str | None = "length"
+        self.ready = True
+        self.streams: list[FakeStream] = []
+        self.requests: list[GenerationRequest] = []
+        self.cancelled_in_generate = threading.Event()
+        self.watch_closed = threading.Event()
+        self.load = Load(num_running=2, blocks_free=5, blocks_cached=3, blocks_in_use=2)
+
+    async def generate(self, request: GenerationRequest) -> FakeStream:
+        self.requests.append(request)
+        self._refuse()
+        if request.model not in (None, MODEL):
+            raise ModelNotFound(f"model: {request.model!r} is not served", field="model")
+        params.check(request)
+        if request.messages is not None:
+            prompt_len = sum(len(str(m["content"])) for m in check_messages(request.messages))
+        else:
+            prompt_len = len(request.prompt)
+        sampling = params.resolve(
+            request,
+            params.GenerationDefaults(),
+            num_prompt_tokens=prompt_len,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=len(VOCAB),
+            rng=random.Random(),
+        )
+        try:
+            await asyncio.sleep(self.generate_s)
+        except asyncio.CancelledError:
+            self.cancelled_in_generate.set()
+            raise
+        stream = FakeStream(self, request, prompt_len, sampling)
+        self.streams.append(stream)
+        return stream
+
+    def model_info(self) -> ModelInfo:
+        self._refuse()
+        return ModelInfo(
+            name=MODEL,
+            created_s=1_700_000_000,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=len(VOCAB),
+            revision="main",
+            dtype="float32",
+            eos_token_ids=(2, 3),
+            block_size=16,
+        )
+
+    def readiness(self) -> Readiness:
+        reason = "ok" if self.ready else "no replica is attached yet"
+        return Readiness(self.ready, reason, int(self.ready), {"load_weights": 1.5})
+
+    def replicas(self) -> list[ReplicaStatus]:
+        self._refuse()
+        return [ReplicaStatus("replica-a", "e1", self.load, 0.05, True, 7)]
+
+    async def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
+        try:
+            last = None
+            while True:
+                statuses = self.replicas()
+                if statuses != last:
+                    last = statuses
+                    yield statuses
+                await asyncio.sleep(period_s)
+        finally:
+            self.watch_closed.set()
+
+    def _refuse(self) -> None:
+        if self.refusals:
+            raise self.refusals.pop()
+        if self.refusal is not None:
+            raise self.refusal
+
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService()
+
+
+@pytest.fixture(scope="session")
+def service_class() -> type[FakeService]:
+    return FakeService

@@ -1,0 +1,497 @@
+"""The gRPC front end, through a real channel, called as Ray Serve calls it.
+
+The methods get Serve's own context. What they set on it reaches the client at the end of the call
+(`direct`: behind HAProxy) or with each message (`proxy`: behind Ray's own proxy).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray.serve.grpc_util import RayServegRPCContext
+
+from quire.cluster import grpc_api
+from quire.cluster.grpc_api import GrpcApi
+from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
+from quire.protos.errors import EngineError, Overloaded, Unavailable
+
+MODES = ("direct", "proxy")
+UNARY = ("GenerateOnce", "GetModelInfo", "GetLoads", "Check")
+STREAMING = ("Generate", "WatchCache", "Watch")
+
+
+class Servicer:
+    """Calls a `GrpcApi` as Serve does (ray.serve._private, `replica.py` and `proxy.py`)."""
+
+    List = None  # of newer health protos; not served
+
+    def __init__(self, api: GrpcApi, mode: str):
+        for name in UNARY:
+            setattr(self, name, self._unary(getattr(api, name)))
+        for name in STREAMING:
+            setattr(self, name, self._streaming(getattr(api, name), mode))
+
+    def _unary(self, method: Callable) -> Callable:
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            serve_context = RayServegRPCContext(context)
+            result = await method(request, grpc_context=serve_context)
+            serve_context._set_on_grpc_context(context)
+            return result
+
+        return call
+
+    def _streaming(self, method: Callable, mode: str) -> Callable:
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            serve_context = RayServegRPCContext(context)
+            responses = method(request, grpc_context=serve_context)
+            try:
+                async for response in responses:
+                    if mode == "proxy":
+                        serve_context._set_on_grpc_context(context)
+                    yield response
+                if mode == "direct":
+                    serve_context._set_on_grpc_context(context)
+            except Exception:
+                context.set_code(serve_context.code() or grpc.StatusCode.INTERNAL)
+                context.set_details(serve_context.details() or "unset")
+            finally:
+                await responses.aclose()
+
+        return call
+
+
+@dataclass
+class Clients:
+    """Stubs on one channel."""
+
+    generation: generation_pb2_grpc.GenerationStub
+    control: control_pb2_grpc.ControlStub
+    health: health_pb2_grpc.HealthStub
+
+
+@asynccontextmanager
+async def serving(service: Any, mode: str) -> AsyncIterator[Clients]:
+    api = GrpcApi()
+    api.service = service
+    server = grpc.aio.server()
+    servicer = Servicer(api, mode)
+    generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
+    control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Clients(
+            generation_pb2_grpc.GenerationStub(channel),
+            control_pb2_grpc.ControlStub(channel),
+            health_pb2_grpc.HealthStub(channel),
+        )
+    await server.stop(None)
+
+
+def run(service: Any, mode: str, body: Callable[[Clients], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        async with serving(service, mode) as clients:
+            return await asyncio.wait_for(body(clients), 20)
+
+    return asyncio.run(main())
+
+
+def request(**fields: Any) -> generation_pb2.GenerateRequest:
+    sampling = generation_pb2.SamplingOptions(**fields.pop("sampling", {"max_tokens": 8}))
+    fields = fields or {"prompt": "once upon"}
+    return generation_pb2.GenerateRequest(sampling=sampling, **fields)
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    """The error of a unary or streaming call."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    return caught.value
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(1):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+# --------------------------------------------------------------------------------------------------
+# Generation
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stream_says_the_same_as_the_whole_answer(service, mode: str) -> None:
+    asked = request(prompt="once upon", sampling={"max_tokens": 30, "seed": 5})
+
+    async def body(clients: Clients) -> None:
+        once = clients.generation.GenerateOnce(asked)
+        whole = await once
+        stream = clients.generation.Generate(asked)
+        responses = [response async for response in stream]
+        assert "".join(r.text for r in responses) == whole.text != ""
+        ids = [i for r in responses for i in r.token_ids]
+        assert ids == list(whole.token_ids) and len(ids) == 30
+        assert [r.index for r in responses] == list(range(30))
+        first, *rest = responses
+        assert (first.seed, first.model) == (whole.seed, whole.model) == (5, "acme/tiny")
+        assert len(first.request_id) == 32
+        assert not any(r.HasField("seed") or r.model for r in rest)
+        *before, last = responses
+        assert not any(r.finish_reason or r.HasField("usage") for r in before)
+        assert last.finish_reason == whole.finish_reason == generation_pb2.FINISH_REASON_LENGTH
+        assert last.usage == whole.usage
+        assert whole.usage.completion_tokens == 30 and whole.usage.cached_tokens == 9
+        for call in (once, stream):
+            metadata = dict(await call.trailing_metadata())
+            assert metadata["x-quire-replica"] == "replica-a"
+            assert metadata["x-quire-cached-tokens"] == "9"
+        assert all(s.closed.is_set() for s in service.streams)
+
+    run(service, mode, body)
+
+
+def test_every_field_reaches_the_router(service) -> None:
+    turns = [
+        generation_pb2.ChatMessage(role="developer", content="be brief"),
+        generation_pb2.ChatMessage(role="user", content="hi", name="ann"),
+    ]
+    asked = request(
+        model="acme/tiny",
+        messages=generation_pb2.ChatMessages(messages=turns),
+        request_id="label",
+        sampling={
+            "max_tokens": 7,
+            "min_tokens": 2,
+            "temperature": 0.0,
+            "top_p": 0.5,
+            "top_k": 3,
+            "seed": 2**64 - 1,
+        },
+        stop=["a", "b"],
+        stop_token_ids=[1],
+        ignore_eos=True,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        cache_salt="tenant",
+        session="session",
+        priority=-2,
+    )
+
+    async def body(clients: Clients) -> None:
+        response = await clients.generation.GenerateOnce(asked)
+        assert response.seed == 2**64 - 1 and response.request_id == "label"
+        await clients.generation.GenerateOnce(request(prompt="x", sampling={"max_tokens": 1}))
+
+    run(service, "direct", body)
+    full, bare = service.requests
+    assert full.messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi", "name": "ann"},
+    )
+    sampling = (full.max_tokens, full.min_tokens, full.temperature, full.top_p, full.top_k)
+    assert sampling == (7, 2, 0.0, 0.5, 3) and full.seed == 2**64 - 1
+    assert (full.stop, full.stop_token_ids) == (("a", "b"), (1,))
+    assert full.ignore_eos and full.include_stop_str_in_output and not full.skip_special_tokens
+    assert (full.tenant, full.session, full.priority) == ("tenant", "session", -2)
+    unset = (bare.model, bare.min_tokens, bare.temperature, bare.top_p, bare.top_k, bare.seed)
+    assert unset == (None,) * 6 and bare.skip_special_tokens and bare.stop == ()
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateOnce"])
+def test_stop_reason_is_the_string_or_the_token(service, method: str) -> None:
+    async def body(clients: Clients) -> None:
+        async def last(**fields: Any) -> Any:
+            asked = request(prompt="x", sampling={"max_tokens": 9, "seed": 2}, **fields)
+            if method == "GenerateOnce":
+                return await clients.generation.GenerateOnce(asked)
+            return [response async for response in clients.generation.Generate(asked)][-1]
+
+        plain = await clients.generation.GenerateOnce(
+            request(prompt="x", sampling={"max_tokens": 9, "seed": 2})
+        )
+        words, ids = plain.text.split(), list(plain.token_ids)
+        by_string = await last(stop=[words[4]])
+        assert by_string.WhichOneof("stop_reason") == "stop_string"
+        assert by_string.stop_string == words[4]
+        first = next(i for i, word in enumerate(words) if words[4] in word)
+        assert by_string.usage.completion_tokens == first + 1
+        by_token = await last(stop_token_ids=[ids[3]])
+        assert by_token.finish_reason == generation_pb2.FINISH_REASON_STOP
+        assert by_token.stop_token_id == ids[3]
+        assert by_token.usage.completion_tokens == ids.index(ids[3]) + 1
+
+    run(service, "direct", body)
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+# --------------------------------------------------------------------------------------------------
+
+INVALID = [
+    (generation_pb2.GenerateRequest(), "input", "invalid_request"),
+    (request(prompt=""), "prompt", "invalid_request"),
+    (request(token_ids=generation_pb2.TokenIds()), "prompt", "invalid_request"),
+    (request(token_ids=generation_pb2.TokenIds(ids=[100])), "prompt[0]", "invalid_request"),
+    (request(token_ids=generation_pb2.TokenIds(ids=[2**32 - 1])), "prompt[0]", "invalid_request"),
+    (request(messages=generation_pb2.ChatMessages()), "messages", "invalid_request"),
+    (
+        request(
+            messages=generation_pb2.ChatMessages(messages=[generation_pb2.ChatMessage(role="elf")])
+        ),
+        "messages[0].role",
+        "invalid_request",
+    ),
+    (request(prompt="x" * 600), "prompt", "context_length_exceeded"),
+    (request(prompt="x", sampling={"max_tokens": 0}), "max_tokens", "invalid_request"),
+    (request(prompt="x", sampling={"max_tokens": 600}), "max_tokens", "context_length_exceeded"),
+    (request(prompt="x", sampling={"temperature": float("nan")}), "temperature", "invalid_request"),
+    (request(prompt="x", sampling={"top_p": float("inf")}), "top_p", "invalid_request"),
+    (request(prompt="x", sampling={"top_k": -2}), "top_k", "invalid_request"),
+    (request(prompt="x", stop=[""]), "stop[0]", "invalid_request"),
+    (request(prompt="x", stop_token_ids=[100]), "stop_token_ids[0]", "invalid_request"),
+    (request(prompt="x", request_id="a\nb"), "request_id", "invalid_request"),
+]
+
+
+@pytest.mark.parametrize(("asked", "field", "code"), INVALID)
+def test_bad_field_is_named(service, asked, field: str, code: str) -> None:
+    async def body(clients: Clients) -> None:
+        unary = await failure(clients.generation.GenerateOnce(asked))
+        stream = await failure(clients.generation.Generate(asked))
+        assert unary.code() == stream.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert unary.details() == stream.details() and field.split("[")[0] in unary.details()
+        metadata = dict(unary.trailing_metadata())
+        assert metadata["x-quire-error-field"] == field
+        assert metadata["x-quire-error-code"] == code
+
+    run(service, "direct", body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_errors_have_their_status(service, mode: str) -> None:
+    unknown = request(model="other", prompt="x")
+
+    async def body(clients: Clients) -> None:
+        async def both(asked: Any) -> list[grpc.aio.AioRpcError]:
+            return [
+                await failure(clients.generation.GenerateOnce(asked)),
+                await failure(clients.generation.Generate(asked)),
+            ]
+
+        assert {e.code() for e in await both(unknown)} == {grpc.StatusCode.NOT_FOUND}
+
+        service.refusal = Overloaded("the queue is full", retry_after_s=0.25)
+        errors = await both(request())
+        assert {e.code() for e in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert {e.details() for e in errors} == {"the queue is full"}
+        assert dict(errors[0].trailing_metadata())["grpc-retry-pushback-ms"] == "250"
+
+        service.refusal = Unavailable("no replica is ready", retry_after_s=1)
+        errors = await both(request())
+        errors.append(
+            await failure(clients.control.GetModelInfo(control_pb2.GetModelInfoRequest()))
+        )
+        errors.append(await failure(clients.control.WatchCache(control_pb2.WatchCacheRequest())))
+        assert {e.code() for e in errors} == {grpc.StatusCode.UNAVAILABLE}
+
+        service.refusal = RuntimeError("secret detail")
+        errors = await both(request())
+        assert {e.code() for e in errors} == {grpc.StatusCode.INTERNAL}
+        assert all(e.details().startswith("internal error, id=") for e in errors)
+
+    run(service, mode, body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cause", ["engine", "abort", "no reason"])
+def test_an_answer_that_was_cut_off_does_not_look_complete(service, mode, cause) -> None:
+    if cause == "engine":
+        service.fail_at, service.failure = 3, EngineError("step failed")
+    else:
+        service.last_reason = {"abort": "abort", "no reason": None}[cause]
+    status = grpc.StatusCode.CANCELLED if cause == "abort" else grpc.StatusCode.INTERNAL
+
+    async def body(clients: Clients) -> None:
+        for call in (clients.generation.GenerateOnce, clients.generation.Generate):
+            assert (await failure(call(request()))).code() == status
+        await until(lambda: all(s.closed.is_set() for s in service.streams))
+
+    run(service, mode, body)
+
+
+# --------------------------------------------------------------------------------------------------
+# Clients that leave
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cancel_closes_the_stream(service, mode: str) -> None:
+    service.token_s = 0.02
+    asked = request(prompt="x", sampling={"max_tokens": 500})
+
+    async def body(clients: Clients) -> None:
+        stream = clients.generation.Generate(asked)
+        await anext(aiter(stream))
+        stream.cancel()
+        await until(lambda: service.streams[0].closed.is_set())
+        once = asyncio.ensure_future(clients.generation.GenerateOnce(asked))
+        await until(lambda: len(service.streams) == 2)
+        once.cancel()
+        await until(lambda: service.streams[1].closed.is_set())
+        assert all(s.usage.completion_tokens < 100 for s in service.streams)
+
+    run(service, mode, body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cancel_before_the_first_token_cancels_the_request(service, mode: str) -> None:
+    service.generate_s = 30
+
+    async def body(clients: Clients) -> None:
+        stream = clients.generation.Generate(request())
+        reader = asyncio.ensure_future(anext(aiter(stream)))
+        await until(lambda: service.requests)
+        stream.cancel()
+        await until(service.cancelled_in_generate.is_set)
+        await asyncio.gather(reader, return_exceptions=True)
+
+    run(service, mode, body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", ["Generate", "GenerateOnce"])
+def test_deadline_ends_the_request(service, mode: str, method: str) -> None:
+    service.token_s = 0.02
+    asked = request(prompt="x", sampling={"max_tokens": 500})
+
+    async def body(clients: Clients) -> None:
+        error = await failure(getattr(clients.generation, method)(asked, timeout=0.3))
+        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: service.streams[0].closed.is_set())
+
+    run(service, mode, body)
+
+
+def test_a_slow_reader_does_not_end_its_stream(service) -> None:
+    async def body(clients: Clients) -> None:
+        stream = clients.generation.Generate(request(prompt="x", sampling={"max_tokens": 400}))
+        count = 0
+        async for _ in stream:
+            count += 1
+            if count % 100 == 0:
+                await asyncio.sleep(0.05)
+        assert count == 400
+
+    run(service, "direct", body)
+
+
+# --------------------------------------------------------------------------------------------------
+# Control and health
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_control_reports_model_and_load(service, mode: str) -> None:
+    async def body(clients: Clients) -> None:
+        info = await clients.control.GetModelInfo(control_pb2.GetModelInfoRequest())
+        assert (info.name, info.revision, info.dtype) == ("acme/tiny", "main", "float32")
+        assert (info.max_model_len, info.vocab_size, info.block_size) == (512, 100, 16)
+        assert list(info.eos_token_ids) == [2, 3]
+        (load,) = (await clients.control.GetLoads(control_pb2.GetLoadsRequest())).replicas
+        assert (load.replica, load.num_running, load.attached) == ("replica-a", 2, True)
+        assert load.report_age_ms == pytest.approx(50)
+
+    run(service, mode, body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_watch_cache_sends_the_state_then_its_changes(service, mode: str) -> None:
+    async def body(clients: Clients) -> None:
+        stream = clients.control.WatchCache(control_pb2.WatchCacheRequest(period_ms=100))
+        updates = aiter(stream)
+        (cache,) = (await anext(updates)).replicas
+        (tier,) = cache.cache.tiers
+        assert tier.tier == control_pb2.TIER_DEVICE and cache.indexed_blocks == 7
+        assert (tier.blocks_free, tier.blocks_cached, tier.blocks_in_use) == (5, 3, 2)
+        service.load = dataclasses.replace(service.load, blocks_free=4, blocks_cached=4)
+        (cache,) = (await anext(updates)).replicas
+        assert cache.cache.tiers[0].blocks_cached == 4
+        stream.cancel()
+        await until(service.watch_closed.is_set)
+
+    run(service, mode, body)
+
+
+@pytest.mark.parametrize("period_ms", [0, 99, 60_001])
+def test_watch_cache_bounds_its_period(service, period_ms: int) -> None:
+    async def body(clients: Clients) -> None:
+        asked = control_pb2.WatchCacheRequest(period_ms=period_ms)
+        error = await failure(clients.control.WatchCache(asked))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert f"[100, 60000], got {period_ms}" in error.details()
+
+    run(service, "direct", body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_health_follows_readiness(service, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_api, "HEALTH_POLL_S", 0.02)
+    Response = health_pb2.HealthCheckResponse
+
+    async def body(clients: Clients) -> None:
+        async def check(name: str) -> int:
+            asked = health_pb2.HealthCheckRequest(service=name)
+            return (await clients.health.Check(asked)).status
+
+        names = ("", "quire.v1.Generation", "quire.v1.Control")
+        assert [await check(name) for name in names] == [Response.SERVING] * 3
+        watch = clients.health.Watch(health_pb2.HealthCheckRequest())
+        updates = aiter(watch)
+        assert (await anext(updates)).status == Response.SERVING
+        service.ready = False
+        assert (await anext(updates)).status == Response.NOT_SERVING
+        assert [await check(name) for name in names] == [
+            Response.NOT_SERVING,
+            Response.NOT_SERVING,
+            Response.SERVING,
+        ]
+        service.ready = True
+        assert (await anext(updates)).status == Response.SERVING
+        watch.cancel()
+
+        unknown = health_pb2.HealthCheckRequest(service="quire.v1.Nothing")
+        error = await failure(clients.health.Check(unknown))
+        assert error.code() == grpc.StatusCode.NOT_FOUND
+        watch = clients.health.Watch(unknown)
+        assert (await anext(aiter(watch))).status == Response.SERVICE_UNKNOWN
+        watch.cancel()
+
+    run(service, mode, body)
+
+
+def test_every_rpc_of_the_protos_has_its_method() -> None:
+    descriptors = [
+        generation_pb2.DESCRIPTOR.services_by_name["Generation"],
+        control_pb2.DESCRIPTOR.services_by_name["Control"],
+        health_pb2.DESCRIPTOR.services_by_name["Health"],
+    ]
+    methods = {method.name for service in descriptors for method in service.methods}
+    assert methods - {"List"} == {
+        *UNARY,
+        *STREAMING,
+    }  # List is newer than the oldest grpcio we take
+    assert all(callable(getattr(GrpcApi, name, None)) for name in methods - {"List"})

@@ -1,0 +1,677 @@
+"""The HTTP front end, through real sockets and the clients that people use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.cluster.http_answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ErrorAnswer,
+    ModelList,
+)
+from quire.cluster.http_api import build_app
+from quire.cluster.http_schema import (
+    IGNORED_FIELDS,
+    UNSUPPORTED_FIELDS,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from quire.protos.errors import EngineError, Overloaded, Unavailable
+
+MAX_BODY_BYTES = 64 * 1024
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture(scope="module")
+def app() -> tuple[FastAPI, dict[str, object]]:
+    """One application for all tests, and the place of the service that it calls."""
+    current: dict[str, object] = {}
+    built = build_app(
+        lambda: current["service"], max_body_bytes=MAX_BODY_BYTES, echo_request_id=True
+    )
+    return built, current
+
+
+@pytest.fixture(scope="module")
+def server(app: tuple[FastAPI, dict[str, object]]) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    uvicorn_server = uvicorn.Server(uvicorn.Config(app[0], log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    uvicorn_server.should_exit = uvicorn_server.force_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def base_url(server: str, app: tuple[FastAPI, dict[str, object]], service) -> str:
+    app[1]["service"] = service
+    return server
+
+
+@pytest.fixture
+def http(base_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=base_url, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+def client(base_url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=10)
+
+
+def check_error(response: httpx.Response, status: int, code: str, param: str | None) -> str:
+    assert response.status_code == status, response.text
+    error = ErrorAnswer.model_validate(response.json()).error
+    assert (error.code, error.param) == (code, param), error
+    return error.message
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers
+# --------------------------------------------------------------------------------------------------
+
+
+def test_stream_says_the_same_as_the_whole_answer(client: openai.OpenAI) -> None:
+    asked = {"model": "acme/tiny", "messages": MESSAGES, "seed": 5, "max_tokens": 40}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True))
+    *deltas, last = chunks
+    assert deltas[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in deltas)
+    assert text == whole.choices[0].message.content != ""
+    assert [chunk.choices[0].finish_reason for chunk in deltas][-1] == "length"
+    assert all(chunk.choices[0].finish_reason is None for chunk in deltas[:-1])
+    assert last.choices == [] and last.usage == whole.usage
+    assert whole.usage is not None and whole.usage.completion_tokens == 40
+    assert whole.usage.prompt_tokens_details.cached_tokens == len("hello there")
+    assert {chunk.id for chunk in chunks} == {chunks[0].id} != {whole.id}
+    assert whole.id.startswith("chatcmpl-")
+    assert whole.system_fingerprint == last.system_fingerprint
+
+
+def test_completion_stream_says_the_same_as_the_whole_answer(client: openai.OpenAI) -> None:
+    asked = {"model": "acme/tiny", "prompt": "once upon", "seed": 1, "max_tokens": 30}
+    whole = client.completions.create(**asked)
+    chunks = list(client.completions.create(**asked, stream=True))
+    for chunk in chunks:
+        Completion.model_validate(chunk.model_dump(exclude_unset=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert whole.id.startswith("cmpl-")
+
+
+def test_whole_answers_have_the_documented_shape(http: httpx.Client) -> None:
+    chat = http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 2})
+    ChatCompletion.model_validate(chat.json())
+    completion = http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 2})
+    Completion.model_validate(completion.json())
+    ModelList.model_validate(http.get("/v1/models").json())
+
+
+def test_events_are_openais(http: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 3, "stream": True}
+    response = http.post(COMPLETIONS, json=body)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.text.endswith("data: [DONE]\n\n")
+    events = response.text.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") for event in events)
+    assert "usage" not in json.loads(events[0].removeprefix("data: "))
+
+
+def test_every_chunk_has_the_usage_so_far_when_asked_for(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "x", "max_tokens": 3, "stream": True, "stream_options": options}
+    events = http.post(COMPLETIONS, json=body).text.removesuffix("\n\n").split("\n\n")[:-1]
+    usages = [json.loads(event.removeprefix("data: "))["usage"] for event in events]
+    assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned_on_request(http: httpx.Client, stream: bool) -> None:
+    body = {"prompt": [5, 6], "max_tokens": 6, "seed": 3, "return_token_ids": True}
+    response = http.post(COMPLETIONS, json={**body, "stream": stream})
+    if stream:
+        events = response.text.removesuffix("\n\n").split("\n\n")[:-1]
+        choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        ids = [i for choice in choices for i in choice["token_ids"]]
+        assert len(choices) == 6
+    else:
+        ids = response.json()["choices"][0]["token_ids"]
+    assert len(ids) == 6
+    stopped = http.post(COMPLETIONS, json={**body, "stop_token_ids": [ids[2]]}).json()
+    choice = stopped["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == ids[2] == choice["token_ids"][-1]
+
+
+def test_stop_string_ends_the_answer_and_is_the_stop_reason(http: httpx.Client) -> None:
+    body = {"prompt": "x", "seed": 4, "max_tokens": 8}
+    words = http.post(COMPLETIONS, json=body).json()["choices"][0]["text"].split()
+    choice = http.post(COMPLETIONS, json={**body, "stop": words[3]}).json()["choices"][0]
+    assert choice["finish_reason"] == "stop" and choice["stop_reason"] == words[3]
+    assert choice["text"].split() == words[:3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_first(http: httpx.Client, stream: bool) -> None:
+    body = {"prompt": "Once ", "seed": 4, "max_tokens": 3, "stream": stream}
+    response = http.post(COMPLETIONS, json={**body, "echo": True})
+    plain = http.post(COMPLETIONS, json={**body, "stream": False}).json()["choices"][0]["text"]
+    if stream:
+        events = response.text.removesuffix("\n\n").split("\n\n")[:-1]
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    else:
+        text = response.json()["choices"][0]["text"]
+    assert text == "Once " + plain
+
+
+def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> None:
+    body = {
+        "model": "acme/tiny",
+        "messages": [
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "ann"},
+            {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None},
+        ],
+        "max_completion_tokens": 7,
+        "min_tokens": 2,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "seed": 9,
+        "stop": ["a", "b"],
+        "stop_token_ids": [1],
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "cache_salt": "tenant",
+        "prompt_cache_key": "session",
+        "priority": -2,
+    }
+    assert http.post(CHAT, json=body, headers={"x-request-id": "r1"}).status_code == 200
+    request = service.requests[0]
+    assert [m["role"] for m in request.messages] == ["system", "user", "assistant"]
+    assert request.messages[1]["name"] == "ann"
+    served = {
+        name: getattr(request, name)
+        for name in ("model", "min_tokens", "temperature", "top_p", "top_k", "seed")
+    }
+    assert served == {name: body[name] for name in served}
+    assert request.max_tokens == 7 and request.request_id == "r1"
+    assert request.stop == ("a", "b") and request.stop_token_ids == (1,)
+    assert request.ignore_eos and request.include_stop_str_in_output
+    assert not request.skip_special_tokens
+    assert (request.tenant, request.session, request.priority) == ("tenant", "session", -2)
+
+
+def test_null_is_the_same_as_absent_for_every_field(http: httpx.Client, service) -> None:
+    names = (set(ChatCompletionRequest.model_fields) | UNSUPPORTED_FIELDS.keys()) - {"messages"}
+    body = dict.fromkeys([*names, *IGNORED_FIELDS]) | {"max_tokens": 1}
+    response = http.post(CHAT, json={**body, "messages": MESSAGES})
+    assert response.status_code == 200, response.text
+    assert service.requests[0].stop == () and service.requests[0].skip_special_tokens
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
+def test_unsupported_field_is_refused_by_name_unless_neutral(http: httpx.Client, name: str) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    for neutral in UNSUPPORTED_FIELDS[name]:
+        response = http.post(CHAT, json={**body, name: neutral})
+        assert response.status_code == 200, response.text
+    message = check_error(
+        http.post(CHAT, json={**body, name: {"odd": 1}}), 400, "unsupported_field", name
+    )
+    assert name in message
+
+
+def test_ignored_fields_are_accepted(http: httpx.Client) -> None:
+    ignored = {name: {"any": ["thing"]} for name in IGNORED_FIELDS}
+    response = http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1, **ignored})
+    assert response.status_code == 200, response.text
+
+
+def test_a_list_with_one_prompt_is_that_prompt(http: httpx.Client, service) -> None:
+    for prompt in ("ab", ["ab"], [5, 6], [[5, 6]]):
+        http.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1}).raise_for_status()
+    assert [r.prompt for r in service.requests] == ["ab", "ab", (5, 6), (5, 6)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    (COMPLETIONS, {}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": []}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": 5}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": [5, "a"]}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": [True]}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": ["a", "b"]}, "unsupported_field", "prompt"),
+    (COMPLETIONS, {"prompt": [[1], [2]]}, "unsupported_field", "prompt"),
+    (COMPLETIONS, {"prompt": [100]}, "invalid_request", "prompt[0]"),
+    (COMPLETIONS, {"prompt": [-1]}, "invalid_request", "prompt[0]"),
+    (COMPLETIONS, {"prompt": [1 << 63]}, "invalid_request", "prompt[0]"),
+    (COMPLETIONS, {"prompt": "x" * 512}, "context_length_exceeded", "prompt"),
+    (COMPLETIONS, {"prompt": [1], "echo": True}, "unsupported_field", "echo"),
+    (COMPLETIONS, {"prompt": "x", "messages": []}, "unsupported_field", "messages"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "invalid_request", "max_tokens"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 512}, "context_length_exceeded", "max_tokens"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": "1"}, "invalid_request", "max_tokens"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": True}, "invalid_request", "max_tokens"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 1.5}, "invalid_request", "max_tokens"),
+    (COMPLETIONS, {"prompt": "x", "temperature": -1}, "invalid_request", "temperature"),
+    (COMPLETIONS, {"prompt": "x", "temperature": "hot"}, "invalid_request", "temperature"),
+    (COMPLETIONS, {"prompt": "x", "top_p": 0}, "invalid_request", "top_p"),
+    (COMPLETIONS, {"prompt": "x", "top_k": -2}, "invalid_request", "top_k"),
+    (COMPLETIONS, {"prompt": "x", "seed": 1 << 64}, "invalid_request", "seed"),
+    (COMPLETIONS, {"prompt": "x", "stop": [1]}, "invalid_request", "stop"),
+    (COMPLETIONS, {"prompt": "x", "stop": ""}, "invalid_request", "stop[0]"),
+    (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 17}, "invalid_request", "stop"),
+    (COMPLETIONS, {"prompt": "x", "stop_token_ids": [100]}, "invalid_request", "stop_token_ids[0]"),
+    (COMPLETIONS, {"prompt": "x", "stop_token_ids": ["1"]}, "invalid_request", "stop_token_ids[0]"),
+    (COMPLETIONS, {"prompt": "x", "stream": "yes"}, "invalid_request", "stream"),
+    (COMPLETIONS, {"prompt": "x", "stream_options": {}}, "invalid_request", "stream_options"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "stream": True, "stream_options": {"usage": True}},
+        "unsupported_field",
+        "stream_options.usage",
+    ),
+    (COMPLETIONS, {"prompt": "x", "max_token": 5}, "unsupported_field", "max_token"),
+    (COMPLETIONS, {"prompt": "x", "n": 2}, "unsupported_field", "n"),
+    (COMPLETIONS, {"prompt": "x", "n": True}, "unsupported_field", "n"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": 0}, "unsupported_field", "logprobs"),
+    (COMPLETIONS, [], "invalid_request", None),
+    (COMPLETIONS, "prompt", "invalid_request", None),
+    (CHAT, {}, "invalid_request", "messages"),
+    (CHAT, {"messages": []}, "invalid_request", "messages"),
+    (CHAT, {"messages": "hi"}, "invalid_request", "messages"),
+    (CHAT, {"messages": ["hi"]}, "invalid_request", "messages[0]"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "invalid_request", "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "invalid_request", "messages[0].content"),
+    (
+        CHAT,
+        {"messages": [{"role": "pirate", "content": ""}]},
+        "invalid_request",
+        "messages[0].role",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "tool", "content": ""}]},
+        "unsupported_field",
+        "messages[0].role",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "unsupported_field",
+        "messages[0].content[0].type",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+        "unsupported_field",
+        "messages[0].tool_calls",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 6},
+        "invalid_request",
+        "max_completion_tokens",
+    ),
+    (CHAT, {"messages": MESSAGES, "prompt": "x"}, "unsupported_field", "prompt"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "code", "param"), REFUSED)
+def test_bad_field_is_named(http: httpx.Client, path: str, body, code: str, param) -> None:
+    message = check_error(http.post(path, json=body), 400, code, param)
+    assert param is None or param.split("[")[0] in message
+
+
+def test_a_typo_gets_the_name_that_was_meant(http: httpx.Client) -> None:
+    response = http.post(COMPLETIONS, json={"prompt": "x", "temperatur": 1})
+    assert "did you mean 'temperature'?" in check_error(
+        response, 400, "unsupported_field", "temperatur"
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b"[" * 100_00 + b"]" * 100_00,
+        b'{"metadata":' + b"[" * 2000 + b"]" * 2000 + b"}",
+    ],
+)
+def test_what_is_not_json_is_refused(http: httpx.Client, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    check_error(http.post(COMPLETIONS, content=body, headers=headers), 400, "invalid_request", None)
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages", "stop", "tools", "odd", "stream_options"])
+@pytest.mark.parametrize("depth", [900, 1000])
+def test_deep_nesting_is_refused_in_any_field(http: httpx.Client, field: str, depth: int) -> None:
+    nested = b"[" * depth + b"]" * depth
+    deep = {
+        "messages": b'[{"role":"user","content":' + nested + b"}]",
+        "stream_options": b'{"include_usage":' + nested + b"}",
+    }.get(field, nested)
+    body = b'{"stream":true,"%s":%s}' % (field.encode(), deep)
+    headers = {"content-type": "application/json"}
+    for path in (CHAT, COMPLETIONS):
+        assert http.post(path, content=body, headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_must_say_that_it_is_json(http: httpx.Client, content_type) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    response = http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+    check_error(response, 400, "invalid_request", "content-type")
+
+
+def test_body_is_limited_with_and_without_a_length(http: httpx.Client, service) -> None:
+    headers = {"content-type": "application/json"}
+    largest = b'{"max_tokens": 1, "prompt": "x"' + b" " * (MAX_BODY_BYTES - 32) + b"}"
+    assert len(largest) == MAX_BODY_BYTES
+    assert http.post(COMPLETIONS, content=largest, headers=headers).status_code == 200
+    for content in (largest + b" ", iter([largest, b" " * 8192]), largest * 6):
+        response = http.post(COMPLETIONS, content=content, headers=headers)
+        message = check_error(response, 413, "body_too_large", None)
+        assert str(MAX_BODY_BYTES) in message
+    assert len(service.requests) == 1
+
+
+def test_unknown_routes_and_methods_have_the_error_shape(http: httpx.Client) -> None:
+    check_error(http.get("/v2/completions"), 404, "not_found", None)
+    check_error(http.get("/v1/completions/"), 404, "not_found", None)
+    response = http.get(COMPLETIONS)
+    check_error(response, 405, "method_not_allowed", None)
+    assert response.headers["allow"] == "POST"
+
+
+def test_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    for call in (
+        lambda: client.chat.completions.create(model="other", messages=MESSAGES),
+        lambda: client.models.retrieve("acme/other"),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            call()
+        assert caught.value.code == "model_not_found" and caught.value.param == "model"
+
+
+def test_overload_says_when_to_come_back(http: httpx.Client, service) -> None:
+    for seconds, header, milliseconds in ((0.25, "1", "250"), (2.001, "3", "2001")):
+        service.refusal = Overloaded("the queue is full", retry_after_s=seconds)
+        response = http.post(CHAT, json={"messages": MESSAGES, "stream": True})
+        check_error(response, 429, "overloaded", None)
+        assert response.headers["retry-after"] == header
+        assert response.headers["retry-after-ms"] == milliseconds
+
+
+def test_openai_client_retries_after_an_overload(base_url: str, service) -> None:
+    service.refusals = [Overloaded("the queue is full", retry_after_s=0.05)]
+    client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=3)
+    answer = client.chat.completions.create(model="acme/tiny", messages=MESSAGES, max_tokens=1)
+    assert answer.choices[0].finish_reason == "length" and len(service.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, {"messages": MESSAGES}), (CHAT, {"messages": MESSAGES, "stream": True})],
+)
+def test_a_defect_tells_only_its_number(http: httpx.Client, service, caplog, path, body) -> None:
+    service.refusal = RuntimeError("secret detail")
+    message = check_error(http.post(path, json=body), 500, "internal_error", None)
+    assert "secret" not in message
+    number = message.partition("id=")[2]
+    assert number and any(number in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("failure", [EngineError("step failed"), RuntimeError("secret detail")])
+def test_failure_in_a_stream_is_its_last_event(client, http, service, failure) -> None:
+    service.fail_at, service.failure = 3, failure
+    body = {"prompt": "x", "max_tokens": 8, "stream": True}
+    response = http.post(COMPLETIONS, json=body)
+    assert response.status_code == 200 and "[DONE]" not in response.text
+    *chunks, last = response.text.removesuffix("\n\n").split("\n\n")
+    assert len(chunks) == 3
+    error = ErrorAnswer.model_validate_json(last.removeprefix("data: ")).error
+    assert (
+        error.code == getattr(failure, "code", "internal_error") and "secret" not in error.message
+    )
+    with pytest.raises(openai.APIError):
+        list(client.completions.create(model="acme/tiny", **body))
+    assert all(stream.closed.is_set() for stream in service.streams)
+
+
+def test_failure_of_a_whole_answer_has_its_status(http: httpx.Client, service) -> None:
+    service.fail_at, service.failure = 3, Unavailable("replica lost", retry_after_s=1)
+    response = http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 8})
+    check_error(response, 503, "unavailable", None)
+    assert response.headers["retry-after"] == "1" and service.streams[0].closed.is_set()
+
+
+@pytest.mark.parametrize(("reason", "code"), [("abort", "aborted"), (None, "engine_error")])
+def test_an_answer_that_was_cut_off_does_not_look_complete(http, service, reason, code) -> None:
+    service.last_reason = reason
+    body = {"prompt": "x", "max_tokens": 3}
+    whole = http.post(COMPLETIONS, json=body)
+    assert whole.status_code >= 400 and whole.json()["error"]["code"] == code
+    events = http.post(COMPLETIONS, json={**body, "stream": True}).text
+    assert "[DONE]" not in events and f'"code":"{code}"' in events
+
+
+# --------------------------------------------------------------------------------------------------
+# Headers, probes and pages
+# --------------------------------------------------------------------------------------------------
+
+
+def test_request_id_is_echoed_and_checked(http: httpx.Client, service) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    response = http.post(COMPLETIONS, json=body, headers={"x-request-id": "my label"})
+    assert response.headers.get_list("x-request-id") == ["my label"]
+    assert service.requests[0].request_id == "my label"
+    made = http.post(COMPLETIONS, json=body).headers["x-request-id"]
+    assert made == service.requests[1].request_id and len(made) == 32
+    for bad in (b"x" * 129, b"tab\there", "é".encode("latin-1")):
+        response = http.post(COMPLETIONS, json=body, headers={"x-request-id": bad})
+        check_error(response, 400, "invalid_request", "x-request-id")
+
+
+def test_headers_say_why_this_replica(http: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    whole = http.post(COMPLETIONS, json=body).headers
+    stream = http.post(COMPLETIONS, json={**body, "stream": True}).headers
+    decided = {
+        "x-quire-replica": "replica-a",
+        "x-quire-runner-up": "replica-b",
+        "x-quire-predicted-cached-tokens": "64",
+    }
+    found = {"x-quire-cached-tokens": "1", "x-quire-queue-ms": "2.0", "x-quire-attempts": "1"}
+    assert {k: v for k, v in whole.items() if k.startswith("x-quire")} == decided | found
+    assert {k: v for k, v in stream.items() if k.startswith("x-quire")} == decided
+
+
+def test_probes(http: httpx.Client, service) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    ready = http.get("/ready")
+    assert ready.status_code == 200 and ready.json()["startup"] == {"load_weights": 1.5}
+    service.ready = False
+    service.refusal = Unavailable("no replica is ready", retry_after_s=1)
+    ready = http.get("/ready")
+    assert ready.status_code == 503 and ready.json()["reason"] == "no replica is attached yet"
+    assert http.get("/health").status_code == 200
+    check_error(http.get("/v1/models"), 503, "unavailable", None)
+    assert http.get("/version").json()["version"]
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "acme/tiny" and model.max_model_len == 512
+    assert client.models.retrieve("acme/tiny") == model
+
+
+def test_documentation_knows_every_field(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for model in (CompletionRequest, ChatCompletionRequest):
+        assert set(schemas[model.__name__]["properties"]) == set(model.model_fields)
+        assert all("description" in p for p in schemas[model.__name__]["properties"].values())
+    text = json.dumps(document)
+    for path in (COMPLETIONS, CHAT):
+        description = document["paths"][path]["post"]["description"]
+        assert all(f in description for f in (*IGNORED_FIELDS, *UNSUPPORTED_FIELDS))
+    references = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert references <= schemas.keys()
+    assert http.get("/docs").status_code == 200
+
+
+# --------------------------------------------------------------------------------------------------
+# Clients that leave
+# --------------------------------------------------------------------------------------------------
+
+
+def _leave(base_url: str, body: dict, bytes_to_read: int) -> None:
+    """Send a request, read so many bytes, close the socket."""
+    host, port = base_url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        if bytes_to_read:
+            assert connection.recv(bytes_to_read)
+        else:
+            time.sleep(0.2)
+
+
+def _wait_for(condition: Callable[[], object], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_closes_the_stream(base_url: str, service, stream: bool) -> None:
+    service.token_s = 0.02
+    body = {"prompt": "x", "max_tokens": 500, "stream": stream}
+    _leave(base_url, body, bytes_to_read=64 if stream else 0)
+    _wait_for(lambda: service.streams, 1)
+    assert service.streams[0].closed.wait(1)
+    tokens = service.streams[0].usage.completion_tokens
+    time.sleep(0.1)
+    assert service.streams[0].usage.completion_tokens == tokens < 100
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_before_the_first_token_cancels_the_request(base_url, service, stream) -> None:
+    service.generate_s = 30
+    _leave(base_url, {"prompt": "x", "stream": stream}, bytes_to_read=0)
+    assert service.cancelled_in_generate.wait(1)
+
+
+def test_finished_streams_are_closed(http: httpx.Client, service) -> None:
+    for stream in (False, True):
+        http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 2, "stream": stream})
+    assert len(service.streams) == 2
+    assert all(stream.closed.wait(1) for stream in service.streams)
+
+
+def test_first_token_does_not_wait_for_the_second(http: httpx.Client, service) -> None:
+    service.token_s = 0.3
+    body = {"messages": MESSAGES, "max_tokens": 3, "stream": True}
+    with http.stream("POST", CHAT, json=body) as response:
+        arrivals = [(time.monotonic(), data) for data in response.iter_raw()]
+    first_token = next(at for at, data in arrivals if b'"content":"' in data and b"word" in data)
+    assert arrivals[-1][0] - first_token > 0.4
+    assert b'"role":"assistant"' in arrivals[0][1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Arbitrary bodies
+# --------------------------------------------------------------------------------------------------
+
+_SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+)
+_JSON = st.recursive(
+    _SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "name", "user"]), inner, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+_FIELDS = sorted(
+    {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *UNSUPPORTED_FIELDS}
+)
+_BODIES = st.dictionaries(st.sampled_from(_FIELDS) | st.text(max_size=6), _JSON, max_size=3)
+_VALID = [
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 2}),
+    (COMPLETIONS, {"prompt": [1, 2], "max_tokens": 2, "stream": True}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 2}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 2, "stream": True, "stop": ["a"]}),
+]
+
+
+@settings(max_examples=300)
+@given(valid=st.sampled_from(_VALID), change=_BODIES, replace=st.booleans())
+def test_any_body_is_answered_or_refused_in_shape(
+    app: tuple[FastAPI, dict],
+    service_class: type,
+    valid: tuple[str, dict],
+    change: dict,
+    replace: bool,
+) -> None:
+    path, body = valid
+    app[1]["service"] = service = service_class()
+
+    async def post() -> httpx.Response:
+        transport = httpx.ASGITransport(app[0])
+        async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+            return await client.post(path, json=change if replace else {**body, **change})
+
+    response = asyncio.run(post())
+    if response.status_code == 200:
+        assert '"error"' not in response.text
+        assert all(stream.closed.is_set() for stream in service.streams) and service.streams
+    else:
+        assert 400 <= response.status_code < 500, response.text
+        ErrorAnswer.model_validate(response.json())
+        assert not service.streams
