@@ -24,7 +24,9 @@ class QuireError(Exception):
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[str] = "INTERNAL"  # a name in grpc.StatusCode: this module imports no grpc
+    grpc_status: ClassVar[str] = (
+        "INTERNAL"  # a name in grpc.StatusCode: this module imports no grpc
+    )
     openai_type: ClassVar[str] = "server_error"
 
     def __init__(

@@ -43,7 +43,9 @@ class SamplingParams:
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0  # (0, 1]; 1 = off
-    seed: int = 0  # unsigned 64 bits; whoever accepts the request draws one when the client gave none
+    seed: int = (
+        0  # unsigned 64 bits; whoever accepts the request draws one when the client gave none
+    )
     choice: int = 0  # index of this sample among the n of one request; part of the noise key
     stop_token_ids: tuple[int, ...] = ()  # end the request as EOS does
     ignore_eos: bool = False
@@ -191,8 +193,8 @@ class Submit:
 
     @classmethod
     def decode(cls, data: bytes) -> Submit:
-        router_id, stream_id, request_id, ids, params, emitted, tenant, deadline_s, priority = _open(
-            data, 9, "Submit"
+        router_id, stream_id, request_id, ids, params, emitted, tenant, deadline_s, priority = (
+            _open(data, 9, "Submit")
         )
         return cls(
             router_id,
@@ -220,7 +222,9 @@ class Completion:
     error: dict[str, Any] | None = None  # `QuireError.to_wire`
 
     def encode(self) -> bytes:
-        return msgpack.packb([WIRE_VERSION, *(getattr(self, f.name) for f in dataclasses.fields(self))])
+        return msgpack.packb(
+            [WIRE_VERSION, *(getattr(self, f.name) for f in dataclasses.fields(self))]
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> Completion:
@@ -249,7 +253,9 @@ class Hello:
     startup_s: dict[str, float]  # seconds of start-up by phase
 
     def encode(self) -> bytes:
-        return msgpack.packb([WIRE_VERSION, *(getattr(self, f.name) for f in dataclasses.fields(self))])
+        return msgpack.packb(
+            [WIRE_VERSION, *(getattr(self, f.name) for f in dataclasses.fields(self))]
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:

@@ -31,7 +31,9 @@ class SamplingBatch:
     top_p: np.ndarray  # [S] float32, 1 = off
     seed: np.ndarray  # [S] uint64
     choice: np.ndarray  # [S] int32
-    position: np.ndarray  # [S] int64, absolute position of the token to be sampled (prompt + output)
+    position: (
+        np.ndarray
+    )  # [S] int64, absolute position of the token to be sampled (prompt + output)
     suppressed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     # (index in [0, S), token ids that must not be sampled there): EOS and stop ids before min_tokens
 
@@ -49,7 +51,9 @@ class StepPlan:
     block_tables: np.ndarray  # [n, max blocks of the batch] int32, unused entries are 0
     slots: np.ndarray  # [T] int64, block_id * block_size + offset: where each token's KV is written
     sampling: SamplingBatch
-    copies: tuple[tuple[int, int], ...] = ()  # (from, to) blocks copied before the step (copy-on-write)
+    copies: tuple[
+        tuple[int, int], ...
+    ] = ()  # (from, to) blocks copied before the step (copy-on-write)
 
     @property
     def num_rows(self) -> int:

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.replica.checkpoint import resolve_checkpoint
 from quire.replica.config import EngineArgs, EngineConfig
-from quire.replica.loader import resolve_checkpoint
 from quire.replica.runner import Runner
 from quire.replica.sizing import resolve
 from quire.replica.spec import ModelSpec
@@ -47,5 +47,6 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
     runner = Runner.from_config(config, spec)
     startup_s["load"] = -began + (began := time.perf_counter())
     runner.warm_up()
+    runner.mark_ready()
     startup_s["warm_up"] = time.perf_counter() - began
     return Runtime(checkpoint, spec, config, runner)

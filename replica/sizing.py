@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from quire.kernels.cpu_attention import PREFILL_ROWS
+from quire.replica.checkpoint import count_parameters
 from quire.replica.config import EngineArgs, EngineConfig
 from quire.replica.kv_pool import block_bytes
-from quire.replica.loader import count_parameters
 from quire.replica.spec import ModelSpec
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from quire.protos.errors import QuireError, Unavailable
-from quire.protos.wire import Completion, Frame, Hello, Submit, TokenDelta
+from quire.protos.wire import Completion, Frame, Hello, Submit
 from quire.router import membership
 from quire.router.replicas import ReplicaTable
 from quire.router.transport import Attempt, Lost
@@ -49,9 +49,7 @@ class Bus:
         Told of every frame and of every replica that comes or goes.
     """
 
-    def __init__(
-        self, handle: DeploymentHandle, channel: str, router_id: str, table: ReplicaTable
-    ):
+    def __init__(self, handle: DeploymentHandle, channel: str, router_id: str, table: ReplicaTable):
         self._unary = handle
         self._streaming = handle.options(stream=True)
         self._membership = membership.channel(channel)

@@ -257,9 +257,7 @@ class RequestStream:
         self._hashes = hashes
         self._eos_token_ids = frozenset(hello.eos_token_ids)
         self._detokenizer = detokenizer
-        self._stop = StopMatcher(
-            request.stop, request.include_stop_str_in_output
-        )
+        self._stop = StopMatcher(request.stop, request.include_stop_str_in_output)
         self._arrived_s = arrived_s
         self._last_delta_s: float | None = None
         self._emitted: list[int] = []
@@ -300,7 +298,9 @@ class RequestStream:
 
     def _submit(self) -> Attempt:
         service, now = self._service, self._service.clock()
-        views = [v for v in service.table.views(self._hashes, now) if v.replica not in self._failed_on]
+        views = [
+            v for v in service.table.views(self._hashes, now) if v.replica not in self._failed_on
+        ]
         # Better a replica that failed this request once than none at all.
         views = views or service.table.views(self._hashes, now)
         if not views:
@@ -380,9 +380,7 @@ class RequestStream:
         """Tokens to text; None when the delta held nothing new."""
         expected = len(self._emitted)
         if event.index > expected:
-            raise EngineError(
-                f"tokens {expected} to {event.index - 1} of the stream are missing"
-            )
+            raise EngineError(f"tokens {expected} to {event.index - 1} of the stream are missing")
         new_ids = event.token_ids[expected - event.index :]
         if not new_ids and event.finish_reason is None:
             return None

@@ -47,7 +47,9 @@ class OutputDelta:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None  # stop | length | abort
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for EOS
+    stop_reason: str | int | None = (
+        None  # the stop string or stop token id that ended it; None for EOS
+    )
 
 
 @dataclass(slots=True)
@@ -104,7 +106,9 @@ class Readiness:
     ready: bool
     reason: str
     replicas: int  # attached
-    startup_s: dict[str, float] = field(default_factory=dict)  # seconds by phase, of the slowest replica
+    startup_s: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds by phase, of the slowest replica
 
 
 class GenerationStream(Protocol):

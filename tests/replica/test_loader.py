@@ -11,8 +11,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quire.replica import loader
-from quire.replica.loader import check_header, load_model, resolve_checkpoint
+from quire.replica.checkpoint import (
+    check_header,
+    count_parameters,
+    resolve_checkpoint,
+    weight_files,
+)
+from quire.replica.loader import load_model
 from quire.replica.spec import CheckpointError, ModelSpec
 
 
@@ -37,11 +42,11 @@ def test_loads_the_weights_in_eval_mode_with_our_attention(zoo):
 
 def test_sharded_equals_single_file(zoo, tmp_path):
     path = model_zoo.build("llama", tmp_path, max_shard_size="40KB")
-    assert len(loader.weight_files(path)) > 2
+    assert len(weight_files(path)) > 2
     sharded, single = load(path).state_dict(), load(zoo("llama")).state_dict()
     assert sharded.keys() == single.keys()
     assert all(torch.equal(sharded[name], single[name]) for name in single)
-    assert loader.count_parameters(path) == loader.count_parameters(zoo("llama"))
+    assert count_parameters(path) == count_parameters(zoo("llama"))
 
 
 def test_tied_embeddings_are_one_tensor(zoo):

@@ -1,0 +1,70 @@
+# What people do here. `make serve` and `make test` need nothing but Python 3.11 or 3.12 with venv.
+#
+#   make serve   two routers and two CPU replicas of the embedded model, with a curl to paste
+#   make test    the tests that run on any machine
+#   make lint    ruff, formatting, the configuration
+#   make proto   regenerate protos/ from the .proto files
+#   make bench   benchmarks          (ARGS="..." goes to the benchmark)
+#   make gpu     tests that need an NVIDIA GPU
+#   make chaos   tests that kill processes
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help venv serve test lint proto bench gpu chaos
+
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+# The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	"$$p" -c '$(IS_NEW_ENOUGH)' 2>/dev/null && { echo "$$p"; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CONFIG ?= cluster.yaml
+ARGS ?=
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+venv: $(INSTALLED)
+
+# Without an NVIDIA driver torch goes first and alone, at one exact version: where pip is configured
+# with an index of CPU builds, 2.13.0+cpu satisfies ==2.13.0 and is preferred, and the second
+# command then keeps it, whereas the range in pyproject.toml could resolve to a newer CUDA build of
+# several GB.
+$(INSTALLED): pyproject.toml
+	@if ! "$(PYTHON)" -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then \
+		echo "Quire needs Python 3.11 or newer; found $$(python3 --version 2>&1)." >&2; \
+		echo "Choose one with: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+		exit 1; \
+	fi
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	if ! [ -e /proc/driver/nvidia/version ] && ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+		$(BIN)/python -m pip install --no-input torch==2.13.0; \
+	fi
+	$(BIN)/python -m pip install --no-input -e '.[dev]'
+	touch $@
+
+serve: $(INSTALLED)
+	@exec $(BIN)/quire serve $(CONFIG) $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/quire config check $(CONFIG)
+
+proto: $(INSTALLED)
+	$(BIN)/python -m quire.protos.generate
+
+bench: $(INSTALLED)
+	$(BIN)/python -m quire.bench $(ARGS)
+
+# pytest's exit status 5, nothing collected, stays a failure.
+gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+chaos: $(INSTALLED)
+	$(BIN)/python -m pytest -m chaos $(ARGS)

@@ -1,0 +1,115 @@
+"""The Serve application: `import_path: quire.cluster.app:build`.
+
+```
+ Router  (ingress: HTTP and gRPC, CPU)  × routers
+    │  handle, ranked by quire.router.serve_router.DecidedRouter
+    ▼
+ Replica (engine: one GPU, or the CPU)  × replicas
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from quire.cluster.config import AppConfig, ReplicaResources, RouterResources
+from quire.cluster.http_api import build_app
+from quire.cluster.ingress import Router, this_service
+from quire.replica.actor import Replica
+from quire.replica.config import EngineArgs
+
+HEALTH_CHECK_PERIOD_S = 2.0
+HEALTH_CHECK_TIMEOUT_S = 10.0
+# Calls beside the requests' own: attach streams, aborts, resyncs of every router.
+CONTROL_CALLS_PER_ROUTER = 64
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Make the application from the `args` of the Serve config.
+
+    Raises
+    ------
+    ConfigError
+        With every problem of `args`.
+    """
+    config = AppConfig.from_args(args)
+    device = _device(config)
+    max_calls = (
+        config.engine.max_running_requests
+        + config.engine.max_waiting_requests
+        + CONTROL_CALLS_PER_ROUTER * config.routers
+    )
+    replica = serve.deployment(
+        Replica,
+        name="Replica",
+        num_replicas=config.replicas,
+        max_ongoing_requests=max_calls,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.router.drain_timeout_s,
+        ray_actor_options=_actor_options(config.replica_resources, _num_gpus(config, device)),
+        request_router_config=RequestRouterConfig(
+            request_router_class="quire.router.serve_router:DecidedRouter",
+            request_router_kwargs={"channel": config.model_name},
+        ),
+    ).bind(dataclasses.asdict(_engine_args(config, device)), config.engine.heartbeat_ms)
+
+    max_body_bytes = config.router.max_body_bytes
+
+    def http_app() -> Any:
+        return build_app(this_service, max_body_bytes=max_body_bytes)
+
+    router = serve.deployment(
+        serve.ingress(http_app)(Router),
+        name="Router",
+        num_replicas=config.routers,
+        max_ongoing_requests=config.replicas * max_calls,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.router.drain_timeout_s,
+        ray_actor_options=_actor_options(config.router_resources, 0),
+    )
+    # Only what a router reads: Serve restarts routers whose arguments changed, and these two only scale.
+    return router.bind(replica, config.model_dump(exclude={"replicas", "routers"}))
+
+
+def _device(config: AppConfig) -> str:
+    if config.device != "auto":
+        return config.device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+
+
+def _num_gpus(config: AppConfig, device: str) -> float:
+    if config.replica_resources.num_gpus is not None:
+        return config.replica_resources.num_gpus
+    return 1 if device == "cuda" else 0
+
+
+def _actor_options(
+    resources: ReplicaResources | RouterResources, num_gpus: float
+) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": resources.num_cpus, "num_gpus": num_gpus}
+    if resources.memory_gib is not None:
+        options["memory"] = int(resources.memory_gib * 1024**3)
+    return options
+
+
+def _engine_args(config: AppConfig, device: str) -> EngineArgs:
+    limits = config.engine.model_dump(exclude={"heartbeat_ms"})
+    if limits["num_threads"] is None and device == "cpu":
+        # Replicas on one node would otherwise each start a thread per core and preempt one another.
+        cores = ray.cluster_resources().get("CPU", 1)
+        limits["num_threads"] = max(1, int(cores) // config.replicas)
+    return EngineArgs(
+        model=config.model,
+        revision=config.revision,
+        device=device,
+        dtype=config.dtype,
+        **limits,
+    )

@@ -1,0 +1,114 @@
+"""The `quire` command.
+
+Each sub-command is a function that adds its parser and names the function that runs it. Ray is
+imported only by the commands that need it, torch by none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from quire.cluster.config import AppConfig, ConfigError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `quire`; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="quire", description="Serve large language models on a Ray cluster."
+    )
+    parser.add_argument("--version", action="version", version=f"quire {version('quire')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_config(commands)
+    _add_serve(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `quire config schema | head`
+        # Python flushes stdout once more at exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _add_config(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("config", help="check a Serve config or describe its arguments")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    check = actions.add_parser("check", help="find every mistake in a Serve config")
+    check.add_argument("file", type=Path, help="a Serve config such as cluster.yaml")
+    check.set_defaults(run=_config_check)
+    schema = actions.add_parser("schema", help="print the JSON schema of an application's args")
+    schema.set_defaults(run=_config_schema)
+
+
+def _config_check(arguments: argparse.Namespace) -> int:
+    from quire.cluster import serve_config
+
+    for app in serve_config.load(arguments.file).applications:
+        where = app.route_prefix or "no HTTP route"
+        if app.config is None:
+            print(f"{app.name}: {where}: {app.import_path} (arguments not checked)")
+            continue
+        config = app.config
+        print(
+            f"{app.name}: {where}: model {config.model_name} on {config.device}, "
+            f"{config.replicas} replicas, {config.routers} routers"
+        )
+    return 0
+
+
+def _config_schema(arguments: argparse.Namespace) -> int:
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **AppConfig.model_json_schema(),
+    }
+    print(json.dumps(schema, indent=2))
+    return 0
+
+
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="check a Serve config and run it on this machine until Ctrl-C",
+        description="Checks FILE, runs it with `serve run` on a Ray cluster of its own, and says "
+        "when it is ready. To deploy to a cluster that runs already, use Ray's `serve deploy "
+        "FILE`.",
+    )
+    parser.add_argument("file", type=Path, nargs="?", default=Path("cluster.yaml"))
+    parser.add_argument(
+        "--log-file", type=Path, help="takes Ray's output (default: a new temporary file)"
+    )
+    parser.add_argument(
+        "--ready-timeout-s",
+        type=float,
+        default=1800.0,
+        help="give up when not ready after so many seconds, downloads included (default: "
+        "%(default)s)",
+    )
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from quire.cluster import local_serve, serve_config
+
+    config = serve_config.load(arguments.file)
+    local_serve.check_ports(config)
+    log_path = arguments.log_file
+    if log_path is None:
+        handle, name = tempfile.mkstemp(prefix="quire-serve-", suffix=".log")
+        os.close(handle)
+        log_path = Path(name)
+    command = local_serve.serve_command(arguments.file)
+    server = local_serve.LocalServe(config, command, log_path)
+    return server.run(sys.stdout, arguments.ready_timeout_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

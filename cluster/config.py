@@ -1,0 +1,396 @@
+"""The arguments of the Quire application: one pydantic model, checked once, never written back.
+
+`AppConfig` is what stands under `args:` of an application in a Serve config. Every field has a
+default, a description and its unit in its name; an unknown key, a wrong type or a value out of
+bounds is refused with its path, its value and, for a typo, the nearest known name. Imports neither
+ray nor torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+EMBEDDED_MODEL = "embedded"
+_HF_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a configuration: where (`a.b[0].c`, empty for the whole) and what."""
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; its text lists every problem, one a line."""
+
+    def __init__(self, problems: Iterable[Problem]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the nearest of `known`, or else the list of what is known."""
+    known = sorted(known)
+    close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else ""
+
+
+def join_path(prefix: str, part: str | int) -> str:
+    """Append a key (`.key`) or an index (`[0]`) to the path of a problem."""
+    if isinstance(part, int):
+        return f"{prefix}[{part}]"
+    return f"{prefix}.{part}" if prefix else part
+
+
+def problems_from(
+    error: ValidationError, model: type[BaseModel] | None = None, prefix: str = ""
+) -> list[Problem]:
+    """Say in Quire's words what pydantic found.
+
+    Parameters
+    ----------
+    error
+        From validating `model`.
+    model
+        Its fields are the candidates of "did you mean"; None leaves unknown keys to the caller.
+    prefix
+        Path of the validated mapping inside the file.
+    """
+    problems = []
+    for item in error.errors(include_url=False):
+        path = prefix
+        for part in item["loc"]:
+            path = join_path(path, part)
+        value = item["input"]
+        if item["type"] == "extra_forbidden":
+            if model is None:
+                continue
+            known = _fields_at(model, item["loc"][:-1])
+            message = f"unknown key{did_you_mean(item['loc'][-1], known)}"
+        elif item["type"] == "value_error":
+            message = str(item["ctx"]["error"])
+        else:
+            message = f"{_bound(item['msg'])}, got {_short(value)}"
+            if item["type"] == "literal_error" and isinstance(value, str):
+                choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+                message += did_you_mean(value, choices).partition("; known")[0]
+        problems.append(Problem(path, message))
+    return problems
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    """Names of the fields of the nested model at `loc`."""
+    for part in loc:
+        model = model.model_fields[str(part)].annotation
+    return list(model.model_fields)
+
+
+def _bound(message: str) -> str:
+    """Pydantic's sentence in the words of a YAML file."""
+    message = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", message)
+    return message.replace("Input should be", "must be").replace("Input should", "must")
+
+
+def _short(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+# --------------------------------------------------------------------------------------------------
+# The model
+# --------------------------------------------------------------------------------------------------
+
+
+class _Section(BaseModel):
+    """Strict: YAML has types of its own, so `"2"` for a number and `true` for 1 are mistakes."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+class EngineArgs(_Section):
+    """Limits of one replica's engine."""
+
+    block_size: int = Field(
+        32,
+        ge=8,
+        le=256,
+        description="Tokens of KV cache in one block, the unit of allocation and of prefix reuse; "
+        "a power of two.",
+    )
+    num_blocks: int | None = Field(
+        None,
+        ge=2,
+        description="Blocks in the KV cache. Default: as many as the memory allows (kv_cache_gib, "
+        "else max_memory_percent).",
+    )
+    kv_cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Memory of the KV cache in GiB. Default: what max_memory_percent leaves.",
+    )
+    max_memory_percent: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Fraction (0 to 1) of the device's memory that a replica may use for weights, "
+        "activations and KV cache together.",
+    )
+    max_batch_tokens: int | None = Field(
+        None,
+        ge=8,
+        description="Most tokens, prefill and decode together, in one step. Default: chosen for "
+        "the device.",
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=2,
+        description="Most tokens of prompt and output together. Default: the checkpoint's own "
+        "limit.",
+    )
+    max_running_requests: int = Field(
+        256, ge=1, le=65536, description="Most requests that hold KV cache at a time."
+    )
+    max_waiting_requests: int = Field(
+        1024,
+        ge=0,
+        le=1_000_000,
+        description="Most requests that wait for a place; one more is refused as overloaded (HTTP "
+        "429).",
+    )
+    safety_margin: float = Field(
+        0.2,
+        ge=0,
+        lt=1,
+        description="Fraction (0 to 1) of free blocks below which no new prompt is admitted while "
+        "others decode.",
+    )
+    prefix_caching: bool = Field(
+        True, description="Reuse the KV of prompts that begin with the same tokens."
+    )
+    deterministic: bool | None = Field(
+        None,
+        description="Give bit-equal tokens whatever the batch, chunking or replica. Default: on "
+        "for float32 on the CPU, otherwise off.",
+    )
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of one replica's matrix products. Default: the machine's cores "
+        "shared among the replicas.",
+    )
+    heartbeat_ms: int = Field(
+        100,
+        ge=100,
+        le=1000,
+        description="Milliseconds between the first heartbeats of an idle replica; they back off "
+        "to 1000.",
+    )
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        # So that it divides the 64 tokens of a routing block or is a multiple of them
+        # (protos/wire.py).
+        if value & (value - 1):
+            raise ValueError(f"must be a power of two from 8 to 256, got {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _one_cache_size(self) -> EngineArgs:
+        if self.num_blocks is not None and self.kv_cache_gib is not None:
+            raise ValueError(
+                f"num_blocks ({self.num_blocks}) and kv_cache_gib ({self.kv_cache_gib}) both set "
+                "the size of the KV cache; give one of them"
+            )
+        return self
+
+
+class RouterArgs(_Section):
+    """Limits of one router: what it accepts from clients and how long it waits."""
+
+    max_body_bytes: int = Field(
+        8 * 1024**2,
+        ge=1024,
+        le=1024**3,
+        description="Largest request body in bytes; a larger one is refused (HTTP 413).",
+    )
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="Longest prompt in tokens. Default: the model's length."
+    )
+    max_tokens_default: int | None = Field(
+        None,
+        ge=1,
+        description="Output tokens of a request that names no max_tokens. Default: up to the "
+        "model's length.",
+    )
+    max_stop_strings: int = Field(
+        16, ge=0, le=1024, description="Most stop strings in one request."
+    )
+    max_stop_bytes: int = Field(
+        256, ge=1, le=65536, description="Longest stop string in bytes of UTF-8."
+    )
+    stream_idle_timeout_s: float = Field(
+        10.0,
+        ge=2,
+        le=600,
+        description="Seconds without any frame from a replica after which the router takes it for "
+        "lost. An idle one sends a heartbeat each second; a busy one is silent during a step.",
+    )
+    drain_timeout_s: float = Field(
+        45.0,
+        ge=0,
+        le=3600,
+        description="Seconds for which a router that shuts down lets its open streams finish.",
+    )
+    tokenizer_threads: int = Field(
+        2, ge=1, le=64, description="Threads that tokenise prompts, off the event loop."
+    )
+
+
+class ReplicaResources(_Section):
+    """What Ray reserves for one replica when it places it; a reservation, not a limit."""
+
+    num_cpus: float = Field(
+        0.25,
+        ge=0,
+        description="CPUs reserved per replica. Small, so that two replicas and two routers fit "
+        "one core.",
+    )
+    num_gpus: float | None = Field(
+        None,
+        ge=0,
+        description="GPUs reserved per replica. Default: 1 where the device is cuda, otherwise 0.",
+    )
+    memory_gib: float | None = Field(
+        None, gt=0, description="Memory reserved per replica in GiB. Default: none."
+    )
+
+
+class RouterResources(_Section):
+    """What Ray reserves for one router when it places it; a reservation, not a limit."""
+
+    num_cpus: float = Field(0.1, ge=0, description="CPUs reserved per router.")
+    memory_gib: float | None = Field(
+        None, gt=0, description="Memory reserved per router in GiB. Default: none."
+    )
+
+
+class AppConfig(_Section):
+    """Arguments of one Quire application, which serves one model."""
+
+    model: str = Field(
+        EMBEDDED_MODEL,
+        min_length=1,
+        description="What to serve: 'embedded' (the small model inside the package), a checkpoint "
+        "folder, or a Hugging Face id. Weights are read from safetensors only and no code of a "
+        "checkpoint is run.",
+    )
+    revision: str | None = Field(
+        None,
+        min_length=1,
+        description="Branch, tag or commit of a Hugging Face id. Default: its main branch.",
+    )
+    served_model_name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="Name that requests give as `model`. Default: the id, or the folder's own "
+        "name.",
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Path to a Jinja file with the chat template. Default: the checkpoint's.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where replicas compute; auto takes a GPU if the cluster has one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="Type of weights and KV cache; auto takes float32 on the CPU and the "
+        "checkpoint's own type on a GPU.",
+    )
+    replicas: int = Field(2, ge=1, le=1024, description="Copies of the engine, one device each.")
+    routers: int = Field(2, ge=1, le=64, description="Copies of the HTTP and gRPC front end.")
+    engine: EngineArgs = Field(EngineArgs(), description="Limits of each replica's engine.")
+    router: RouterArgs = Field(RouterArgs(), description="Limits of each router.")
+    replica_resources: ReplicaResources = Field(
+        ReplicaResources(), description="What Ray reserves for each replica."
+    )
+    router_resources: RouterResources = Field(
+        RouterResources(), description="What Ray reserves for each router."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AppConfig:
+        if not self.is_folder and not _HF_ID.fullmatch(self.model):
+            raise ValueError(
+                f"model {self.model!r} is neither 'embedded', nor a folder (a path that begins "
+                "with '/', './', '../' or '~'), nor a Hugging Face id such as 'Qwen/Qwen3-8B'"
+            )
+        if self.revision is not None and (self.is_folder or self.model == EMBEDDED_MODEL):
+            raise ValueError(
+                f"revision {self.revision!r} needs a Hugging Face id, but model is {self.model!r}"
+            )
+        if self.device == "cpu" and self.replica_resources.num_gpus:
+            raise ValueError(
+                f"replica_resources.num_gpus must be 0 with device 'cpu', got "
+                f"{self.replica_resources.num_gpus}"
+            )
+        if self.device == "cuda" and self.replica_resources.num_gpus == 0:
+            raise ValueError("replica_resources.num_gpus must be above 0 with device 'cuda', got 0")
+        return self
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether `model` is a path; a relative one is written with a leading './' or '../'."""
+        return self.model.startswith(("/", "./", "../", "~"))
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients give as `model`."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return self.model.rstrip("/").rpartition("/")[2] if self.is_folder else self.model
+
+    @classmethod
+    def from_args(cls, args: dict[str, Any], path: str = "") -> AppConfig:
+        """Check the `args` of an application.
+
+        Parameters
+        ----------
+        args
+            The mapping as read from YAML.
+        path
+            Where it stands in the file (`applications[0].args`), for the messages.
+
+        Raises
+        ------
+        ConfigError
+            With every problem found.
+        """
+        try:
+            return cls.model_validate(args)
+        except ValidationError as error:
+            raise ConfigError(problems_from(error, cls, path)) from None

@@ -1,0 +1,89 @@
+"""The router's Serve shell: one deployment that answers HTTP and gRPC and owns one `RouterService`."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from quire.cluster.config import AppConfig
+from quire.cluster.grpc_api import GrpcApi
+from quire.cluster.metrics import ServeObserver
+from quire.replica.checkpoint import resolve_checkpoint
+from quire.router.bus import Bus
+from quire.router.chat_template import ChatTemplate
+from quire.router.index import PrefixIndex
+from quire.router.params import GenerationDefaults, Limits
+from quire.router.policy import make_policy
+from quire.router.replicas import ReplicaTable
+from quire.router.service import ModelFacts, RouterService
+from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
+
+
+def this_service() -> RouterService:
+    """The service of the Serve replica that runs this code."""
+    return serve.get_replica_context().servable_object.service
+
+
+class Router(GrpcApi):
+    """One router: `serve.ingress` adds HTTP, `GrpcApi` the gRPC methods.
+
+    Parameters
+    ----------
+    replicas
+        Handle of the engine deployment.
+    config
+        `AppConfig` as plain data.
+    """
+
+    async def __init__(self, replicas: DeploymentHandle, config: dict[str, Any]):
+        app = AppConfig.from_args(config)
+        # A Hugging Face id is downloaded here: minutes, off the event loop.
+        checkpoint = await asyncio.to_thread(
+            resolve_checkpoint, app.model, app.revision, weights=False
+        )
+        router_id = f"router-{secrets.token_hex(4)}"
+        table = ReplicaTable(PrefixIndex(), lost_after_s=app.router.stream_idle_timeout_s)
+        self._bus = Bus(replicas, app.model_name, router_id, table)
+        self.service = _service(app, checkpoint, router_id, table, self._bus)
+        self._bus.start()
+
+    async def __del__(self) -> None:
+        bus = getattr(self, "_bus", None)
+        if bus is not None:
+            await bus.close()
+
+
+def _service(
+    app: AppConfig, checkpoint: Path, router_id: str, table: ReplicaTable, bus: Bus
+) -> RouterService:
+    limits = app.router
+    facts = ModelFacts(
+        name=app.model_name,
+        created_s=int(time.time()),
+        defaults=dataclasses.replace(
+            GenerationDefaults.load(checkpoint), max_tokens=limits.max_tokens_default
+        ),
+        limits=Limits(
+            max_stop_strings=limits.max_stop_strings, max_stop_string_bytes=limits.max_stop_bytes
+        ),
+        max_prompt_tokens=limits.max_prompt_tokens,
+    )
+    return RouterService(
+        facts,
+        router_id=router_id,
+        tokenizer=AsyncTokenizer(
+            TextTokenizer.load(checkpoint), num_threads=limits.tokenizer_threads
+        ),
+        template=ChatTemplate.load(checkpoint, app.chat_template),
+        table=table,
+        policy=make_policy("slo"),
+        transport=bus,
+        observer=ServeObserver(),
+    )

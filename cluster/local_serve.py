@@ -1,0 +1,348 @@
+"""`quire serve`: one Serve config on a Ray cluster of its own, watched until it answers.
+
+Ray's own `serve run` does the work in a child process; it never ends when a deployment fails and
+writes everything to the terminal. So its output goes to a log file, and this module watches the
+child process, Ray's status API and `/ready` of each Quire application:
+
+    start child ──▶ dashboard URL in log ──▶ status API, /ready ──▶ "ready" ──▶ signal, exit 0
+         │                   │                       │                 │
+         └── child ended ────┴── timeout ────────────┴─ DEPLOY_FAILED ─┴──▶ log's tail, exit 1
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, TextIO
+
+from quire.cluster.config import ConfigError, Problem
+from quire.cluster.serve_config import Application, ServeConfig
+
+LOG_TAIL_LINES = 40
+POLL_S = 0.25
+TERMINATE_S = 15.0
+
+# HAProxy's own statistics and metrics; it does not start without them (Ray's defaults).
+_HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": 8404, "RAY_SERVE_HAPROXY_METRICS_PORT": 9101}
+# Refused, reset, a status other than 2xx; not HTTP; not JSON.
+_NO_ANSWER = (OSError, HTTPException, ValueError)
+_DASHBOARD = re.compile(r"View the dashboard at \W*(?:\x1b\[\d+m)*(https?://[^\s\x1b]+)")
+
+
+class ServeFailed(Exception):
+    """The cluster cannot become ready, or ended; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the HTTP proxy of a config answers on this machine."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> Endpoint:
+        options = config.schema.http_options
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
+        return cls("https" if options.ssl_certfile else "http", host, options.port)
+
+    def url(self, route_prefix: str, path: str) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}{route_prefix.rstrip('/')}{path}"
+
+
+def check_ports(config: ServeConfig) -> None:
+    """Refuse a port that another process holds, which Ray would report only in a proxy's log.
+
+    Two clusters in HAProxy mode on one machine need statistics and metrics ports of their own.
+
+    Raises
+    ------
+    ConfigError
+        With each port in use.
+    """
+    endpoint = Endpoint.of(config)
+    problems = []
+    listeners = {"http_options.port": (endpoint.host, endpoint.port)}
+    if config.schema.grpc_options.grpc_servicer_functions:
+        listeners["grpc_options.port"] = (endpoint.host, config.schema.grpc_options.port)
+    options = config.schema.controller_options
+    env_vars = ((options and options.runtime_env) or {}).get("env_vars", {})
+    if env_vars.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        for name, default in _HAPROXY_PORTS.items():
+            path = f"controller_options.runtime_env.env_vars.{name}"
+            port = env_vars.get(name, str(default))
+            if port.isdecimal() and 1 <= int(port) <= 65535:
+                listeners[path] = ("0.0.0.0", int(port))
+            else:
+                problems.append(Problem(path, f"must be from 1 to 65535, got {port!r}"))
+    for path, (host, port) in listeners.items():
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                problems.append(Problem(path, f"cannot listen on port {port}: {error.strerror}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def fetch_ready(url: str, timeout_s: float = 2.0) -> dict[str, Any] | None:
+    """The JSON object of `/ready`, or None while the application is not ready."""
+    context = None
+    if url.startswith("https:"):
+        # The child's own certificate, asked for over the loopback: nothing to verify it against.
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s, context=context) as response:
+            body = json.loads(response.read() or b"{}")
+    except _NO_ANSWER:
+        return None
+    return body if isinstance(body, dict) else {}
+
+
+def ray_auth_header(environ: Mapping[str, str]) -> dict[str, str]:
+    """The header that Ray's REST API wants, by Ray's own rules for where its token is.
+
+    `serve run` makes the token on a machine's first run, after Ray's client library has settled for
+    this process that there is none; so it is read anew here.
+    """
+    if "RAY_AUTH_TOKEN" in environ:
+        return {"Authorization": f"Bearer {environ['RAY_AUTH_TOKEN']}"}
+    path = environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
+    try:
+        return {"Authorization": f"Bearer {Path(path).read_text().strip()}"}
+    except OSError:  # RAY_AUTH_MODE=disabled: no token, none wanted
+        return {}
+
+
+def application_status(dashboard_url: str, timeout_s: float = 5.0) -> dict[str, tuple[str, str]]:
+    """Status and message of each application, from Ray's REST API; empty while Ray cannot say."""
+    url = f"{dashboard_url.rstrip('/')}/api/serve/applications/"
+    request = urllib.request.Request(url, headers=ray_auth_header(os.environ))
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            details = json.load(response)
+    except _NO_ANSWER:  # the dashboard answers some seconds after its URL is printed
+        return {}
+    status = {}
+    for name, app in details.get("applications", {}).items():
+        messages = [app.get("message", "")]
+        messages += [d.get("message", "") for d in app.get("deployments", {}).values()]
+        unique = dict.fromkeys(m.strip() for m in messages if m and m.strip())
+        status[name] = app["status"], "\n".join(unique)
+    return status
+
+
+@dataclass(slots=True)
+class LocalServe:
+    """One `serve run` child process, from its start to its end.
+
+    Parameters
+    ----------
+    config
+        What it runs, checked.
+    command
+        The child's command line.
+    log_path
+        File that takes the child's output.
+    status
+        Maps the dashboard's URL to each application's status and message.
+    """
+
+    config: ServeConfig
+    command: list[str]
+    log_path: Path
+    status: Callable[[str], dict[str, tuple[str, str]]] = application_status
+    _child: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
+    _signals: int = field(default=0, init=False)
+
+    def run(self, out: TextIO, ready_timeout_s: float) -> int:
+        """Serve until SIGINT or SIGTERM.
+
+        Parameters
+        ----------
+        out
+            Takes the few lines for the user.
+        ready_timeout_s
+            Seconds from the start after which an application that is not ready counts as failed.
+
+        Returns
+        -------
+        Exit status: 0 after a signal, 1 if the cluster failed.
+        """
+        # Handlers before the child: a shell starts background jobs with SIGINT ignored, and what is
+        # ignored here would be ignored by the child too.
+        previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            self._start()
+            print(f"starting; the log is {self.log_path}", file=out, flush=True)
+            self._until_ready(out, ready_timeout_s)
+            while not self._stop.wait(POLL_S):
+                self._check_child()
+            print("stopping; once more to stop at once", file=out, flush=True)
+            return 0
+        except ServeFailed as error:
+            print(f"{self._log_tail()}\nfailed: {error}", file=out, flush=True)
+            print(f"the whole log is {self.log_path}", file=out, flush=True)
+            return 1
+        finally:
+            self._end_child()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _start(self) -> None:
+        with self.log_path.open("wb") as log:
+            # Its own session, so that Ctrl-C reaches this process only, which stops the child in
+            # order.
+            self._child = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals += 1
+        self._stop.set()
+
+    def _until_ready(self, out: TextIO, ready_timeout_s: float) -> None:
+        """Return when every application is ready, or when a signal came."""
+        started_s = time.monotonic()
+        ray_s = None
+        bodies: dict[str, dict[str, Any]] = {}
+        dashboard_url = None
+        while len(bodies) < len(self.config.applications):
+            if self._stop.wait(POLL_S):
+                return
+            self._check_child()
+            elapsed_s = time.monotonic() - started_s
+            if elapsed_s > ready_timeout_s:
+                waiting = [a.name for a in self.config.applications if a.name not in bodies]
+                raise ServeFailed(f"not ready after {ready_timeout_s:.0f} s: {', '.join(waiting)}")
+            dashboard_url = dashboard_url or self._dashboard_url()
+            if dashboard_url is None:
+                continue
+            if ray_s is None:
+                ray_s = elapsed_s
+                print(f"Ray dashboard: {dashboard_url}", file=out, flush=True)
+            self._poll(dashboard_url, bodies)
+        for line in self._ready_lines(bodies, ray_s or 0.0, time.monotonic() - started_s):
+            print(line, file=out, flush=True)
+
+    def _poll(self, dashboard_url: str, bodies: dict[str, dict[str, Any]]) -> None:
+        """Add what `/ready` says of each application that became ready."""
+        status = self.status(dashboard_url)
+        for app in self.config.applications:
+            state, message = status.get(app.name, ("NOT_STARTED", ""))
+            if state == "DEPLOY_FAILED":
+                raise ServeFailed(f"application {app.name!r}: {message}")
+            if app.name in bodies or state not in ("RUNNING", "DEPLOYING"):
+                continue
+            if app.config is None or app.route_prefix is None:
+                if state == "RUNNING":
+                    bodies[app.name] = {}
+                continue
+            body = fetch_ready(Endpoint.of(self.config).url(app.route_prefix, "/ready"))
+            if body is not None:
+                bodies[app.name] = body
+
+    def _ready_lines(
+        self, bodies: dict[str, dict[str, Any]], ray_s: float, total_s: float
+    ) -> Iterator[str]:
+        phases = [f"Ray {ray_s:.1f} s", f"Serve and applications {total_s - ray_s:.1f} s"]
+        for name, body in bodies.items():
+            inside = ", ".join(_phases(body.get("startup")))
+            if inside:
+                phases.append(f"of these in {name!r}: {inside}")
+        yield f"start-up {total_s:.1f} s: {'; '.join(phases)}"
+        for app in self.config.applications:
+            yield f"ready: {self._try_it(app)}"
+
+    def _try_it(self, app: Application) -> str:
+        """A command to paste that streams a chat."""
+        if app.config is None or app.route_prefix is None:
+            return app.name
+        body = {
+            "model": app.config.model_name,
+            "stream": True,
+            "messages": [{"role": "user", "content": "Tell me a story about a lighthouse."}],
+        }
+        endpoint = Endpoint.of(self.config)
+        options = ["-N", "-k"] if endpoint.scheme == "https" else ["-N"]
+        url = endpoint.url(app.route_prefix, "/v1/chat/completions")
+        header = "content-type: application/json"
+        return shlex.join(["curl", *options, url, "-H", header, "-d", json.dumps(body)])
+
+    def _dashboard_url(self) -> str | None:
+        match = _DASHBOARD.search(self.log_path.read_text(errors="replace"))
+        return match and match[1]
+
+    def _check_child(self) -> None:
+        code = self._child.poll()
+        if code is not None:
+            raise ServeFailed(f"`serve run` ended with exit status {code}")
+
+    def _log_tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def _end_child(self) -> None:
+        """SIGTERM ends Ray and all its processes within seconds.
+
+        SIGINT would drain first, and Serve keeps an ingress replica for 30 s after its last
+        request, so that load balancers notice: nothing that a local run needs. A second signal
+        kills the session at once.
+        """
+        if self._child is None:
+            return
+        self._child.terminate()
+        end_s = time.monotonic() + TERMINATE_S
+        while self._child.poll() is None and time.monotonic() < end_s and self._signals < 2:
+            time.sleep(POLL_S)
+        if self._child.poll() is None:
+            os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+
+
+def serve_command(path: Path) -> list[str]:
+    """`serve run` in this interpreter's environment.
+
+    `--address local` starts a Ray of its own even where another one runs on the machine.
+    """
+    return [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(path)]
+
+
+def _phases(startup: Any) -> Iterator[str]:
+    """Flatten `{"load_s": 0.3, "replica": {"warm_up_s": 1.2}}` to `load 0.3 s`, `replica warm up "
+    "1.2 s`."""
+    if not isinstance(startup, dict):
+        return
+    for name, value in startup.items():
+        if isinstance(value, dict):
+            yield from (f"{name} {phase}" for phase in _phases(value))
+        elif isinstance(value, int | float):
+            yield f"{name.removesuffix('_s').replace('_', ' ')} {value:.1f} s"

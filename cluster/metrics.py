@@ -1,0 +1,52 @@
+"""What clients experience, in Ray's metrics: the router's histograms and counters."""
+
+from __future__ import annotations
+
+from ray.serve import metrics
+
+from quire.router.service import Observer
+from quire.router.types import Explain, Usage
+
+# Seconds; from a cached prompt on an idle GPU to a long queue.
+_TTFT_BOUNDARIES = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30]
+_ITL_BOUNDARIES = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]
+
+
+class ServeObserver(Observer):
+    """Records into `ray.serve.metrics`, which add the application, deployment and replica as tags."""
+
+    def __init__(self) -> None:
+        self._ttft = metrics.Histogram(
+            "quire_time_to_first_token_seconds",
+            description="From a request's arrival at the router to its first token",
+            boundaries=_TTFT_BOUNDARIES,
+        )
+        self._itl = metrics.Histogram(
+            "quire_inter_token_seconds",
+            description="Between two deltas of one stream",
+            boundaries=_ITL_BOUNDARIES,
+        )
+        self._tokens_in = metrics.Counter(
+            "quire_router_prompt_tokens", description="Prompt tokens of ended requests"
+        )
+        self._tokens_out = metrics.Counter(
+            "quire_router_output_tokens", description="Tokens given to clients"
+        )
+        self._cached = metrics.Counter(
+            "quire_router_cached_tokens", description="Prompt tokens found in a replica's cache"
+        )
+
+    def on_first_token(self, ttft_s: float) -> None:
+        self._ttft.observe(ttft_s)
+
+    def on_inter_token(self, itl_s: float) -> None:
+        self._itl.observe(itl_s)
+
+    def on_end(self, usage: Usage, explain: Explain) -> None:
+        for counter, count in (
+            (self._tokens_in, usage.prompt_tokens),
+            (self._tokens_out, usage.completion_tokens),
+            (self._cached, usage.cached_tokens),
+        ):
+            if count:
+                counter.inc(count)

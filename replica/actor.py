@@ -1,0 +1,269 @@
+"""The replica as a Serve deployment: the thin Ray shell around one engine.
+
+```
+ router ──generate(Submit)──▶ future of the request ◀── finish ──┐
+        ◀─────Completion─────                                     │
+ router ──attach()──────────▶ attach stream ◀── frames ── Attachments ◀── LoopOutput ── engine thread
+ router ──abort(ids)────────▶ engine.abort
+```
+
+The unary call `generate` stays open as long as its request lives, so Serve's own machinery sees the work
+(cancellation, drain, autoscaling, death); the tokens travel in the attach stream's frames. Every way in which a
+request can lose its reader ends it: cancelled call, explicit abort, end of the router's attach stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from ray import serve
+from ray.serve import metrics
+
+from quire.protos.errors import Aborted, QuireError, Unavailable
+from quire.protos.wire import Completion, Load, Submit
+from quire.replica.attachments import Attachments
+from quire.replica.config import EngineArgs
+from quire.replica.engine import Engine
+from quire.replica.loop import LoopOutput
+from quire.replica.plan import RequestDelta
+from quire.replica.request import Request
+
+logger = logging.getLogger("ray.serve")
+StreamKey = tuple[str, int]  # (router id, stream id)
+
+
+class Replica:
+    """One engine behind Serve handle calls.
+
+    Parameters
+    ----------
+    engine_args
+        Fields of `EngineArgs`.
+    heartbeat_ms
+        An idle replica reports to each router after this many milliseconds, backing off to 1000.
+    """
+
+    async def __init__(self, engine_args: dict[str, Any], heartbeat_ms: int):
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._event_loop = asyncio.get_running_loop()
+        self._finished: dict[StreamKey, asyncio.Future[Completion]] = {}
+        self._engine = await asyncio.to_thread(
+            Engine, EngineArgs(**engine_args), on_output=self._on_output
+        )
+        self._attachments = Attachments(
+            self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
+        )
+        self._metrics = ReplicaMetrics(self._engine.load)
+        logger.info("engine ready: %s", self._engine.startup_s)
+
+    # -- the bus -----------------------------------------------------------------------------------------
+
+    async def attach(self, router_id: str, *, route: list[str]) -> AsyncIterator[bytes]:
+        """`Hello`, then a snapshot of the cache, then a frame per step until the router goes away.
+
+        `route` is read by `router.serve_router`; the caller compares `Hello.replica` with it.
+        """
+        yield self._engine.hello(self._replica_id).encode()
+        frames = self._attachments.stream(router_id, self._engine.load)
+        snapshot = asyncio.create_task(self._send_snapshot(router_id))
+        try:
+            async for frame in frames:
+                yield frame
+        finally:
+            snapshot.cancel()
+            await frames.aclose()
+
+    async def resync(self, router_id: str, from_seq: int, *, route: list[str]) -> None:
+        """Send in the router's attach stream the cache events after `from_seq`, or a snapshot when they
+        are no longer kept or would not do (-1)."""
+        events = await asyncio.wrap_future(
+            self._engine.call(lambda scheduler: scheduler.events.since(from_seq))
+        )
+        if events is None:
+            await self._send_snapshot(router_id)
+        else:
+            self._attachments.send_events(router_id, events)
+
+    async def generate(self, submit: bytes, *, route: list[str]) -> bytes:
+        """Run one request to its end and return its `Completion`; its tokens travel in frames."""
+        request = Submit.decode(submit)
+        key = (request.router_id, request.stream_id)
+        if request.router_id not in self._attachments:
+            error = Unavailable("this router is not attached to the replica")
+            return _failed(error, request).encode()
+        finished = asyncio.get_running_loop().create_future()
+        self._finished[key] = finished
+        try:
+            self._engine.submit(_engine_request(key, request))
+            return (await finished).encode()
+        except QuireError as error:
+            return _failed(error, request).encode()
+        except asyncio.CancelledError:
+            self._engine.abort(key)
+            raise
+        finally:
+            self._finished.pop(key, None)
+
+    async def ping(self, *, route: list[str]) -> None:
+        """Answer: the first call through a handle makes Serve tell it the running replicas."""
+
+    async def abort(self, router_id: str, stream_ids: list[int], *, route: list[str]) -> None:
+        """End these requests if they are still alive."""
+        for stream_id in stream_ids:
+            self._engine.abort((router_id, stream_id))
+
+    # -- what Serve calls --------------------------------------------------------------------------------
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        config = self._engine.config
+        return {
+            "epoch": self._engine.epoch,
+            "model": config.model_name,
+            "blocks": config.num_blocks,
+        }
+
+    def check_health(self) -> None:
+        if not self._engine.is_alive():
+            raise RuntimeError("the engine's loop has ended")
+
+    def __del__(self) -> None:
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.close()
+
+    # -- introspection -----------------------------------------------------------------------------------
+
+    async def snapshot(self, *, route: list[str]) -> dict[str, Any]:
+        """Blocks, rows and queues as plain data, after an integrity check."""
+
+        def take(scheduler: Any) -> dict[str, Any]:
+            scheduler.check()
+            return scheduler.snapshot()
+
+        state = await asyncio.wrap_future(self._engine.call(take))
+        return {
+            **state,
+            "replica": self._replica_id,
+            "epoch": self._engine.epoch,
+            "attached_routers": len(self._attachments),
+            "open_calls": len(self._finished),
+            "load": dataclasses.asdict(self._engine.load()),
+        }
+
+    # -- from the engine's thread and back ---------------------------------------------------------------
+
+    def _on_output(self, output: LoopOutput) -> None:
+        """Engine's thread: one hop to the event loop for each step."""
+        self._event_loop.call_soon_threadsafe(self._publish, output)
+
+    def _publish(self, output: LoopOutput) -> None:
+        self._attachments.publish(output)
+        self._metrics.on_output(output)
+        for delta in output.deltas:
+            if delta.finish_reason is not None:
+                future = self._finished.get(delta.key)
+                if future is not None and not future.done():
+                    future.set_result(_completion(delta))
+
+    def _on_detach(self, router_id: str) -> None:
+        """A router is gone: nobody can read its streams any more."""
+        for key in list(self._finished):
+            if key[0] == router_id:
+                self._engine.abort(key)
+
+    async def _send_snapshot(self, router_id: str) -> None:
+        snapshot = await asyncio.wrap_future(
+            self._engine.call(lambda scheduler: scheduler.events.snapshot())
+        )
+        self._attachments.send_snapshot(router_id, *snapshot)
+
+
+def _engine_request(key: StreamKey, submit: Submit) -> Request:
+    now = time.monotonic()
+    return Request(
+        key,
+        submit.prompt_ids,
+        submit.params,
+        num_emitted=submit.num_emitted,
+        tenant=submit.tenant,
+        arrival_s=now,
+        deadline_s=None if submit.deadline_s is None else now + submit.deadline_s,
+        priority=submit.priority,
+    )
+
+
+def _completion(delta: RequestDelta) -> Completion:
+    return Completion(
+        delta.finish_reason or "error",
+        delta.num_prompt_tokens,
+        delta.num_output_tokens,
+        delta.num_cached_tokens,
+        delta.queue_s,
+        delta.prefill_s,
+        None if delta.error is None else delta.error.to_wire(),
+    )
+
+
+def _failed(error: QuireError, submit: Submit) -> Completion:
+    reason = "abort" if isinstance(error, Aborted) else "error"
+    return Completion(reason, len(submit.prompt_ids), 0, 0, error=error.to_wire())
+
+
+_METRICS_PERIOD_S = 1.0
+_GAUGES = (  # name, field of `Load`, description
+    ("quire_kv_blocks_free", "blocks_free", "KV blocks that hold nothing"),
+    ("quire_kv_blocks_cached", "blocks_cached", "KV blocks that only the prefix cache holds"),
+    ("quire_kv_blocks_in_use", "blocks_in_use", "KV blocks of live requests"),
+    ("quire_requests_running", "num_running", "Requests with KV in the cache"),
+    ("quire_requests_waiting", "num_waiting", "Accepted requests not yet scheduled"),
+)
+_COUNTERS = (
+    ("quire_prompt_tokens", "Prompt tokens of finished requests"),
+    ("quire_output_tokens", "Tokens generated"),
+    ("quire_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache"),
+    ("quire_prefix_hit_tokens", "Prompt tokens found in the prefix cache"),
+)
+
+
+class ReplicaMetrics:
+    """Gauges and counters of one replica in Ray's metrics, so that the dashboard and Prometheus see them.
+
+    Ray's recording calls cost microseconds each, so counters are summed per step in plain integers and
+    recorded by a timer once a second.
+    """
+
+    def __init__(self, load: Callable[[], Load]) -> None:
+        self._load = load
+        self._gauges = {
+            name: metrics.Gauge(name, description=description) for name, _, description in _GAUGES
+        }
+        self._counters = {
+            name: metrics.Counter(name, description=description) for name, description in _COUNTERS
+        }
+        self._pending = dict.fromkeys(self._counters, 0)
+        self._timer = asyncio.create_task(self._run())
+
+    def on_output(self, output: LoopOutput) -> None:
+        pending = self._pending
+        for delta in output.deltas:
+            pending["quire_output_tokens"] += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                pending["quire_prompt_tokens"] += delta.num_prompt_tokens
+                pending["quire_prefix_queried_tokens"] += delta.num_prompt_tokens
+                pending["quire_prefix_hit_tokens"] += delta.num_cached_tokens
+
+    async def _run(self) -> None:
+        while True:
+            load = self._load()
+            for name, attribute, _ in _GAUGES:
+                self._gauges[name].set(getattr(load, attribute))
+            for name, count in self._pending.items():
+                if count:
+                    self._counters[name].inc(count)
+                    self._pending[name] = 0
+            await asyncio.sleep(_METRICS_PERIOD_S)

@@ -1,0 +1,209 @@
+"""The replica's side of the bus: who is attached, and the frames each of them gets.
+
+```
+ engine thread                          event loop of the actor
+ step ─▶ LoopOutput ──call_soon_threadsafe──▶ publish ─┬▶ queue of router A ─▶ attach stream A
+                                                       └▶ queue of router B ─▶ attach stream B
+```
+
+One frame per step and router carries that router's tokens and everybody's cache events. A router that gets none
+still hears a heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the load
+changes, backing off to `max_heartbeat_s` while nothing happens. So a lost event heals, and a router knows that the
+replica lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+
+from quire.protos.wire import CacheEvents, Frame, Load, TokenDelta
+from quire.replica.loop import LoopOutput
+
+SNAPSHOT_PAGE_HASHES = 65_536  # 512 KiB a frame
+MAX_QUEUED_FRAMES = (
+    4_096  # 80 s of 20 ms steps: a router this far behind is cut off and attaches anew
+)
+
+
+class _Attachment:
+    """The frames on their way to one router, and when it gets a heartbeat if there are none."""
+
+    def __init__(self, clock: Callable[[], float], heartbeat_s: float, max_heartbeat_s: float):
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._max_heartbeat_s = max_heartbeat_s
+        self._frames: deque[Frame] = deque()
+        self._ready = asyncio.Event()
+        self._sent_s = clock()
+        self._wait_s = heartbeat_s  # from the last frame to the next heartbeat
+        self.closed = False
+
+    def put(self, frame: Frame) -> None:
+        self._frames.append(frame)
+        if len(self._frames) > MAX_QUEUED_FRAMES:
+            self.closed = True
+        self._ready.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._ready.set()
+
+    def touch(self) -> None:
+        """The load changed: no later than `heartbeat_s` after the last frame the router shall know."""
+        if self._wait_s > self._heartbeat_s:
+            self._wait_s = self._heartbeat_s
+            self._ready.set()
+
+    async def next(self) -> Frame | None:
+        """The next frame, or None when a heartbeat is due or the attachment was closed."""
+        while not self._frames and not self.closed:
+            self._ready.clear()
+            left_s = self._sent_s + self._wait_s - self._clock()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                self._sent_s = self._clock()
+                self._wait_s = min(2 * self._wait_s, self._max_heartbeat_s)
+                return None
+        if self.closed:
+            return None
+        self._sent_s = self._clock()
+        self._wait_s = self._heartbeat_s
+        return self._frames.popleft()
+
+
+class Attachments:
+    """The attached routers of one replica. Lives in the actor's event loop; not thread-safe.
+
+    Parameters
+    ----------
+    epoch
+        The engine's incarnation, in every frame.
+    on_detach
+        Called with a router's id when its attachment has ended, for whatever reason.
+    """
+
+    def __init__(
+        self,
+        epoch: str,
+        on_detach: Callable[[str], None],
+        *,
+        heartbeat_s: float = 0.1,
+        max_heartbeat_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._epoch = epoch
+        self._on_detach = on_detach
+        self._heartbeat_s = heartbeat_s
+        self._max_heartbeat_s = max_heartbeat_s
+        self._clock = clock
+        self._by_router: dict[str, _Attachment] = {}
+        self._last = LoopOutput()
+
+    def __contains__(self, router_id: str) -> bool:
+        return router_id in self._by_router
+
+    def __len__(self) -> int:
+        return len(self._by_router)
+
+    def publish(self, output: LoopOutput) -> None:
+        """Queue what a step did: to each router its own deltas, to all of them the events and the load.
+
+        Deltas carry keys (router_id, stream_id); those of a router that is gone are dropped, its requests
+        have been aborted.
+        """
+        self._last = output
+        by_router: dict[str, list[TokenDelta]] = {}
+        for delta in output.deltas:
+            router_id, stream_id = delta.key
+            by_router.setdefault(router_id, []).append(
+                TokenDelta(
+                    stream_id,
+                    delta.index,
+                    delta.token_ids,
+                    delta.finish_reason,
+                    delta.num_cached_tokens,
+                    delta.queue_s,
+                )
+            )
+        events = [] if output.events is None else [output.events]
+        for router_id, attachment in self._by_router.items():
+            deltas = by_router.get(router_id, [])
+            if deltas or events:
+                attachment.put(self._frame(deltas, events))
+            else:
+                attachment.touch()
+
+    def send_events(self, router_id: str, events: list[CacheEvents]) -> None:
+        """Queue event batches that the router missed; nothing when the router is gone."""
+        attachment = self._by_router.get(router_id)
+        if attachment is not None:
+            attachment.put(self._frame([], events))
+
+    def send_snapshot(self, router_id: str, seq: int, hashes: np.ndarray) -> None:
+        """Queue pages of the hashes held at event `seq`, [n] uint64; nothing when the router is gone."""
+        attachment = self._by_router.get(router_id)
+        if attachment is not None:
+            for frame in self._snapshot_frames(seq, hashes):
+                attachment.put(frame)
+
+    async def stream(self, router_id: str, load: Callable[[], Load]) -> AsyncIterator[bytes]:
+        """Encoded frames for one router until it goes away; a second attachment ends the first.
+
+        Parameters
+        ----------
+        load
+            Called for a heartbeat's load; must be cheap and safe outside the engine's thread.
+        """
+        earlier = self._by_router.get(router_id)
+        if earlier is not None:
+            earlier.close()
+        attachment = _Attachment(self._clock, self._heartbeat_s, self._max_heartbeat_s)
+        self._by_router[router_id] = attachment
+        try:
+            while True:
+                frame = await attachment.next()
+                if attachment.closed:
+                    return
+                yield (frame or self._frame([], [], load())).encode()
+        finally:
+            if self._by_router.get(router_id) is attachment:
+                del self._by_router[router_id]
+                self._on_detach(router_id)
+
+    def close(self) -> None:
+        for attachment in self._by_router.values():
+            attachment.close()
+
+    def _frame(
+        self, deltas: list[TokenDelta], events: list[CacheEvents], load: Load | None = None
+    ) -> Frame:
+        return Frame(
+            self._epoch,
+            deltas,
+            events,
+            self._last.events_seq,
+            self._last.digest,
+            self._last.load if load is None else load,
+        )
+
+    def _snapshot_frames(self, seq: int, hashes: np.ndarray) -> list[Frame]:
+        digest = int(np.bitwise_xor.reduce(hashes)) if len(hashes) else 0
+        starts = range(0, max(len(hashes), 1), SNAPSHOT_PAGE_HASHES)
+        return [
+            Frame(
+                self._epoch,
+                events_seq=seq,
+                digest=digest,
+                load=self._last.load,
+                snapshot=hashes[start : start + SNAPSHOT_PAGE_HASHES],
+                snapshot_more=start + SNAPSHOT_PAGE_HASHES < len(hashes),
+            )
+            for start in starts
+        ]

@@ -1,0 +1,155 @@
+"""The engine: one model on one device, with its loop, its cache and an offline front.
+
+`Engine` owns the parts and the thread. A serving shell (`actor.py`) or a script submits requests and gets every
+step's output through one callback; `generate` and `stream` are the offline front on top of that.
+
+    from quire.replica import Engine
+    from quire.protos.wire import SamplingParams
+
+    with Engine(model="embedded") as engine:
+        outputs = engine.generate(["A quire is"], SamplingParams(max_tokens=32, temperature=0))
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quire.protos.wire import Hello, Load, SamplingParams
+from quire.replica.config import EngineArgs, EngineConfig
+from quire.replica.loop import EngineLoop, LoopOutput
+from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
+from quire.replica.request import Request, validate
+from quire.replica.scheduler import Scheduler
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Load a checkpoint, warm up and run.
+
+    Parameters
+    ----------
+    args
+        What to load and with which limits; keyword arguments are a short form of `EngineArgs(**overrides)`.
+    on_output
+        Called in the engine's thread after each turn that produced something; must not block. Without it the
+        engine serves its own offline front.
+
+    Raises
+    ------
+    CheckpointError, SizingError
+        The checkpoint cannot be served, or does not fit; the message says why.
+    """
+
+    def __init__(
+        self,
+        args: EngineArgs | None = None,
+        *,
+        on_output: Callable[[LoopOutput], None] | None = None,
+        **overrides: Any,
+    ):
+        if args is not None and overrides:
+            raise TypeError("give EngineArgs or keyword arguments, not both")
+        args = args if args is not None else EngineArgs(**overrides)
+        self.startup_s: dict[str, float] = {}
+        began = time.perf_counter()
+        # torch and transformers take seconds to import: counted, and not paid by `import quire.replica`.
+        from quire.replica.runtime import load_runtime
+
+        self.startup_s["imports"] = time.perf_counter() - began
+        runtime = load_runtime(args, self.startup_s)
+        self.config: EngineConfig = runtime.config
+        self.checkpoint: Path = runtime.checkpoint
+        scheduler = Scheduler(self.config)
+        self.epoch: str = scheduler.events.epoch
+        self._offline = None if on_output is not None else OfflineFront(self)
+        self._loop = EngineLoop(scheduler, runtime.runner, on_output or self._offline.on_output)
+        self._loop.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its output arrives through the callback.
+
+        Raises
+        ------
+        QuireError
+            The request can never be served. A full queue is told later, in the request's only delta.
+        """
+        validate(request, self.config)
+        self._loop.post(lambda scheduler: scheduler.add(request))
+
+    def abort(self, key: Hashable) -> None:
+        """End a request if it is still alive; its last delta says `abort`."""
+        self._loop.post(lambda scheduler: scheduler.abort(key))
+
+    def call(self, action: Callable[[Scheduler], T]) -> Future[T]:
+        """Run `action` on the scheduler between two steps."""
+        return self._loop.call(action)
+
+    def load(self) -> Load:
+        """What the engine is doing; a reading from another thread may be one step old."""
+        return self._loop.load()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Blocks, rows and queues as plain data, taken between two steps."""
+        return self.call(lambda scheduler: scheduler.snapshot()).result()
+
+    def check(self) -> None:
+        """Raise AssertionError unless blocks, references and rows agree."""
+        self.call(lambda scheduler: scheduler.check()).result()
+
+    def hello(self, replica: str) -> Hello:
+        """The facts about this engine that never change."""
+        config = self.config
+        return Hello(
+            replica=replica,
+            epoch=self.epoch,
+            model_name=config.model_name,
+            revision=config.revision,
+            dtype=config.dtype,
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_model_len,
+            max_cache_tokens=config.max_cache_tokens,
+            block_size=config.block_size,
+            eos_token_ids=list(config.eos_token_ids),
+            startup_s={name: round(s, 3) for name, s in self.startup_s.items()},
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts, outputs in order: see `OfflineFront.generate`."""
+        return self._front().generate(prompts, params, progress=progress)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[StreamOutput]:
+        """Generate for one prompt, yielding what is new: see `OfflineFront.stream`."""
+        return self._front().stream(prompt, params)
+
+    def is_alive(self) -> bool:
+        """Whether the loop's thread runs."""
+        return self._loop.is_alive()
+
+    def close(self) -> None:
+        """Stop the loop; requests still alive end with `abort`."""
+        self._loop.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _front(self) -> OfflineFront:
+        if self._offline is None:
+            raise RuntimeError("this engine's output goes to its on_output callback")
+        return self._offline

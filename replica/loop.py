@@ -1,0 +1,168 @@
+"""The engine's loop: one thread that receives, plans, launches, collects, commits and sends.
+
+The loop owns the scheduler and the runner; nobody else touches them once it runs. Other threads speak to it
+through the mailbox: a queue of closures that the loop runs between two steps. An idle loop sleeps on the
+mailbox's condition and uses no CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from quire.protos.errors import EngineError
+from quire.protos.wire import CacheEvents, Load
+from quire.replica.plan import RequestDelta, StepPlan, StepResult
+from quire.replica.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class StepRunner(Protocol):
+    """What the loop needs of the runner."""
+
+    num_compiles: int
+
+    def launch(self, plan: StepPlan) -> Any: ...
+
+    def collect(self, in_flight: Any) -> StepResult: ...
+
+
+@dataclass(slots=True)
+class LoopOutput:
+    """What one turn of the loop sends out."""
+
+    deltas: list[RequestDelta] = field(default_factory=list)
+    events: CacheEvents | None = None
+    events_seq: int = 0
+    digest: int = 0
+    load: Load = field(default_factory=Load)
+
+
+class EngineLoop:
+    """Runs steps until closed.
+
+    Parameters
+    ----------
+    scheduler, runner
+        Owned from here on.
+    on_output
+        Called in the loop's thread after every turn that produced something; must not block.
+    clock
+        Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        on_output: Callable[[LoopOutput], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._scheduler = scheduler
+        self._runner = runner
+        self._on_output = on_output
+        self._clock = clock
+        self._mail: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._deltas: list[RequestDelta] = []  # of this turn, from mail and from the step
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop after the running step and join the thread; requests still alive end with `abort`."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def load(self) -> Load:
+        """What the router's cost needs; a reading from another thread may be one step old."""
+        return replace(self._scheduler.load(), num_compiles=self._runner.num_compiles)
+
+    def post(self, action: Callable[[Scheduler], RequestDelta | None]) -> None:
+        """Run `action` in the loop between two steps; a delta it returns is sent like any other."""
+
+        def run() -> None:
+            delta = action(self._scheduler)
+            if delta is not None:
+                self._deltas.append(delta)
+
+        self._put(run)
+
+    def call(self, action: Callable[[Scheduler], T]) -> Future[T]:
+        """Run `action` in the loop between two steps and hand its result to a future."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(action(self._scheduler))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._put(run)
+        return future
+
+    def _put(self, mail: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closing:
+                raise RuntimeError("the engine is closed")
+            self._mail.append(mail)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._drain_mailbox()
+            plan = self._scheduler.plan(self._clock())
+            if plan is not None:
+                self._step(plan)
+            else:
+                self._deltas.extend(self._scheduler.take_ended())
+            self._send()
+            if plan is None:
+                self._sleep()
+        self._deltas.extend(self._scheduler.abort_all())
+        self._send()
+
+    def _step(self, plan: StepPlan) -> None:
+        try:
+            result = self._runner.collect(self._runner.launch(plan))
+        except Exception as error:
+            # The step's rows may hold half-written KV: they end here, everybody else goes on.
+            logger.exception("step %d failed", plan.step)
+            message = f"the engine failed in step {plan.step} ({type(error).__name__})"
+            self._deltas.extend(self._scheduler.fail_step(plan, EngineError(message)))
+            return
+        self._deltas.extend(self._scheduler.commit(plan, result, self._clock()))
+
+    def _drain_mailbox(self) -> None:
+        while self._mail:
+            self._mail.popleft()()
+
+    def _send(self) -> None:
+        events = self._scheduler.events
+        batch = events.flush()
+        deltas, self._deltas = self._deltas, []
+        if not deltas and batch is None:
+            return
+        self._on_output(LoopOutput(deltas, batch, events.seq, events.digest, self.load()))
+
+    def _sleep(self) -> None:
+        with self._wake:
+            while not self._mail and not self._closing:
+                self._wake.wait()

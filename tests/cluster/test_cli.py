@@ -1,0 +1,432 @@
+"""`quire` as a user runs it: real processes, real exit statuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire.cluster import local_serve, serve_config
+from quire.cluster.config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+QUIRE = [sys.executable, "-m", "quire.cluster.cli"]
+
+
+def quire(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*QUIRE, *arguments], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+# --------------------------------------------------------------------------------------------------
+# config, --version
+# --------------------------------------------------------------------------------------------------
+
+
+def test_version_is_the_distributions():
+    result = quire("--version")
+    assert result.stdout == "quire 0.1.0\n"
+    assert result.returncode == 0
+
+
+def test_check_prints_one_line_for_each_application():
+    result = quire("config", "check", str(ROOT / "cluster.yaml"))
+    assert result.returncode == 0, result.stderr
+    expected = "quire: /: model embedded on auto, 2 replicas, 2 routers\n"
+    assert result.stdout == expected
+
+
+def test_check_prints_every_problem_and_fails(tmp_path):
+    text = (ROOT / "cluster.yaml").read_text()
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text.replace("model: embedded", "modle: x").replace("port: 8000", "prot: 1"))
+    result = quire("config", "check", str(path))
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "http_options.prot: unknown key; did you mean 'port'?" in result.stderr
+    assert "applications[0].args.modle: unknown key; did you mean 'model'?" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_check_names_an_application_that_is_not_quires(tmp_path):
+    path = tmp_path / "other.yaml"
+    path.write_text("applications: [{name: other, import_path: 'a.b:c'}]")
+    result = quire("config", "check", str(path))
+    assert result.stdout == "other: /: a.b:c (arguments not checked)\n"
+
+
+def test_check_of_a_missing_file_fails(tmp_path):
+    result = quire("config", "check", str(tmp_path / "none.yaml"))
+    assert result.returncode == 1
+    assert "none.yaml: cannot be read" in result.stderr
+
+
+def test_schema_is_a_json_schema():
+    result = quire("config", "schema")
+    schema = json.loads(result.stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["properties"]["replicas"]["default"] == 2
+    assert result.returncode == 0
+
+
+def test_schema_loads_neither_ray_nor_torch():
+    code = (
+        "import sys; from quire.cluster.cli import main; main(['config', 'schema']); "
+        "sys.exit(sorted(sys.modules.keys() & {'ray', 'torch', 'transformers'}) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_schema_into_a_closed_pipe_is_quiet():
+    command = f"{shlex.join([*QUIRE, 'config', 'schema'])} | head -n 1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize("arguments", [[], ["config"], ["sing"], ["serve", "a", "b"]])
+def test_a_wrong_command_line_exits_with_2(arguments: list[str]):
+    result = quire(*arguments)
+    assert result.returncode == 2
+    assert "usage: quire" in result.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# serve: the parts
+# --------------------------------------------------------------------------------------------------
+
+
+def checked(
+    http_port: int = 8000,
+    grpc_port: int = 9000,
+    controller_options: dict[str, Any] | None = None,
+    **http: Any,
+) -> serve_config.ServeConfig:
+    return serve_config.check(
+        {
+            "controller_options": controller_options,
+            "http_options": {"host": "127.0.0.1", "port": http_port, **http},
+            "grpc_options": {"port": grpc_port, "grpc_servicer_functions": ["a.b"]},
+            "applications": [
+                {
+                    "name": "one",
+                    "route_prefix": "/one",
+                    "import_path": serve_config.APP_IMPORT_PATH,
+                    "args": {"served_model_name": "it's"},
+                }
+            ],
+        }
+    )
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_port_in_use_is_refused_by_name(free_ports, which: int):
+    name = ("http_options.port", "grpc_options.port")[which]
+    local_serve.check_ports(checked(*free_ports))
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", free_ports[which]))
+        holder.listen()
+        with pytest.raises(ConfigError, match=rf"{name}: .*port {free_ports[which]}: .*in use"):
+            local_serve.check_ports(checked(*free_ports))
+
+
+@pytest.mark.parametrize("name", ["STATS", "METRICS"])
+def test_haproxys_own_ports_are_checked_in_haproxy_mode(free_ports, name: str):
+    with socket.create_server(("127.0.0.1", 0)) as holder, socket.create_server(("", 0)) as other:
+        spare = other.getsockname()[1]
+        other.close()
+        env_vars = {f"RAY_SERVE_HAPROXY_{n}_PORT": str(spare) for n in ("STATS", "METRICS")}
+        env_vars[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(holder.getsockname()[1])
+        options = {"runtime_env": {"env_vars": env_vars}}
+        local_serve.check_ports(checked(*free_ports, controller_options=options))
+        env_vars["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
+        with pytest.raises(ConfigError, match=rf"env_vars\.RAY_SERVE_HAPROXY_{name}_PORT: cannot"):
+            local_serve.check_ports(checked(*free_ports, controller_options=options))
+
+
+@pytest.mark.parametrize(
+    ("host", "prefix", "url"),
+    [
+        ("0.0.0.0", "/", "http://127.0.0.1:8000/ready"),
+        ("10.1.2.3", "/one", "http://10.1.2.3:8000/one/ready"),
+        ("::", "/", "http://[::1]:8000/ready"),
+    ],
+)
+def test_urls_are_of_this_machine(host: str, prefix: str, url: str):
+    assert local_serve.Endpoint.of(checked(host=host)).url(prefix, "/ready") == url
+
+
+def test_ray_token_is_found_by_rays_rules(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_serve.ray_auth_header({}) == {}
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("home\n")
+    (tmp_path / "other").write_text("path")
+    assert local_serve.ray_auth_header({}) == {"Authorization": "Bearer home"}
+    environ = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "other")}
+    assert local_serve.ray_auth_header(environ) == {"Authorization": "Bearer path"}
+    environ["RAY_AUTH_TOKEN"] = "own"
+    assert local_serve.ray_auth_header(environ) == {"Authorization": "Bearer own"}
+
+
+# --------------------------------------------------------------------------------------------------
+# serve: one LocalServe, its child and its cluster played by the test
+# --------------------------------------------------------------------------------------------------
+
+
+class Ready(BaseHTTPRequestHandler):
+    """`/one/ready`: 503 at first, then the server's `body`."""
+
+    def do_GET(self):
+        self.server.asked += 1
+        found = self.path == "/one/ready" and self.server.asked > 2
+        self.send_response(200 if found else 503)
+        self.end_headers()
+        self.wfile.write(json.dumps(self.server.body).encode() if found else b"no")
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def ready_server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as server:
+        server.asked = 0
+        server.body = {"startup": {"load_s": 0.25, "replica": {"warm_up_s": 1.5}}}
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+DASHBOARD_LINE = (
+    "print('View the dashboard at \\x1b[1m\\x1b[32mhttp://127.0.0.1:1 \\x1b[39m', flush=True)"
+)
+SLEEPER = f"import time; {DASHBOARD_LINE}; time.sleep(60)"
+STUBBORN = (
+    f"import signal, time; signal.signal(15, signal.SIG_IGN); {DASHBOARD_LINE}; time.sleep(60)"
+)
+
+
+def served(
+    tmp_path: Path,
+    code: str,
+    config: serve_config.ServeConfig,
+    state: tuple[str, str],
+    ready_timeout_s: float = 20.0,
+) -> tuple[int, str, local_serve.LocalServe]:
+    """Run a child with `code`, signalling SIGINT to this process once "ready" is printed."""
+
+    class Out(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith("ready:"):
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    out = Out()
+    command = [sys.executable, "-c", code]
+    server = local_serve.LocalServe(
+        config, command, tmp_path / "serve.log", status=lambda url: {"one": state}
+    )
+    status = server.run(out, ready_timeout_s)
+    assert server._child.poll() is not None, "the child outlived the command"
+    return status, out.getvalue(), server
+
+
+def test_ready_prints_where_time_went_and_a_command_to_paste(tmp_path, ready_server):
+    config = checked(ready_server.server_port)
+    before = signal.getsignal(signal.SIGINT)
+    status, out, server = served(tmp_path, SLEEPER, config, ("RUNNING", ""))
+    assert status == 0
+    assert server._child.returncode == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGINT) is before
+    lines = out.splitlines()
+    assert lines[1] == "Ray dashboard: http://127.0.0.1:1"
+    assert lines[2].startswith("start-up ")
+    assert lines[2].endswith("of these in 'one': load 0.2 s, replica warm up 1.5 s")
+    command = shlex.split(lines[3].removeprefix("ready: "))
+    assert command[:2] == ["curl", "-N"]
+    assert command[2] == f"http://127.0.0.1:{ready_server.server_port}/one/v1/chat/completions"
+    body = json.loads(command[-1])
+    assert (body["model"], body["stream"]) == ("it's", True)
+    assert ready_server.asked >= 3
+
+
+def test_a_child_that_ignores_sigterm_is_killed(tmp_path, ready_server, monkeypatch):
+    monkeypatch.setattr(local_serve, "TERMINATE_S", 0.5)
+    config = checked(ready_server.server_port)
+    status, _, server = served(tmp_path, STUBBORN, config, ("RUNNING", ""))
+    assert status == 0
+    assert server._child.returncode == -signal.SIGKILL
+
+
+def test_a_failed_deployment_ends_it_with_the_reason_and_the_logs_tail(tmp_path):
+    state = ("DEPLOY_FAILED", "no such folder: /models/x")
+    status, out, _ = served(tmp_path, SLEEPER, checked(), state)
+    assert status == 1
+    assert "failed: application 'one': no such folder: /models/x" in out
+    assert "View the dashboard" in out
+    assert "ready:" not in out
+
+
+def test_a_child_that_ends_is_a_failure(tmp_path):
+    code = "import sys; print('\\n'.join(map(str, range(100)))); sys.exit(3)"
+    status, out, _ = served(tmp_path, code, checked(), ("NOT_STARTED", ""))
+    assert status == 1
+    assert "failed: `serve run` ended with exit status 3" in out
+    assert "\n99\n" in out
+    assert "\n59\n" not in out, "only the tail of the log"
+
+
+@pytest.mark.parametrize("state", ["DEPLOYING", "RUNNING"])
+def test_what_is_never_ready_times_out(tmp_path, free_ports, state: str):
+    config = checked(free_ports[0])
+    status, out, _ = served(tmp_path, SLEEPER, config, (state, ""), ready_timeout_s=1.5)
+    assert status == 1
+    assert "failed: not ready after 2 s: one" in out
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\n\r\nnot json", b"\x00\xff" * 9])
+def test_an_answer_that_is_not_ready_is_none(answer: bytes):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reply() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        threading.Thread(target=reply, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/ready"
+        assert local_serve.fetch_ready(url) is None
+
+
+def test_ready_is_asked_over_tls_where_the_config_has_a_certificate(tmp_path, ready_server):
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    options = ["-subj", "/CN=elsewhere", "-days", "1", "-keyout", key, "-out", certificate]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", *options],
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    ready_server.socket = context.wrap_socket(ready_server.socket, server_side=True)
+    config = checked(ready_server.server_port, ssl_certfile=str(certificate), ssl_keyfile=str(key))
+    status, out, _ = served(tmp_path, SLEEPER, config, ("RUNNING", ""))
+    assert status == 0
+    assert f"curl -N -k https://127.0.0.1:{ready_server.server_port}/one/v1" in out
+
+
+# --------------------------------------------------------------------------------------------------
+# serve: with Ray
+# --------------------------------------------------------------------------------------------------
+
+TINY_APP = """
+import os
+from ray import serve
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1})
+class Tiny:
+    def __call__(self, request):
+        return {"pid": os.getpid(), "nice": os.nice(0)}
+
+app = Tiny.bind()
+
+@serve.deployment(ray_actor_options={"num_cpus": 0.1})
+class Broken:
+    def __init__(self):
+        raise RuntimeError("the model has no weights")
+
+broken = Broken.bind()
+"""
+
+
+def tiny_config(tmp_path: Path, ports: tuple[int, int], attribute: str) -> Path:
+    (tmp_path / "tiny_app.py").write_text(TINY_APP)
+    path = tmp_path / "tiny.yaml"
+    config = {
+        "http_options": {"host": "127.0.0.1", "port": ports[0]},
+        "grpc_options": {"port": ports[1]},
+        "applications": [
+            {
+                "name": "tiny",
+                "import_path": f"tiny_app:{attribute}",
+                "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
+            }
+        ],
+    }
+    path.write_text(json.dumps(config))  # JSON is YAML
+    return path
+
+
+def session_processes(session: int) -> list[str]:
+    """Command lines of the processes of a session, as `setsid` made it."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.system
+def test_serve_runs_an_application_until_sigterm(tmp_path, free_ports, ray_environment):
+    path = tiny_config(tmp_path, free_ports, "app")
+    out = tmp_path / "out"
+    with out.open("wb") as stdout:
+        process = subprocess.Popen(
+            [*QUIRE, "serve", str(path), "--log-file", str(tmp_path / "serve.log")],
+            cwd=tmp_path,
+            env=ray_environment,
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(
+            lambda: "ready: tiny" in out.read_text() or process.poll() is not None, 120, "ready"
+        )
+        assert process.poll() is None, out.read_text()
+        answer = local_serve.fetch_ready(f"http://127.0.0.1:{free_ports[0]}/")
+        assert answer["nice"] == os.nice(0), "workers run at this process' niceness"
+        session = os.getsid(answer["pid"])
+        assert session != os.getsid(process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    # Ray's own processes may take a moment longer than the driver.
+    wait_until(lambda: not session_processes(session), 20, "no process left")
+
+
+@pytest.mark.system
+def test_serve_ends_when_a_deployment_fails(tmp_path, free_ports, ray_environment):
+    path = tiny_config(tmp_path, free_ports, "broken")
+    result = quire("serve", str(path), cwd=tmp_path, env=ray_environment)
+    assert result.returncode == 1
+    assert "failed: application 'tiny'" in result.stdout
+    assert "the model has no weights" in result.stdout

@@ -1,0 +1,48 @@
+"""What all tests share: one thread per process, no downloads, reproducible property tests in CI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+# Before torch, transformers or ray are imported, here or in a child process.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+# Times vary too much on shared cores for hypothesis' own deadline; pytest-timeout bounds a test.
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if "CI" in os.environ else "default")
+
+
+@pytest.fixture
+def free_ports() -> tuple[int, int]:
+    """Two TCP ports of the loopback that nobody listens on."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]
+
+
+@pytest.fixture
+def ray_environment() -> Iterator[dict[str, str]]:
+    """Environment of a child process whose Ray keeps to a folder and a home of its own.
+
+    The folder's path is short: Ray puts sockets in it, whose paths may have 107 bytes.
+    """
+    folder = tempfile.mkdtemp(prefix="q-", dir="/tmp")
+    home = os.path.join(folder, "home")
+    os.mkdir(home)
+    yield {**os.environ, "RAY_TMPDIR": folder, "HOME": home}
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,47 @@
+"""One cluster for all system tests, and what must hold after each of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.protos import generation_pb2_grpc
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `live`
+
+from live import Cluster, start_cluster, wait_until
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    """HAProxy mode, two routers, two replicas of the embedded model, float32, deterministic."""
+    yield from start_cluster(tmp_path_factory.mktemp("cluster"), lambda config: None)
+
+
+@pytest.fixture
+def generation(cluster: Cluster) -> Iterator[generation_pb2_grpc.GenerationStub]:
+    with cluster.channel() as channel:
+        yield generation_pb2_grpc.GenerationStub(channel)
+
+
+@pytest.fixture(autouse=True)
+def conserved(request) -> Iterator[None]:
+    """After every test on the cluster: nothing runs, and free + cached = total on every replica."""
+    yield
+    if "cluster" not in request.fixturenames:
+        return
+    cluster = request.getfixturevalue("cluster")
+
+    def at_rest() -> bool:
+        return all(
+            load.num_running == 0
+            and load.num_waiting == 0
+            and device.blocks_free + device.blocks_cached == device.blocks_total
+            for load in cluster.loads()
+            for device in load.cache.tiers
+        )
+
+    wait_until(at_rest, 5, f"free + cached = total: {cluster.loads()}")

@@ -1,0 +1,132 @@
+"""A real cluster: `quire serve` on the repository's own cluster.yaml with other ports, and its clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import openai
+import pytest
+import yaml
+
+from quire.cluster.local_serve import ray_auth_header
+from quire.protos import control_pb2, control_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Cluster:
+    """A running cluster and how to reach it."""
+
+    http_port: int
+    grpc_port: int
+    output: Path  # what `quire serve` printed
+    dashboard: str
+    config: dict  # the Serve config that runs
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def openai(self, **kwargs) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **kwargs)
+
+    def channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}")
+
+    def deploy(self, config: dict) -> None:
+        """What `serve deploy` does: give Serve another config."""
+        self._dashboard("/api/serve/applications/", json.dumps(config).encode())
+
+    def serve_status(self) -> dict:
+        """Serve's details from the dashboard's REST API."""
+        return json.loads(self._dashboard("/api/serve/applications/"))
+
+    def ray_metrics(self) -> str:
+        """What Prometheus would scrape from this node."""
+        nodes = json.loads(self._dashboard("/nodes?view=summary"))["data"]["summary"]
+        port = nodes[0]["raylet"]["metricsExportPort"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+            return response.read().decode()
+
+    def _dashboard(self, path: str, put: bytes | None = None) -> bytes:
+        headers = {"Content-Type": "application/json", **ray_auth_header(os.environ)}
+        method = "GET" if put is None else "PUT"
+        request = urllib.request.Request(self.dashboard + path, put, headers, method=method)
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.read()
+
+    def loads(self) -> list[control_pb2.ReplicaLoad]:
+        with self.channel() as channel:
+            reply = control_pb2_grpc.ControlStub(channel).GetLoads(
+                control_pb2.GetLoadsRequest(), timeout=10
+            )
+        return list(reply.replicas)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Poll until `condition` holds; returns the seconds it took."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > timeout_s:
+            pytest.fail(f"not within {timeout_s} s: {what}")
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:
+    """Run `quire serve` on cluster.yaml as changed by `change`, until the fixture ends."""
+    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    config["http_options"]["port"] = free_port()
+    config["grpc_options"]["port"] = free_port()
+    haproxy = config["controller_options"]["runtime_env"]["env_vars"]
+    for name in ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT"):
+        haproxy[name] = str(free_port())
+    change(config)
+    path = directory / "cluster.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    output = directory / "serve.out"
+    command = [sys.executable, "-m", "quire.cluster.cli", "serve", str(path)]
+    command += ["--log-file", str(directory / "serve.log"), "--ready-timeout-s", "180"]
+    with output.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
+    try:
+        wait_until(
+            lambda: process.poll() is not None or "\nready:" in output.read_text(),
+            200,
+            "ready line",
+        )
+        assert process.poll() is None, output.read_text()
+        dashboard = re.search(r"Ray dashboard: (\S+)", output.read_text())[1]
+        yield Cluster(
+            config["http_options"]["port"],
+            config["grpc_options"]["port"],
+            output,
+            dashboard,
+            config,
+        )
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            raise

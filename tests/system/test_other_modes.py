@@ -1,0 +1,86 @@
+"""Ray's own proxy instead of HAProxy, and what a router does with its streams when it has to go."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import openai
+import pytest
+from live import Cluster, start_cluster, wait_until
+
+from quire.protos import generation_pb2, generation_pb2_grpc
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def plain_cluster(tmp_path_factory) -> Iterator[Cluster]:
+    """Ray's own proxies, two routers, one replica."""
+
+    def change(config: dict) -> None:
+        del config["controller_options"]["runtime_env"]
+        (application,) = config["applications"]
+        del application["runtime_env"]
+        application["args"]["replicas"] = 1
+
+    yield from start_cluster(tmp_path_factory.mktemp("plain"), change)
+
+
+def test_default_proxy_streams_http_and_grpc(plain_cluster):
+    text = ""
+    for chunk in plain_cluster.openai().completions.create(
+        model="embedded", prompt="A quire is", temperature=0, max_tokens=20, stream=True
+    ):
+        text += chunk.choices[0].text
+    with plain_cluster.channel() as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        sampling = generation_pb2.SamplingOptions(temperature=0, max_tokens=20)
+        request = generation_pb2.GenerateRequest(prompt="A quire is", sampling=sampling)
+        responses = list(stub.Generate(request))
+        assert "".join(response.text for response in responses) == text != ""
+        assert len(responses) > 5
+        with pytest.raises(grpc.RpcError) as error:
+            stub.GenerateOnce(generation_pb2.GenerateRequest(prompt=""))
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_router_that_is_scaled_away_finishes_its_streams(plain_cluster):
+    """Streams of about 15 s are open on both routers when one of them has to go."""
+
+    async def stream(client: openai.AsyncOpenAI, i: int) -> tuple[int, str | None]:
+        count, finish = 0, None
+        async for chunk in await client.completions.create(
+            model="embedded",
+            prompt=f"Story {i}",
+            max_tokens=1500,
+            stream=True,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        ):
+            choice = chunk.choices[0]
+            count += len(getattr(choice, "token_ids", None) or [])
+            finish = choice.finish_reason or finish
+        return count, finish
+
+    def routers() -> int:
+        deployments = plain_cluster.serve_status()["applications"]["quire"]["deployments"]
+        return len(deployments["Router"]["replicas"])
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(
+            base_url=f"{plain_cluster.url}/v1", api_key="none", max_retries=0
+        ) as client:
+            streams = [asyncio.create_task(stream(client, i)) for i in range(8)]
+            await asyncio.sleep(1)
+            smaller = copy.deepcopy(plain_cluster.config)
+            smaller["applications"][0]["args"]["routers"] = 1
+            await asyncio.to_thread(plain_cluster.deploy, smaller)
+            assert not any(task.done() for task in streams), "the streams must outlive the change"
+            assert await asyncio.gather(*streams) == [(1500, "length")] * 8
+
+    asyncio.run(run())
+    wait_until(lambda: routers() == 1, 60, "one router is left")
+    assert httpx.get(f"{plain_cluster.url}/ready").status_code == 200

@@ -1,0 +1,244 @@
+"""Real clients against the real cluster: the same answers on every path, whatever else is running."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+
+import grpc
+import openai
+import pytest
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+from live import wait_until
+
+from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+pytestmark = pytest.mark.system
+MESSAGES = [{"role": "user", "content": "Tell me a story about a lighthouse."}]
+
+
+def chat_request(seed: int, **sampling) -> generation_pb2.GenerateRequest:
+    turns = [generation_pb2.ChatMessage(**message) for message in MESSAGES]
+    return generation_pb2.GenerateRequest(
+        messages=generation_pb2.ChatMessages(messages=turns),
+        sampling=generation_pb2.SamplingOptions(seed=seed, **sampling),
+    )
+
+
+def joined(responses: Iterator[Message]) -> tuple[str, list[int], Message]:
+    text, token_ids = "", []
+    for response in responses:
+        assert response.index == len(token_ids)
+        text += response.text
+        token_ids += response.token_ids
+    return text, token_ids, response
+
+
+def test_serve_prints_where_the_time_went_and_a_curl_that_streams(cluster):
+    lines = cluster.output.read_text().splitlines()
+    startup = next(line for line in lines if line.startswith("start-up"))
+    for phase in ("Ray", "imports", "load", "warm"):
+        assert phase in startup
+    curl = next(line for line in lines if line.startswith("ready: ")).removeprefix("ready: ")
+    output = subprocess.run(shlex.split(curl), capture_output=True, text=True, timeout=60).stdout
+    assert output.count("data: {") > 20
+    assert output.rstrip().endswith("data: [DONE]")
+
+
+def test_openai_and_grpc_stream_the_same_tokens_for_a_seed(cluster, generation):
+    for seed in (1, 2, 3):
+        ids, text, finish = [], "", None
+        for chunk in cluster.openai().chat.completions.create(
+            model="embedded",
+            messages=MESSAGES,
+            seed=seed,
+            stream=True,
+            extra_body={"return_token_ids": True},
+        ):
+            choice = chunk.choices[0]
+            text += choice.delta.content or ""
+            ids += getattr(choice, "token_ids", None) or []
+            finish = choice.finish_reason or finish
+        grpc_text, grpc_ids, last = joined(generation.Generate(chat_request(seed)))
+        once = generation.GenerateOnce(chat_request(seed))
+        assert text == grpc_text == once.text
+        assert ids == grpc_ids == list(once.token_ids)
+        assert finish == "stop"
+        assert last.finish_reason == once.finish_reason == generation_pb2.FINISH_REASON_STOP
+        assert last.usage.completion_tokens == len(ids)
+
+
+def test_usage_counts_cached_tokens_and_the_answer_says_where_it_came_from(cluster):
+    prompt = "Once there was a bookbinder who counted every page. " * 20
+    client = cluster.openai()
+    answers = [
+        client.completions.with_raw_response.create(
+            model="embedded", prompt=prompt, max_tokens=4, temperature=0
+        )
+        for _ in range(2)
+    ]
+    first, second = (answer.parse() for answer in answers)
+    assert first.choices[0].text == second.choices[0].text
+    assert second.usage.prompt_tokens_details.cached_tokens >= 64
+    assert answers[0].headers["x-quire-replica"] == answers[1].headers["x-quire-replica"]
+    assert int(answers[1].headers["x-quire-cached-tokens"]) >= 64
+
+
+def test_64_concurrent_streams_each_equal_their_own_single_run(cluster):
+    """HTTP and gRPC, greedy and sampled, prompts of 3 to 900 tokens, outputs of 5 to 132."""
+
+    def request(i: int) -> dict:
+        words = " ".join(f"page {n * i % 97}" for n in range(i * i % 190))
+        return {
+            "prompt": f"Story {i}. {words} There was a harbour",
+            "max_tokens": 5 + 2 * i % 128,
+            "temperature": 0.0 if i % 3 else 0.9,
+            "seed": i,
+        }
+
+    async def over_http(client: openai.AsyncOpenAI, i: int) -> list[int]:
+        ids: list[int] = []
+        extra = {"return_token_ids": True, "ignore_eos": True}
+        async for chunk in await client.completions.create(
+            model="embedded", stream=True, extra_body=extra, **request(i)
+        ):
+            ids += getattr(chunk.choices[0], "token_ids", None) or []
+        return ids
+
+    async def over_grpc(stub: generation_pb2_grpc.GenerationStub, i: int) -> list[int]:
+        fields = request(i)
+        message = generation_pb2.GenerateRequest(
+            prompt=fields.pop("prompt"),
+            ignore_eos=True,
+            sampling=generation_pb2.SamplingOptions(**fields),
+        )
+        return [t async for response in stub.Generate(message) for t in response.token_ids]
+
+    async def run() -> None:
+        async with (
+            openai.AsyncOpenAI(
+                base_url=f"{cluster.url}/v1", api_key="none", max_retries=0
+            ) as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel,
+        ):
+            stub = generation_pb2_grpc.GenerationStub(channel)
+
+            async def one(i: int) -> list[int]:
+                return await (over_http(client, i) if i % 2 else over_grpc(stub, i))
+
+            together = await asyncio.gather(*map(one, range(64)))
+            for i in range(64):
+                assert len(together[i]) == request(i)["max_tokens"]
+                assert together[i] == await one(i), f"request {i}"
+
+    asyncio.run(run())
+
+
+def test_unrelated_requests_spread_and_a_shared_prefix_attracts(cluster):
+    client = cluster.openai()
+
+    def replica_of(prompt: list[int]) -> str:
+        answer = client.completions.with_raw_response.create(
+            model="embedded", prompt=prompt, max_tokens=1
+        )
+        return answer.headers["x-quire-replica"]
+
+    unrelated = {replica_of([100 + i, *range(200, 330)]) for i in range(20)}
+    assert len(unrelated) == 2
+    for i in range(10):
+        prefix = [300 + i] * 64  # two blocks
+        first = replica_of([*prefix, 7])
+        answer = client.completions.with_raw_response.create(
+            model="embedded", prompt=[*prefix, 8, 9], max_tokens=1
+        )
+        assert answer.headers["x-quire-replica"] == first
+        assert answer.parse().usage.prompt_tokens_details.cached_tokens == 64
+
+
+def test_stop_strings_and_limits_end_the_answer(cluster):
+    client = cluster.openai()
+    whole = client.chat.completions.create(
+        model="embedded", messages=MESSAGES, temperature=0
+    ).choices[0]
+    assert whole.finish_reason == "stop" and len(whole.message.content) > 60
+    stop = whole.message.content[30:36]
+    cut = client.chat.completions.create(
+        model="embedded", messages=MESSAGES, temperature=0, stop=[stop]
+    ).choices[0]
+    assert cut.message.content == whole.message.content[: whole.message.content.find(stop)]
+    assert cut.finish_reason == "stop"
+    short = client.chat.completions.create(
+        model="embedded", messages=MESSAGES, temperature=0, max_tokens=7
+    )
+    assert short.choices[0].finish_reason == "length"
+    assert short.usage.completion_tokens == 7
+
+
+def test_health_reflection_and_control(cluster):
+    with cluster.channel() as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "quire.v1.Generation", "quire.v1.Control"):
+            reply = health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert {"quire.v1.Generation", "quire.v1.Control"} <= set(services)
+        control = control_pb2_grpc.ControlStub(channel)
+        info = control.GetModelInfo(control_pb2.GetModelInfoRequest())
+        assert (info.name, info.dtype) == ("embedded", "float32")
+        watch = control.WatchCache(control_pb2.WatchCacheRequest(period_ms=100))
+        before = next(watch)
+        assert len(before.replicas) == 2
+        cluster.openai().completions.create(
+            model="embedded", prompt=list(range(500, 700)), max_tokens=1
+        )
+        after = next(watch)
+        assert cached_blocks(after) > cached_blocks(before)
+        watch.cancel()
+
+
+def cached_blocks(caches: control_pb2.WatchCacheResponse) -> int:
+    return sum(
+        tier.blocks_cached + tier.blocks_in_use
+        for replica in caches.replicas
+        for tier in replica.cache.tiers
+    )
+
+
+def test_nothing_was_compiled_after_ready(cluster):
+    loads = cluster.loads()
+    assert sum(load.num_steps for load in loads) > 0
+    assert [load.num_compiles for load in loads] == [0, 0]
+
+
+def test_ray_metrics_and_names(cluster):
+    """Gauges of both replicas and the routers' histograms are in Ray's own metrics and names."""
+    for _ in range(2):  # twice: the second finds its prefix
+        cluster.openai().completions.create(model="embedded", prompt=[9] * 200, max_tokens=8)
+    gauges = ["quire_kv_blocks_free", "quire_kv_blocks_cached", "quire_kv_blocks_in_use"]
+    gauges += ["quire_requests_running", "quire_requests_waiting"]
+    expected = {*gauges, "quire_output_tokens", "quire_prompt_tokens", "quire_prefix_hit_tokens"}
+    expected |= {"quire_prefix_queried_tokens", "quire_time_to_first_token_seconds_count"}
+    expected |= {"quire_inter_token_seconds_bucket"}
+
+    def missing() -> set[str]:
+        text = cluster.ray_metrics()
+        return {name for name in expected if f"ray_{name}" not in text}
+
+    wait_until(lambda: not missing(), 60, "all metrics are there")
+    lines = cluster.ray_metrics().splitlines()
+    for gauge in gauges:
+        replicas = {
+            re.search(r'replica="([^"]+)"', line)[1]
+            for line in lines
+            if line.startswith(f"ray_{gauge}{{")
+        }
+        assert len(replicas) == 2, gauge
+    details = cluster.serve_status()["applications"]["quire"]["deployments"]
+    assert {name: len(d["replicas"]) for name, d in details.items()} == {"Replica": 2, "Router": 2}

@@ -1,0 +1,232 @@
+"""The distribution: what is in it, and that it works where the repository is not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+NOT_PACKAGED = {"tests", "k8s", "build", "dist"}
+# For readers of the repository.
+NOT_SHIPPED = (".md", ".pyc")
+
+
+def package_folders() -> dict[str, Path]:
+    """`quire.x.y` to its folder, for every folder with an `__init__.py`."""
+    found = {}
+    for init in ROOT.glob("[a-z]*/**/__init__.py"):
+        parts = init.relative_to(ROOT).parts[:-1]
+        if parts[0] not in NOT_PACKAGED:
+            found[".".join(("quire", *parts))] = init.parent
+    return found
+
+
+def packaged_files() -> set[str]:
+    """Paths inside the wheel of every file that the package folders hold."""
+    paths = set()
+    for package, folder in package_folders().items():
+        for path in folder.rglob("*"):
+            inner = path.relative_to(folder)
+            if path.is_file() and path.suffix not in NOT_SHIPPED:
+                paths.add(str(Path(package.replace(".", "/")) / inner))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of what a build reads, so that building leaves nothing in the repository."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy / name)
+    for name in {package.split(".")[1] for package in package_folders()}:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def pip(*arguments: object) -> None:
+    """Run pip without a network: with the setuptools of this environment, without an index."""
+    command = [sys.executable, "-m", "pip", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, source)
+    (path,) = folder.glob("quire-*.whl")
+    return path
+
+
+def empty_environment(folder: Path) -> Path:
+    """An environment that has the dependencies of this one but not its `quire`.
+
+    A .pth file adds this environment's site-packages as a plain folder, whose own .pth files (an
+    editable install is one) are then not read.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site_packages = folder / "lib" / version / "site-packages"
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    python = folder / "bin" / "python"
+    assert run(python, "import quire").returncode != 0, "the environment has a quire already"
+    return python
+
+
+def run(python: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code that sees neither the working directory nor PYTHONPATH."""
+    return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd="/")
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory) -> Iterator[Path]:
+    """The Python of an environment with the wheel."""
+    python = empty_environment(tmp_path_factory.mktemp("environment") / "venv")
+    pip("--python", python, "install", "--no-deps", "--no-index", wheel)
+    yield python
+
+
+def test_every_package_folder_is_listed():
+    assert sorted(package_folders()) == sorted(PYPROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_the_wheel_holds_every_file_of_the_packages(wheel: Path):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    shipped = {name for name in names if not re.match(r"quire-[^/]*\.dist-info/", name)}
+    assert shipped == packaged_files()
+    assert "quire/replica/embedded/checkpoint/model.safetensors" in shipped
+
+
+def test_the_wheel_has_its_licence_and_no_top_level_but_quire(wheel: Path):
+    archive = zipfile.ZipFile(wheel)
+    tops = {name.split("/")[0] for name in archive.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"quire"}
+    (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+    assert "License-Expression: Apache-2.0" in archive.read(metadata).decode()
+    (licence,) = (n for n in archive.namelist() if n.endswith("/LICENSE"))
+    assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+
+
+def test_every_module_of_the_wheel_imports_where_the_repository_is_not(
+    wheel: Path, installed: Path
+):
+    modules = sorted(
+        name.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
+        for name in zipfile.ZipFile(wheel).namelist()
+        if name.endswith(".py") and not name.endswith("__main__.py")
+    )
+    assert "quire.cluster.cli" in modules
+    code = f"""
+import importlib, sys
+for name in {modules}:
+    module = importlib.import_module(name)
+    assert module.__file__.startswith(sys.prefix), (name, module.__file__)
+"""
+    result = run(installed, code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_embedded_checkpoint_is_found_in_the_wheel(installed: Path):
+    code = """
+import sys
+from quire.replica.embedded import CHECKPOINT
+assert str(CHECKPOINT).startswith(sys.prefix), CHECKPOINT
+for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
+    assert (CHECKPOINT / name).is_file(), name
+"""
+    result = run(installed, code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_wheels_command_checks_a_config(installed: Path):
+    command = [installed.parent / "quire", "config", "check", ROOT / "cluster.yaml"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("quire: /: model embedded")
+
+
+def test_an_editable_install_runs_the_source_folder(source: Path, tmp_path):
+    python = empty_environment(tmp_path / "venv")
+    options = ("--no-deps", "--no-build-isolation", "--no-index")
+    pip("--python", python, "install", *options, "-e", source)
+    code = "from quire.cluster import cli; from quire.replica import embedded; print(cli.__file__)"
+    result = run(python, code)
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()) == source / "cluster" / "cli.py"
+    result = subprocess.run([python.parent / "quire", "--version"], capture_output=True, text=True)
+    assert result.stdout == "quire 0.1.0\n"
+
+
+# --------------------------------------------------------------------------------------------------
+# Dependencies
+# --------------------------------------------------------------------------------------------------
+
+
+def lower_bound(name: str) -> Version:
+    for text in PYPROJECT["project"]["dependencies"]:
+        requirement = Requirement(text)
+        if requirement.name == name:
+            return max(Version(s.version) for s in requirement.specifier if s.operator == ">=")
+    raise AssertionError(f"{name} is not a dependency")
+
+
+def test_dependencies_have_a_lower_and_an_upper_bound():
+    for text in PYPROJECT["project"]["dependencies"]:
+        operators = {s.operator for s in Requirement(text).specifier}
+        assert operators == {">=", "<"}, text
+
+
+def test_generated_code_runs_with_the_oldest_allowed_protobuf_and_grpcio():
+    generated = sorted((ROOT / "protos").glob("*_pb2*.py"))
+    assert generated
+    for path in generated:
+        text = path.read_text()
+        if match := re.search(r"GRPC_GENERATED_VERSION = '([\d.]+)'", text):
+            assert Version(match[1]) <= lower_bound("grpcio"), path.name
+        if match := re.search(r"PUBLIC,\s*(\d+),\s*(\d+),\s*(\d+),", text):
+            assert Version(".".join(match.groups())) <= lower_bound("protobuf"), path.name
+
+
+def test_what_the_package_imports_is_a_dependency(installed: Path):
+    """By the distribution that owns each imported module, so that nothing comes in by luck."""
+    code = """
+import ast, importlib.metadata, pathlib, sys
+import quire.cluster
+owners = importlib.metadata.packages_distributions()
+root = pathlib.Path(quire.cluster.__file__).parents[1]
+for path in root.rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        for top in {name.split(".")[0] for name in names}:
+            if top not in sys.stdlib_module_names and top not in ("quire", "google"):
+                print(path.relative_to(root), top, *owners[top])
+"""
+    result = run(installed, code)
+    assert result.returncode == 0, result.stderr
+    declared = {
+        re.sub(r"[-_.]+", "-", Requirement(text).name).lower()
+        for text in PYPROJECT["project"]["dependencies"]
+    }
+    # Layers of a declared dependency that its users are meant to import.
+    declared |= {"starlette", "uvicorn", "pydantic-core"}
+    for line in result.stdout.splitlines():
+        path, module, *owners = line.split()
+        owners = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
+        assert owners & declared, f"{path} imports {module} of {owners}"
