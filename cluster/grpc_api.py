@@ -255,6 +255,9 @@ def _generation_request(request: generation.GenerateRequest, context: Context) -
     """
     options = request.sampling
     given = {field.name: value for field, value in options.ListFields()}
+    for name in ("allowed_token_ids", "bad_words"):
+        given[name] = tuple(getattr(options, name))
+    given["logit_bias"] = tuple(sorted(options.logit_bias.items()))
     return GenerationRequest(
         request_id=_request_id(request, context),
         model=request.model or None,

@@ -64,6 +64,25 @@ class _GenerationBody(_Strict):
     temperature: float | None = Field(None, description="0 is greedy.")
     top_p: float | None = Field(None, description="In (0, 1]; 1 is off.")
     top_k: int | None = Field(None, description="0 is off (vLLM).")
+    min_p: float | None = Field(
+        None, description="Leaves out what is less likely than this times the likeliest (vLLM)."
+    )
+    repetition_penalty: float | None = Field(
+        None, description="Above 1 makes what prompt and answer contain less likely (vLLM)."
+    )
+    presence_penalty: float | None = Field(
+        None, description="Taken from the logits of what the answer contains."
+    )
+    frequency_penalty: float | None = Field(
+        None, description="Taken from these logits as often as the answer contains it."
+    )
+    logit_bias: dict[str, float] | None = Field(
+        None, description="Token id to what is added to its logit."
+    )
+    allowed_token_ids: _Ids | None = Field(None, description="No other tokens (vLLM).")
+    bad_words: _Texts | None = Field(
+        None, description="Words whose token sequences the answer never contains (vLLM)."
+    )
     seed: int | None = Field(
         None, description="Same prompt, parameters and seed: same tokens. Default: drawn."
     )
@@ -95,6 +114,23 @@ class _GenerationBody(_Strict):
         """Most tokens to generate, under whichever name the client gave it."""
         return self.max_tokens
 
+    def _logit_bias(self) -> tuple[tuple[int, float], ...]:
+        pairs = []
+        for key, bias in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise InvalidRequest(
+                    f"logit_bias: keys must be token ids, got {key[:64]!r}", field="logit_bias"
+                )
+            pairs.append((int(key), bias))
+        return tuple(pairs)
+
+    def _allowed_token_ids(self) -> tuple[int, ...]:
+        if self.allowed_token_ids == []:
+            raise InvalidRequest(
+                "allowed_token_ids must have at least 1 id, got 0", field="allowed_token_ids"
+            )
+        return tuple(self.allowed_token_ids or ())
+
     def generation_request(self, request_id: str, **prompt: Any) -> GenerationRequest:
         """The request for the router, with `prompt` or `messages` as keyword."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -106,6 +142,13 @@ class _GenerationBody(_Strict):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self._logit_bias(),
+            allowed_token_ids=self._allowed_token_ids(),
+            bad_words=tuple(self.bad_words or ()),
             seed=self.seed,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -241,16 +284,13 @@ IGNORED_FIELDS = frozenset(
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "detokenize": (True,),
     "documents": (),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -262,19 +302,15 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "include_reasoning": (True, False),
     "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "logprobs": (False,),
-    "min_p": (0,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
@@ -371,6 +407,7 @@ _UNIONS = {
 }
 _TYPES = {
     "bool_type": "a boolean",
+    "dict_type": "an object",
     "float_type": "a number",
     "int_type": "an integer",
     "list_type": "a list",

@@ -49,6 +49,14 @@ class SamplingParams:
     choice: int = 0  # index of this sample among the n of one request; part of the noise key
     stop_token_ids: tuple[int, ...] = ()  # end the request as EOS does
     ignore_eos: bool = False
+    min_p: float = 0.0  # [0, 1]; leaves out what is less likely than min_p times the likeliest
+    # Of what prompt and output contain, logits above 0 are divided by it and others multiplied; 1 = off.
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # taken from the logits of what the output contains
+    frequency_penalty: float = 0.0  # the same, times how often it does
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # no others; empty = all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output never contains
 
     def to_wire(self) -> list[Any]:
         return [getattr(self, f.name) for f in dataclasses.fields(self)]
@@ -59,7 +67,10 @@ class SamplingParams:
         if len(values) != len(names):
             raise WireError(f"SamplingParams: {len(values)} values, expected {len(names)}")
         kwargs = dict(zip(names, values, strict=True))
-        kwargs["stop_token_ids"] = tuple(kwargs["stop_token_ids"])
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            kwargs[name] = tuple(kwargs[name])
+        for name in ("logit_bias", "bad_words"):
+            kwargs[name] = tuple(tuple(item) for item in kwargs[name])
         return cls(**kwargs)
 
 

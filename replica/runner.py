@@ -27,6 +27,7 @@ from quire.replica.loader import load_model
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.sampler import sample
 from quire.replica.spec import ModelSpec
+from quire.replica.token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Runner:
         self.model = model
         self.pool = pool
         self._device = torch.device(config.device)
+        self._token_counts = TokenCounts(config.vocab_size, self._device)
         self._graphs_at_ready = _num_traced_graphs()
         self._kernels_built = 0
         self._query_tokens: int | None = None
@@ -99,7 +101,7 @@ class Runner:
         started_s = time.perf_counter()
         self.pool.copy_blocks(plan.copies)
         logits = self.forward(plan)
-        return InFlight(sample(logits, plan.sampling), started_s)
+        return InFlight(sample(logits, plan.sampling, self._token_counts), started_s)
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Wait for a launched step."""

@@ -131,6 +131,7 @@ class RouterService:
             vocab_size=hello.vocab_size,
             limits=self.facts.limits,
             rng=self.rng,
+            bad_word_ids=self._tokenizer.tokenizer.bad_word_ids(request.bad_words),
         )
         hashes = self._hasher(hello, request.tenant).hashes(prompt_ids)
         detokenizer = self._detokenizers.new(

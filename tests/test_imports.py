@@ -41,6 +41,7 @@ TORCH_MODULES = {
     "quire.replica.runtime",
     "quire.replica.sampler",
     "quire.replica.sizing",
+    "quire.replica.token_counts",
 }
 # transformers loads torch and triton when one of its models is imported.
 HEAVY = {"ray": "ray", "torch": "torch", "triton": "torch", "transformers": "torch"}

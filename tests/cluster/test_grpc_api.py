@@ -180,6 +180,13 @@ def test_every_field_reaches_the_router(service) -> None:
             "top_p": 0.5,
             "top_k": 3,
             "seed": 2**64 - 1,
+            "min_p": 0.25,
+            "repetition_penalty": 1.5,
+            "presence_penalty": -1.0,
+            "frequency_penalty": 0.5,
+            "logit_bias": {12: 1.5, 7: -100.0},
+            "allowed_token_ids": [5, 7, 12],
+            "bad_words": ["x", "y"],
         },
         stop=["a", "b"],
         stop_token_ids=[1],
@@ -204,6 +211,11 @@ def test_every_field_reaches_the_router(service) -> None:
     )
     sampling = (full.max_tokens, full.min_tokens, full.temperature, full.top_p, full.top_k)
     assert sampling == (7, 2, 0.0, 0.5, 3) and full.seed == 2**64 - 1
+    assert (full.min_p, full.repetition_penalty) == (0.25, 1.5)
+    assert (full.presence_penalty, full.frequency_penalty) == (-1.0, 0.5)
+    assert full.logit_bias == ((7, -100.0), (12, 1.5))
+    assert (full.allowed_token_ids, full.bad_words) == ((5, 7, 12), ("x", "y"))
+    assert (bare.min_p, bare.logit_bias, bare.allowed_token_ids) == (None, (), ())
     assert (full.stop, full.stop_token_ids) == (("a", "b"), (1,))
     assert full.ignore_eos and full.include_stop_str_in_output and not full.skip_special_tokens
     assert (full.tenant, full.session, full.priority) == ("tenant", "session", -2)
@@ -261,6 +273,8 @@ INVALID = [
     (request(prompt="x", sampling={"temperature": float("nan")}), "temperature", "invalid_request"),
     (request(prompt="x", sampling={"top_p": float("inf")}), "top_p", "invalid_request"),
     (request(prompt="x", sampling={"top_k": -2}), "top_k", "invalid_request"),
+    (request(prompt="x", sampling={"min_p": 2.0}), "min_p", "invalid_request"),
+    (request(prompt="x", sampling={"logit_bias": {100: 1.0}}), "logit_bias[0]", "invalid_request"),
     (request(prompt="x", stop=[""]), "stop[0]", "invalid_request"),
     (request(prompt="x", stop_token_ids=[100]), "stop_token_ids[0]", "invalid_request"),
     (request(prompt="x", request_id="a\nb"), "request_id", "invalid_request"),

@@ -201,6 +201,13 @@ def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> N
         "temperature": 0,
         "top_p": 0.5,
         "top_k": 3,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"7": -100, "12": 1.5},
+        "allowed_token_ids": [5, 7, 12],
+        "bad_words": ["x", "y"],
         "seed": 9,
         "stop": ["a", "b"],
         "stop_token_ids": [1],
@@ -215,10 +222,11 @@ def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> N
     request = service.requests[0]
     assert [m["role"] for m in request.messages] == ["system", "user", "assistant"]
     assert request.messages[1]["name"] == "ann"
-    served = {
-        name: getattr(request, name)
-        for name in ("model", "min_tokens", "temperature", "top_p", "top_k", "seed")
-    }
+    names = ("model", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+    names += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    served = {name: getattr(request, name) for name in names}
+    assert request.logit_bias == ((7, -100.0), (12, 1.5))
+    assert (request.allowed_token_ids, request.bad_words) == ((5, 7, 12), ("x", "y"))
     assert served == {name: body[name] for name in served}
     assert request.max_tokens == 7 and request.request_id == "r1"
     assert request.stop == ("a", "b") and request.stop_token_ids == (1,)
@@ -293,6 +301,32 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 17}, "invalid_request", "stop"),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [100]}, "invalid_request", "stop_token_ids[0]"),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": ["1"]}, "invalid_request", "stop_token_ids[0]"),
+    (COMPLETIONS, {"prompt": "x", "min_p": 1.5}, "invalid_request", "min_p"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "repetition_penalty": 0},
+        "invalid_request",
+        "repetition_penalty",
+    ),
+    (COMPLETIONS, {"prompt": "x", "presence_penalty": 3}, "invalid_request", "presence_penalty"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "frequency_penalty": "1"},
+        "invalid_request",
+        "frequency_penalty",
+    ),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": [1]}, "invalid_request", "logit_bias"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, "invalid_request", "logit_bias"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"100": 1}}, "invalid_request", "logit_bias[0]"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 101}}, "invalid_request", "logit_bias[0]"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "logit_bias": {"1": 1, "01": 1}},
+        "invalid_request",
+        "logit_bias",
+    ),
+    (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, "invalid_request", "allowed_token_ids"),
+    (COMPLETIONS, {"prompt": "x", "bad_words": [""]}, "invalid_request", "bad_words[0]"),
     (COMPLETIONS, {"prompt": "x", "stream": "yes"}, "invalid_request", "stream"),
     (COMPLETIONS, {"prompt": "x", "stream_options": {}}, "invalid_request", "stream_options"),
     (
