@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from quire.cluster.front_end import served_role
 from quire.protos.errors import InvalidRequest, UnsupportedField
+from quire.protos.wire import MAX_LOGPROBS
 from quire.router.types import GenerationRequest
 
 # --------------------------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ class _GenerationBody(_Strict):
     seed: int | None = Field(
         None, description="Same prompt, parameters and seed: same tokens. Default: drawn."
     )
+    n: int | None = Field(None, description="Choices, all of the same prompt; default 1.")
     stop: str | _Texts | None = Field(None, description="Strings that end the answer.")
     stop_token_ids: _Ids | None = Field(
         None, description="Token ids that end the answer as EOS does (vLLM)."
@@ -131,6 +133,10 @@ class _GenerationBody(_Strict):
             )
         return tuple(self.allowed_token_ids or ())
 
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell with each token; None for no log-probabilities."""
+        return None
+
     def generation_request(self, request_id: str, **prompt: Any) -> GenerationRequest:
         """The request for the router, with `prompt` or `messages` as keyword."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -149,7 +155,9 @@ class _GenerationBody(_Strict):
             logit_bias=self._logit_bias(),
             allowed_token_ids=self._allowed_token_ids(),
             bad_words=tuple(self.bad_words or ()),
+            logprobs=self.num_logprobs(),
             seed=self.seed,
+            n=1 if self.n is None else self.n,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
@@ -171,6 +179,21 @@ class CompletionRequest(_GenerationBody):
     echo: bool | None = Field(
         None, description="The prompt before the answer; only for a prompt given as text."
     )
+
+    logprobs: int | None = Field(
+        None,
+        description="Log-probabilities of the tokens and of so many of the likeliest in their "
+        "place, at most 20; of the model's own distribution, before any parameter shapes it.",
+    )
+
+    def num_logprobs(self) -> int | None:
+        """As given; of the prompt's tokens there are none."""
+        if self.echo and self.logprobs is not None:
+            raise UnsupportedField(
+                "echo: not supported together with logprobs: the prompt's tokens have none here",
+                field="echo",
+            )
+        return self.logprobs
 
     def single_prompt(self) -> str | tuple[int, ...]:
         """The prompt without the list around it.
@@ -238,6 +261,31 @@ class ChatCompletionRequest(_GenerationBody):
         None, description="The newer name of `max_tokens`; both only if they are equal."
     )
 
+    logprobs: bool | None = Field(
+        None,
+        description="Log-probabilities of the answer's tokens, of the model's own distribution, "
+        "before any parameter shapes it.",
+    )
+    top_logprobs: int | None = Field(
+        None, description="So many of the likeliest tokens, at most 20; only with `logprobs`."
+    )
+
+    def num_logprobs(self) -> int | None:
+        """`top_logprobs` if log-probabilities are asked for."""
+        top = self.top_logprobs
+        if not self.logprobs:
+            if top:
+                raise InvalidRequest(
+                    f"top_logprobs: only with logprobs true, got {top}", field="top_logprobs"
+                )
+            return None
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"top_logprobs must be an integer in [0, {MAX_LOGPROBS}], got {top}",
+                field="top_logprobs",
+            )
+        return top or 0
+
     def output_limit_tokens(self) -> int | None:
         """Most tokens to generate, under whichever name the client gave it."""
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
@@ -303,10 +351,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "logprobs": (False,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prompt_embeds": (),
     "prompt_logprobs": (),
@@ -319,7 +365,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.protos.errors import EngineError
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import SamplingParams, TokenLogprob
 from quire.replica.loop import LoopOutput
 from quire.replica.plan import RequestDelta
 from quire.replica.request import Request
@@ -38,6 +38,7 @@ class RequestOutput:
     finish_reason: str  # stop | length | abort
     num_cached_tokens: int
     params: SamplingParams  # as used: the seed that was drawn is in here
+    logprobs: list[TokenLogprob] | None = None  # one for each token, with `SamplingParams.logprobs`
 
 
 @dataclass(slots=True)
@@ -170,6 +171,8 @@ class OfflineFront:
         if not output.token_ids:
             output.num_cached_tokens = delta.num_cached_tokens
         output.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            output.logprobs = [*(output.logprobs or ()), *delta.logprobs]
         output.finish_reason = delta.finish_reason or ""
 
     @staticmethod

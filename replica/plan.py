@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.protos.errors import QuireError
+from quire.protos.wire import TokenLogprob
 
 NO_TOKEN = int(np.iinfo(np.int64).min)  # no defect gives it by accident
 
@@ -68,6 +69,7 @@ class SamplingBatch:
     min_p: np.ndarray | None = None  # [S] float32, 0 = off
     rules: tuple[tuple[int, TokenRules], ...] = ()  # (index in [0, S), what holds there)
     penalties: Penalties | None = None
+    logprobs: tuple[tuple[int, int], ...] = ()  # (index in [0, S), number of likeliest ids wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class StepResult:
     # [S] int64, aligned with `StepPlan.sampling`; NO_TOKEN where a row's constraints leave none
     token_ids: np.ndarray
     duration_s: float  # launch to tokens on the host
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index in [0, S), if asked
 
 
 @dataclass(slots=True)
@@ -119,6 +122,7 @@ class RequestDelta:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     error: QuireError | None = None
+    logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
 
 
 @dataclass(slots=True)

@@ -69,6 +69,7 @@ class RowTable:
         self.presence = np.zeros(max_rows, dtype=np.float32)  # [R]
         self.frequency = np.zeros(max_rows, dtype=np.float32)  # [R]
         self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
+        self.logprobs = np.full(max_rows, -1, dtype=np.int16)  # [R] likeliest ids wanted; -1 = off
         self.rules = np.empty(max_rows, dtype=object)  # [R] TokenRules or None
         self.bad_words = np.empty(max_rows, dtype=object)  # [R] BadWords or None
         # [R] has penalties, rules, bad words: what few rows ask for is looked up for these only
@@ -125,6 +126,7 @@ class RowTable:
         self._penalised[row] = (
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.rules[row] = _token_rules(params)
         self._ruled[row] = self.rules[row] is not None
         self.bad_words[row] = BadWords(params.bad_words) if params.bad_words else None
@@ -285,6 +287,7 @@ class RowTable:
                 (i, self.rules[rows[i]]) for i in np.flatnonzero(self._ruled[rows]).tolist()
             ),
             penalties=self._penalties(rows),
+            logprobs=self._logprobs(rows),
         )
 
     def _suppressed(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -301,6 +304,11 @@ class RowTable:
             if ids := bad_words.excluded(newest):
                 suppressed.append((i, ids))
         return tuple(suppressed)
+
+    def _logprobs(self, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
+        num_top = self.logprobs[rows]
+        index = np.flatnonzero(num_top >= 0)
+        return tuple(zip(index.tolist(), num_top[index].tolist(), strict=True))
 
     def _penalties(self, rows: np.ndarray) -> Penalties | None:
         index = np.flatnonzero(self._penalised[rows])

@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import MAX_LOGPROBS, SamplingParams
 
 MAX_PENALTY = 2.0  # of presence and frequency, either sign
 MAX_REPETITION_PENALTY = 100.0
@@ -44,6 +44,8 @@ def validate_distribution(params: SamplingParams, vocab_size: int, ending: set[i
         _check_real(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     if len({token for token, _ in params.logit_bias}) < len(params.logit_bias):
         refuse("logit_bias", "must have each id once")
+    if params.logprobs is not None:
+        check_int("logprobs", params.logprobs, 0, MAX_LOGPROBS)
     _check_bad_words(params.bad_words, vocab_size)
     _check_allowed(params, vocab_size, ending)
 

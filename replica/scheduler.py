@@ -365,6 +365,7 @@ class Scheduler:
         self._step = None
         rows = step.sample_rows
         alive = self.rows.active[rows]
+        logprobs = {int(step.sample_rows[i]): lp for i, lp in result.logprobs.items()}  # by row
         if not alive.all():  # aborted while in flight
             rows, tokens = rows[alive], tokens[alive]
         if (tokens == NO_TOKEN).any():
@@ -376,6 +377,13 @@ class Scheduler:
         for i, reason in self.rows.ended(rows, tokens).items():
             request = self.rows.request(int(rows[i]))
             complete[i] = self._release(request, reason, [int(tokens[i])])
+        if logprobs:
+            for i, row in enumerate(rows.tolist()):
+                if row in logprobs:
+                    delta = complete.setdefault(
+                        i, RequestDelta(keys[i], int(index[i]), [int(tokens[i])])
+                    )
+                    delta.logprobs = [logprobs[row]]
         num_prefill = plan.num_tokens - plan.num_decode_rows
         self.speed.observe(num_prefill, plan.num_decode_rows, result.duration_s)
         return DeltaBatch(keys, index, tokens, complete, self.take_ended())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import MAX_LOGPROBS, SamplingParams
 from quire.router.tokenizer import read_json_object, utf8_len
 from quire.router.types import GenerationRequest
 
@@ -42,6 +42,7 @@ class Limits:
     max_allowed_token_ids: int = 4096
     max_bad_words: int = 64
     max_bad_word_bytes: int = 64
+    max_choices: int = 32  # n
     max_priority: int = 1000  # and the negative of it
 
 
@@ -110,6 +111,7 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
         _integer("top_k", request.top_k, -1, _INT32_MAX)
     if request.seed is not None:
         _integer("seed", request.seed, _INT64_MIN, _UINT64_MAX)
+    _integer("n", request.n, 1, limits.max_choices)
     _check_distribution(request, limits)
     _check_stop(request.stop, limits)
     _sequence("stop_token_ids", request.stop_token_ids, limits.max_stop_token_ids, "ids")
@@ -196,6 +198,7 @@ def resolve(
         logit_bias=tuple((i, float(bias)) for i, bias in request.logit_bias),
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids))),
         bad_words=bad_word_ids,
+        logprobs=request.logprobs,
     )
 
 
@@ -279,6 +282,8 @@ def _check_distribution(request: GenerationRequest, limits: Limits) -> None:
     _sequence("allowed_token_ids", allowed, limits.max_allowed_token_ids, "ids")
     for i, token_id in enumerate(allowed):
         _integer(f"allowed_token_ids[{i}]", token_id, 0, _INT32_MAX)
+    if request.logprobs is not None:
+        _integer("logprobs", request.logprobs, 0, MAX_LOGPROBS)
     _sequence("bad_words", request.bad_words, limits.max_bad_words, "strings")
     for i, word in enumerate(request.bad_words):
         _string(f"bad_words[{i}]", word, limits.max_bad_word_bytes)

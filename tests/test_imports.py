@@ -37,6 +37,7 @@ TORCH_MODULES = {
     "quire.replica.kv_pool",
     "quire.replica.linear",
     "quire.replica.loader",
+    "quire.replica.logprobs",
     "quire.replica.runner",
     "quire.replica.runtime",
     "quire.replica.sampler",

@@ -97,6 +97,7 @@ def test_a_ragged_prompt_is_refused():
         ("stop_token_ids", (100,), "ids must be in [0, 100), got 100"),
         ("stop_token_ids", (-1,), "ids must be in [0, 100), got -1"),
         ("stop_token_ids", ("a",), "must be integers, got 'a'"),
+        ("logprobs", 21, "must be in [0, 20], got 21"),
         ("min_p", 1.5, "must be a number in [0, 1], got 1.5"),
         ("presence_penalty", -2.5, "must be a number in [-2, 2], got -2.5"),
         ("frequency_penalty", float("nan"), "must be a number in [-2, 2], got nan"),

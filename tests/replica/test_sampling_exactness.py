@@ -79,6 +79,49 @@ def strangers(count: int) -> list[Request]:
     ]
 
 
+def run_with_logprobs(runner: Runner, requests: list[Request], **changes) -> list[tuple]:
+    """(token, its log-probability, likeliest ids, theirs) of the request "a", bit for bit."""
+    runner.pool.poison()
+    scheduler = Scheduler(dataclasses.replace(runner.config, prefix_caching=True, **changes))
+    told = []
+    for request in requests:
+        assert scheduler.add(request) is None
+    while (plan := scheduler.plan(0.0)) is not None:
+        for delta in scheduler.commit(plan, runner.run(plan), 0.0):
+            if delta.key == "a":
+                assert len(delta.logprobs) == len(delta.token_ids) == 1
+                told.append((delta.token_ids[0], *delta.logprobs[0]))
+            elif delta.key[0] == "stranger":
+                assert delta.logprobs is None
+    run_with_logprobs.num_preemptions = scheduler.num_preemptions
+    return told
+
+
+@pytest.mark.parametrize("num_top", [0, 5, 20])
+def test_logprobs_are_the_models_own_bit_for_bit_however_computed(runner, zoo, num_top):
+    ids, asked = prompt(45), params("everything", logprobs=num_top)
+    expected = run_with_logprobs(runner, [Request("a", ids, asked)])
+    neighbours = [*strangers(5), Request(("other", 1), prompt(8), params("bias", logprobs=20))]
+    assert run_with_logprobs(runner, [*neighbours, Request("a", ids, asked)]) == expected
+    assert run_with_logprobs(runner, [Request("a", ids, asked)], max_batch_tokens=7) == expected
+    moved = Request("a", ids + [t for t, *_ in expected[:17]], asked, num_emitted=17)
+    assert run_with_logprobs(runner, [moved]) == expected[17:]
+    small = dict(num_blocks=8, safety_margin=0.0)
+    assert run_with_logprobs(runner, [*strangers(3), Request("a", ids, asked)], **small) == expected
+    assert run_with_logprobs.num_preemptions > 0
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        zoo(NAME), dtype=torch.float32, attn_implementation="eager"
+    )
+    output = [token for token, *_ in expected]
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids + output])).logits[0, len(ids) - 1 : -1].double()
+    for row, (token, logprob, top_ids, top) in zip(logits.log_softmax(-1), expected, strict=True):
+        assert abs(float(row[token]) - logprob) < 1e-4
+        assert top_ids == row.argsort(descending=True)[:num_top].tolist()
+        np.testing.assert_allclose(top, row[top_ids].numpy(), atol=1e-4)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_the_same_however_they_are_computed(runner, case):
     ids = prompt(45)
