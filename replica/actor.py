@@ -99,7 +99,8 @@ class Replica:
         finished = asyncio.get_running_loop().create_future()
         self._finished[key] = finished
         try:
-            self._engine.submit(_engine_request(key, request))
+            source = self._attachments.source(request.router_id)
+            self._engine.submit(_engine_request(key, source, request))
             return (await finished).encode()
         except QuireError as error:
             return _failed(error, request).encode()
@@ -164,7 +165,7 @@ class Replica:
     def _publish(self, output: LoopOutput) -> None:
         self._attachments.publish(output)
         self._metrics.on_output(output)
-        for delta in output.deltas:
+        for delta in output.deltas.whole:
             if delta.finish_reason is not None:
                 future = self._finished.get(delta.key)
                 if future is not None and not future.done():
@@ -183,7 +184,7 @@ class Replica:
         self._attachments.send_snapshot(router_id, *snapshot)
 
 
-def _engine_request(key: StreamKey, submit: Submit) -> Request:
+def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
     now = time.monotonic()
     return Request(
         key,
@@ -191,6 +192,8 @@ def _engine_request(key: StreamKey, submit: Submit) -> Request:
         submit.params,
         num_emitted=submit.num_emitted,
         tenant=submit.tenant,
+        source=source,
+        stream_id=submit.stream_id,
         arrival_s=now,
         deadline_s=None if submit.deadline_s is None else now + submit.deadline_s,
         priority=submit.priority,
@@ -250,7 +253,8 @@ class ReplicaMetrics:
 
     def on_output(self, output: LoopOutput) -> None:
         pending = self._pending
-        for delta in output.deltas:
+        pending["quire_output_tokens"] += output.deltas.num_single
+        for delta in output.deltas.whole:
             pending["quire_output_tokens"] += len(delta.token_ids)
             if delta.finish_reason is not None:
                 pending["quire_prompt_tokens"] += delta.num_prompt_tokens
