@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -55,6 +56,9 @@ class Replica:
         self._engine = await asyncio.to_thread(
             Engine, EngineArgs(**engine_args), on_output=self._on_output
         )
+        # What is loaded stays: no collection walks torch and the model again in the middle of a step.
+        gc.collect()
+        gc.freeze()
         self._attachments = Attachments(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -75,19 +76,24 @@ class _Entry:
     )
 
     def __init__(
-        self, block: int, digest: bytes, token_bytes: bytes, tenant: str, parent: _Entry | None
+        self,
+        block: int,
+        digest: bytes,
+        token_bytes: bytes,
+        tenant: str,
+        parent: _Entry | None,
+        depth: int,
     ):
         self.block = block
         self.digest = digest
         self.token_bytes = token_bytes  # block_size int32
         self.tenant = tenant
         self.parent = parent
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth = depth  # blocks before it in its sequence
         self.num_children = 0  # indexed blocks that continue this one
-        self.routing_hashes: list[int] = []  # of the routing blocks that end in this block
-        self.routing_sum = (
-            0  # running sum at the block's end, for the entries that end a routing block
-        )
+        # Of the routing blocks that end in this block, once they are hashed.
+        self.routing_hashes: Sequence[int] = ()
+        self.routing_sum = 0  # at the block's end, if that ends a routing block
 
     def is_content(self, token_bytes: bytes, tenant: str, parent: _Entry | None) -> bool:
         return self.parent is parent and self.token_bytes == token_bytes and self.tenant == tenant
@@ -200,12 +206,13 @@ class PrefixCache:
         parent_entry = None if parent is None else self._by_block[parent]
         if parent is not None and parent_entry is None:
             return None
-        digest = chain.digests[i] if i < len(chain.digests) else chain.extend(token_bytes)
+        digests = chain.digests
+        digest = digests[i] if i < len(digests) else chain.extend(token_bytes)
         entry = self._by_digest.get(digest)
         if entry is not None:
             known = entry.is_content(token_bytes, chain.tenant, parent_entry)
             return entry.block if known else None
-        entry = _Entry(block, digest, token_bytes, chain.tenant, parent_entry)
+        entry = _Entry(block, digest, token_bytes, chain.tenant, parent_entry, i)
         if parent_entry is not None:
             parent_entry.num_children += 1
         self._by_digest[digest] = entry
@@ -213,6 +220,11 @@ class PrefixCache:
         if (i + 1) % self._span == 0:
             self._unhashed.append(entry)
         return block
+
+    @property
+    def num_unhashed(self) -> int:
+        """Registered blocks that end a routing block whose hash has not been told."""
+        return len(self._unhashed)
 
     def hash_new(self) -> None:
         """Hash the routing blocks that end with the blocks registered since the last call, all in one pass,
@@ -224,44 +236,38 @@ class PrefixCache:
         if not self._unhashed:
             return
         entries, self._unhashed = self._unhashed, []
-        parts: list[bytes] = []
+        parts: list[bytes] = []  # tokens of the routing blocks
+        before: list[_Entry | None] = []  # the entry before each routing block
         starts: list[int] = []
         seeds: list[int] = []
         for entry in entries:
-            starts.append((entry.depth + 1 - self._span) * self.block_size)
+            run, first = [entry.token_bytes], entry
+            for _ in range(self._span - 1):
+                first = first.parent
+                run.append(first.token_bytes)
+            parts.extend(reversed(run))
+            before.append(first.parent)
+            starts.append(first.depth * self.block_size)
             seeds.append(self._chain_seed(entry.tenant))
-            self._append_span(parts, entry)
         per_entry = self._routing_blocks
-        first = np.array(starts)
+        begin, keys = np.array(starts), np.array(seeds, np.uint64)
         if per_entry > 1:
-            first = (first[:, None] + np.arange(0, self.block_size, ROUTING_BLOCK_TOKENS)).ravel()
+            begin = (begin[:, None] + np.arange(0, self.block_size, ROUTING_BLOCK_TOKENS)).ravel()
+            keys = np.repeat(keys, per_entry)
         ids = np.frombuffer(b"".join(parts), np.int32).reshape(-1, ROUTING_BLOCK_TOKENS)
-        added = iter(routing_block_sums(first, ids).tolist())
+        added = iter(routing_block_sums(begin, ids).tolist())
         sums: list[int] = []
-        for entry in entries:
+        for entry, parent in zip(entries, before, strict=True):
             # Parents come before their children, so theirs is complete.
-            before = entry
-            for _ in range(self._span):
-                before = before.parent
-            running = 0 if before is None else before.routing_sum
+            running = 0 if parent is None else parent.routing_sum
             for _ in range(per_entry):
                 running = (running + next(added)) & _MASK64
                 sums.append(running)
             entry.routing_sum = running
-        keys = np.array(seeds, np.uint64)
-        hashes = routing_hashes(np.array(sums, np.uint64), np.repeat(keys, per_entry)).tolist()
+        hashes = routing_hashes(np.array(sums, np.uint64), keys).tolist()
         for n, entry in enumerate(entries):
             entry.routing_hashes = hashes[n * per_entry : (n + 1) * per_entry]
         self._events.hold(hashes)
-
-    def _append_span(self, parts: list[bytes], entry: _Entry) -> None:
-        """Append the tokens of the routing block or blocks that end with `entry`."""
-        at = len(parts)
-        part = entry
-        for _ in range(self._span - 1):
-            parts.insert(at, part.token_bytes)
-            part = part.parent
-        parts.insert(at, part.token_bytes)
 
     def forget(self, block: int) -> None:
         """Drop a block from the index; the blocks that continue it must be gone already."""
@@ -302,8 +308,6 @@ class PrefixCache:
                     raise IntegrityError(f"block {entry.block} continues one that is not indexed")
                 children[parent.block] = children.get(parent.block, 0) + 1
             holders.update(entry.routing_hashes)
-        if self._unhashed:
-            raise IntegrityError(f"{len(self._unhashed)} blocks are registered and not hashed")
         for block, entry in enumerate(self._by_block):
             if entry is not None and entry.num_children != children.get(block, 0):
                 raise IntegrityError(f"block {block} counts {entry.num_children} continuations")

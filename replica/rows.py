@@ -255,9 +255,10 @@ class RowTable:
         Row, its request, the block's index in the row's table, the block before it, the block, and its
         tokens as int32.
         """
-        full = np.flatnonzero(decodes.offset == self.block_size - 1)
-        if not len(full):
+        filled = decodes.offset == self.block_size - 1
+        if not np.count_nonzero(filled):
             return
+        full = filled.nonzero()[0]
         rows, index = decodes.ids[full], decodes.block_index[full]
         blocks = self.block_tables[rows, index].tolist()
         parents = self.block_tables[rows, index - 1].tolist()
@@ -454,9 +455,16 @@ class RowTable:
         rows, token_ids, length, max_length
             [S] each; the lengths as `record` returned them.
         """
-        reasons = dict.fromkeys(np.flatnonzero(length >= max_length).tolist(), FinishReason.LENGTH)
+        # Both are empty in most steps: counting is the cheapest way to find that out.
+        full = length >= max_length
+        reasons: dict[int, FinishReason] = {}
+        if np.count_nonzero(full):
+            reasons = dict.fromkeys(full.nonzero()[0].tolist(), FinishReason.LENGTH)
         # Only ids that end some running request can end one: few rows get past this look-up.
-        for i in np.flatnonzero(self._num_enders[token_ids]).tolist():
+        enders = self._num_enders[token_ids]
+        if not np.count_nonzero(enders):
+            return reasons
+        for i in enders.nonzero()[0].tolist():
             row = int(rows[i])
             if length[i] > self.min_length[row] and int(token_ids[i]) in self.request(row).stop_ids:
                 reasons[i] = FinishReason.STOP

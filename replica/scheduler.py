@@ -40,14 +40,20 @@ from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, vali
 from quire.replica.rows import DecodeRows, RowTable
 from quire.replica.speed import StepSpeed
 
+# Decoding rows fill a few routing blocks a step, and a pass over one costs as much as over ten: so they are told
+# after so many steps or when so many have gathered. A prompt's blocks are told in the step that computes them.
+_HASH_STEPS = 8
+_HASH_BLOCKS = 16
+_NO_ROWS = np.empty(0, np.int64)
+
 
 @dataclass(slots=True)
 class _Step:
     """What the scheduler remembers of the step in flight."""
 
     number: int
-    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
-    sample_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [S]
+    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n]
+    sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]
     decodes: DecodeRows | None = None  # the rows, if all of them decode
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
     registered: list[int] = field(default_factory=list)  # blocks, parents before children
@@ -229,10 +235,13 @@ class Scheduler:
         if may_admit:
             self._admit(step, budget, now_s)
         if not len(decodes) and not step.chunks:
+            self.prefix.hash_new()
             return None
         plan, step.rows, step.sample_rows = self.rows.build(step.number, decodes, step.chunks)
         step.decodes = None if step.chunks else decodes
-        self.prefix.hash_new()
+        gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
+        if gathered or step.chunks or step.number % _HASH_STEPS == 0:
+            self.prefix.hash_new()
         self._adopt(step)
         self._step = step
         self.num_steps = step.number
