@@ -74,7 +74,10 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step for the runner. `num_rows` = n, T tokens."""
+    """One step for the runner. `num_rows` = n, T tokens.
+
+    `block_tables` lies in one of two buffers: valid until the second plan after this one is made.
+    """
 
     step: int  # counts up from 1
     num_decode_rows: int  # the first rows have one token each

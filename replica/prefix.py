@@ -16,15 +16,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, RoutingHasher
+from quire.protos.wire import (
+    ROUTING_BLOCK_TOKENS,
+    RoutingHasher,
+    routing_block_sums,
+    routing_hashes,
+)
 from quire.replica.blocks import IntegrityError
 from quire.replica.events import EventLog
 
-# Routing hashers kept, one per tenant: each holds a table of 256 KiB.
-_MAX_HASHERS = 32
+# Tenants whose chain seeds are kept: the key of a routing hash costs microseconds to make.
+_MAX_SEEDS = 1024
+_MASK64 = 2**64 - 1
 _ROOT = bytes(16)
 
 
@@ -69,17 +76,24 @@ class _Entry:
     )
 
     def __init__(
-        self, block: int, digest: bytes, token_bytes: bytes, tenant: str, parent: _Entry | None
+        self,
+        block: int,
+        digest: bytes,
+        token_bytes: bytes,
+        tenant: str,
+        parent: _Entry | None,
+        depth: int,
     ):
         self.block = block
         self.digest = digest
         self.token_bytes = token_bytes  # block_size int32
         self.tenant = tenant
         self.parent = parent
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth = depth  # blocks before it in its sequence
         self.num_children = 0  # indexed blocks that continue this one
-        self.routing_hashes: list[int] = []  # of the routing blocks that end in this block
-        self.routing_sum = np.uint64(0) if parent is None else parent.routing_sum
+        # Of the routing blocks that end in this block, once they are hashed.
+        self.routing_hashes: Sequence[int] = ()
+        self.routing_sum = 0  # at the block's end, if that ends a routing block
 
     def is_content(self, token_bytes: bytes, tenant: str, parent: _Entry | None) -> bool:
         return self.parent is parent and self.token_bytes == token_bytes and self.tenant == tenant
@@ -119,9 +133,16 @@ class PrefixCache:
         self._events = events
         self._by_digest: dict[bytes, _Entry] = {}
         self._by_block: list[_Entry | None] = [None] * num_blocks
-        self._hasher = functools.lru_cache(_MAX_HASHERS)(
-            functools.partial(RoutingHasher, model_name, revision)
-        )
+        self._unhashed: list[_Entry] = []  # end a routing block that is not hashed yet, in order
+        # Entries whose tokens make up a routing block, and routing blocks in an entry.
+        self._span = max(1, ROUTING_BLOCK_TOKENS // block_size)
+        self._routing_blocks = max(1, block_size // ROUTING_BLOCK_TOKENS)
+
+        @functools.lru_cache(_MAX_SEEDS)
+        def chain_seed(tenant: str) -> int:
+            return int(RoutingHasher(model_name, revision, tenant).chain_seed)
+
+        self._chain_seed = chain_seed
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -162,16 +183,18 @@ class PrefixCache:
         return blocks
 
     def register(
-        self, block: int, parent: int | None, token_ids: np.ndarray, chain: ContentChain, i: int
+        self, block: int, parent: int | None, token_bytes: bytes, chain: ContentChain, i: int
     ) -> int | None:
         """Index the i-th block of a sequence, whose KV the step being planned will complete.
+
+        Its routing hash is told by the next `hash_new`.
 
         Parameters
         ----------
         block, parent
             The block, and the block before it in the sequence's table; None for the first.
-        token_ids
-            [block_size] int32, the block's own tokens.
+        token_bytes
+            The block's own tokens, block_size int32.
         chain
             Names of the sequence's blocks, at least the first i of them.
 
@@ -183,22 +206,72 @@ class PrefixCache:
         parent_entry = None if parent is None else self._by_block[parent]
         if parent is not None and parent_entry is None:
             return None
-        token_bytes = token_ids.astype(np.int32, copy=False).tobytes()
-        digest = chain.digests[i] if i < len(chain.digests) else chain.extend(token_bytes)
+        digests = chain.digests
+        digest = digests[i] if i < len(digests) else chain.extend(token_bytes)
         entry = self._by_digest.get(digest)
         if entry is not None:
             known = entry.is_content(token_bytes, chain.tenant, parent_entry)
             return entry.block if known else None
-        entry = _Entry(block, digest, token_bytes, chain.tenant, parent_entry)
+        entry = _Entry(block, digest, token_bytes, chain.tenant, parent_entry, i)
         if parent_entry is not None:
             parent_entry.num_children += 1
         self._by_digest[digest] = entry
         self._by_block[block] = entry
-        self._hold_routing_hashes(entry)
+        if (i + 1) % self._span == 0:
+            self._unhashed.append(entry)
         return block
+
+    @property
+    def num_unhashed(self) -> int:
+        """Registered blocks that end a routing block whose hash has not been told."""
+        return len(self._unhashed)
+
+    def hash_new(self) -> None:
+        """Hash the routing blocks that end with the blocks registered since the last call, all in one pass,
+        and tell the events.
+
+        A block leaves the index only after all that continue it, so the routing block's last block is the
+        first of its blocks to go: the hash lives and dies with that one.
+        """
+        if not self._unhashed:
+            return
+        entries, self._unhashed = self._unhashed, []
+        parts: list[bytes] = []  # tokens of the routing blocks
+        before: list[_Entry | None] = []  # the entry before each routing block
+        starts: list[int] = []
+        seeds: list[int] = []
+        for entry in entries:
+            run, first = [entry.token_bytes], entry
+            for _ in range(self._span - 1):
+                first = first.parent
+                run.append(first.token_bytes)
+            parts.extend(reversed(run))
+            before.append(first.parent)
+            starts.append(first.depth * self.block_size)
+            seeds.append(self._chain_seed(entry.tenant))
+        per_entry = self._routing_blocks
+        begin, keys = np.array(starts), np.array(seeds, np.uint64)
+        if per_entry > 1:
+            begin = (begin[:, None] + np.arange(0, self.block_size, ROUTING_BLOCK_TOKENS)).ravel()
+            keys = np.repeat(keys, per_entry)
+        ids = np.frombuffer(b"".join(parts), np.int32).reshape(-1, ROUTING_BLOCK_TOKENS)
+        added = iter(routing_block_sums(begin, ids).tolist())
+        sums: list[int] = []
+        for entry, parent in zip(entries, before, strict=True):
+            # Parents come before their children, so theirs is complete.
+            running = 0 if parent is None else parent.routing_sum
+            for _ in range(per_entry):
+                running = (running + next(added)) & _MASK64
+                sums.append(running)
+            entry.routing_sum = running
+        hashes = routing_hashes(np.array(sums, np.uint64), keys).tolist()
+        for n, entry in enumerate(entries):
+            entry.routing_hashes = hashes[n * per_entry : (n + 1) * per_entry]
+        self._events.hold(hashes)
 
     def forget(self, block: int) -> None:
         """Drop a block from the index; the blocks that continue it must be gone already."""
+        self.hash_new()
         entry = self._by_block[block]
         if entry is None:
             raise IntegrityError(f"block {block} is not in the prefix index")
@@ -218,6 +291,7 @@ class PrefixCache:
         for block in blocks:
             self._by_block[block] = None
         self._by_digest.clear()
+        self._unhashed.clear()
         self._events.clear()
         return blocks
 
@@ -239,25 +313,3 @@ class PrefixCache:
                 raise IntegrityError(f"block {block} counts {entry.num_children} continuations")
         if holders != self._events.held():
             raise IntegrityError("the routing hashes held are not those of the indexed blocks")
-
-    def _hold_routing_hashes(self, entry: _Entry) -> None:
-        """Hash the routing blocks that end with this block.
-
-        A block leaves the index only after all that continue it, so the routing block's last block is the
-        first of its blocks to go: the hash lives and dies with that one.
-        """
-        end = (entry.depth + 1) * self.block_size
-        if end % ROUTING_BLOCK_TOKENS:
-            return
-        span = max(1, ROUTING_BLOCK_TOKENS // self.block_size)
-        parts: list[bytes] = []
-        part: _Entry | None = entry
-        while part is not None and len(parts) < span:
-            parts.append(part.token_bytes)
-            part = part.parent
-        token_ids = np.frombuffer(b"".join(reversed(parts)), np.int32)
-        hashes, entry.routing_sum = self._hasher(entry.tenant).extend(
-            entry.routing_sum, end - len(token_ids), token_ids
-        )
-        entry.routing_hashes = hashes.tolist()
-        self._events.hold(entry.routing_hashes)

@@ -34,11 +34,17 @@ from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
 from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
-from quire.replica.prefix import PrefixCache
+from quire.replica.prefix import ContentChain, PrefixCache
 from quire.replica.queues import Deadlines, WaitingQueue
 from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
-from quire.replica.rows import RowTable
+from quire.replica.rows import DecodeRows, RowTable
 from quire.replica.speed import StepSpeed
+
+# Decoding rows fill a few routing blocks a step, and a pass over one costs as much as over ten: so they are told
+# after so many steps or when so many have gathered. A prompt's blocks are told in the step that computes them.
+_HASH_STEPS = 8
+_HASH_BLOCKS = 16
+_NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -46,8 +52,9 @@ class _Step:
     """What the scheduler remembers of the step in flight."""
 
     number: int
-    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
-    sample_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [S]
+    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n]
+    sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]
+    decodes: DecodeRows | None = None  # the rows, if all of them decode
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
     registered: list[int] = field(default_factory=list)  # blocks, parents before children
     # (row, index in its table, its own block, the block that is indexed for the same content)
@@ -217,43 +224,50 @@ class Scheduler:
         if self._step is not None:
             raise RuntimeError(f"step {self._step.number} is still in flight")
         self._expire(now_s)
-        may_admit = self._grow_decodes()
+        decodes, may_admit = self._grow_decodes()
         step = _Step(self.num_steps + 1)
-        decode_rows = self.rows.decode_rows()
-        for row in self.rows.completing_block(decode_rows).tolist():
-            self.rows.flush(row)
-            self._register_blocks(step, row, 1)
-        budget = self.config.max_batch_tokens - len(decode_rows)
+        for row, request, i, parent, block, token_bytes in self.rows.fill_blocks(decodes):
+            if self.config.prefix_caching:
+                self._register(step, row, i, parent, block, token_bytes, request.chain)
+        budget = self.config.max_batch_tokens - len(decodes)
         for request in self._prefilling.values():
             budget -= self._schedule_chunk(step, request, budget)
         if may_admit:
             self._admit(step, budget, now_s)
-        if not len(decode_rows) and not step.chunks:
+        if not len(decodes) and not step.chunks:
+            self.prefix.hash_new()
             return None
-        plan, step.rows, step.sample_rows = self.rows.build(step.number, decode_rows, step.chunks)
+        plan, step.rows, step.sample_rows = self.rows.build(step.number, decodes, step.chunks)
+        step.decodes = None if step.chunks else decodes
+        gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
+        if gathered or step.chunks or step.number % _HASH_STEPS == 0:
+            self.prefix.hash_new()
         self._adopt(step)
         self._step = step
         self.num_steps = step.number
         return plan
 
-    def _grow_decodes(self) -> bool:
+    def _grow_decodes(self) -> tuple[DecodeRows, bool]:
         """Give a block to every decoding row that needs one, if it must be from the newest requests.
 
         Returns
         -------
-        Whether there was room: after a soft reset nothing is admitted in the same step.
+        The decoding rows, and whether there was room for all: after a soft reset nothing is admitted in the
+        same step.
         """
-        lacking = self.rows.lacking_block(self.rows.decode_rows())
+        decodes = self.rows.decode_rows()
+        lacking = self.rows.lacking_block(decodes)
         if not len(lacking):
-            return True
+            return decodes, True
         roomy = True
         while (blocks := self.blocks.allocate(len(lacking))) is None:
             # Ends: a request alone always fits, or it would have been refused.
             self._soft_reset(self.rows.newest())
-            lacking = self.rows.lacking_block(self.rows.decode_rows())
+            decodes = self.rows.decode_rows()
+            lacking = self.rows.lacking_block(decodes)
             roomy = False
         self.rows.append_blocks(lacking, blocks)
-        return roomy
+        return decodes, roomy
 
     def _soft_reset(self, request: Request) -> None:
         """Back to the head of the queue; what it generated joins what it must prefill."""
@@ -318,22 +332,39 @@ class Scheduler:
         start = int(self.rows.num_computed[row])
         first, end = start // block_size, (start + count) // block_size
         request = self.rows.request(row)
-        token_ids, table = request.token_ids, self.rows.block_tables[row]
-        parent = int(table[first - 1]) if first else None
+        if end == first:
+            return False
+        raw = request.token_ids[first * block_size : end * block_size].tobytes()
+        table = self.rows.block_tables[row, :end].tolist()
+        parent = table[first - 1] if first else None
+        width = 4 * block_size
         for i in range(first, end):
-            block = int(table[i])
-            tokens = token_ids[i * block_size : (i + 1) * block_size]
-            indexed = self.prefix.register(block, parent, tokens, request.chain, i)
-            if indexed is None:
+            begin = (i - first) * width
+            token_bytes = raw[begin : begin + width]
+            parent = self._register(step, row, i, parent, table[i], token_bytes, request.chain)
+            if parent is None:
                 break  # nothing can be indexed behind a block that is not
-            if indexed == block:
-                self.blocks.mark_content(block)
-                step.registered.append(block)
-            else:
-                self.blocks.retain([indexed])
-                step.duplicates.append((row, i, block, indexed))
-            parent = indexed
-        return end > first
+        return True
+
+    def _register(
+        self,
+        step: _Step,
+        row: int,
+        i: int,
+        parent: int | None,
+        block: int,
+        token_bytes: bytes,
+        chain: ContentChain,
+    ) -> int | None:
+        """Index one block of a row; returns the block that is indexed for its content, if any is."""
+        indexed = self.prefix.register(block, parent, token_bytes, chain, i)
+        if indexed == block:
+            self.blocks.mark_content(block)
+            step.registered.append(block)
+        elif indexed is not None:
+            self.blocks.retain([indexed])
+            step.duplicates.append((row, i, block, indexed))
+        return indexed
 
     def _adopt(self, step: _Step) -> None:
         """Swap blocks whose content was already indexed for the indexed ones, and free the duplicates.
@@ -348,7 +379,7 @@ class Scheduler:
 
     # -- after the step ----------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> Sequence[RequestDelta]:
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
         """Take the sampled tokens in; end and release what is finished.
 
         A result that cannot be right (wrong length, ids out of the vocabulary) fails the step.
@@ -361,23 +392,36 @@ class Scheduler:
         tokens = np.asarray(result.token_ids)
         error = self._result_error(step, tokens)
         if error is not None:
-            return self.fail_step(plan, error)
+            return DeltaBatch(self.fail_step(plan, error))
         self._step = None
-        rows = step.sample_rows
-        alive = self.rows.active[rows]
-        logprobs = {int(step.sample_rows[i]): lp for i, lp in result.logprobs.items()}  # by row
-        if not alive.all():  # aborted while in flight
-            rows, tokens = rows[alive], tokens[alive]
-        if (tokens == NO_TOKEN).any():
-            rows, tokens = self._end_stuck(rows, tokens)
-        keys = self.rows.keys[rows]
-        index = self.rows.length[rows] - self.rows.num_prompt_tokens[rows]
-        self.rows.record(rows, tokens)
-        complete = self._end_prefills(rows, index, tokens, now_s)
-        for i, reason in self.rows.ended(rows, tokens).items():
-            request = self.rows.request(int(rows[i]))
+        table, rows, decodes = self.rows, step.sample_rows, step.decodes
+        has_stuck = bool((tokens == NO_TOKEN).any())
+        if decodes is not None and not has_stuck and table.are_unchanged(decodes):
+            tokens = tokens.astype(np.int32, copy=False)
+            length = table.record(rows, tokens, decodes.tail_begin)
+            max_length = decodes.max_length
+            index = length - 1 - decodes.num_prompt_tokens
+            columns = (decodes.keys, decodes.sources, decodes.stream_ids, index, tokens)
+            complete: dict[int, RequestDelta] = {}
+        else:
+            alive = table.active[rows]
+            if not alive.all():  # aborted while in flight
+                rows, tokens = rows[alive], tokens[alive]
+            if has_stuck:
+                rows, tokens = self._end_stuck(rows, tokens)
+            tokens = tokens.astype(np.int32, copy=False)
+            length = table.record(rows, tokens)
+            max_length = table.max_length[rows]
+            index = length - 1 - table.num_prompt_tokens[rows]
+            owners = (table.keys[rows], table.sources[rows], table.stream_ids[rows])
+            columns = (*owners, index, tokens)
+            complete = self._end_prefills(rows, index, tokens, now_s)
+        for i, reason in table.ended(rows, tokens, length, max_length).items():
+            request = table.request(int(rows[i]))
             complete[i] = self._release(request, reason, [int(tokens[i])])
-        if logprobs:
+        if result.logprobs:
+            logprobs = {int(step.sample_rows[i]): lp for i, lp in result.logprobs.items()}  # by row
+            keys = columns[0]
             for i, row in enumerate(rows.tolist()):
                 if row in logprobs:
                     delta = complete.setdefault(
@@ -386,7 +430,8 @@ class Scheduler:
                     delta.logprobs = [logprobs[row]]
         num_prefill = plan.num_tokens - plan.num_decode_rows
         self.speed.observe(num_prefill, plan.num_decode_rows, result.duration_s)
-        return DeltaBatch(keys, index, tokens, complete, self.take_ended())
+        batch = DeltaBatch([*self.take_ended(), *complete.values()], *columns)
+        return batch.without(complete) if complete else batch
 
     def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """End the rows whose constraints left no token; returns the others and their tokens."""
@@ -429,8 +474,11 @@ class Scheduler:
             return EngineError(
                 f"step {step.number} sampled {tokens.shape}, planned {step.sample_rows.shape}"
             )
-        chosen = tokens[tokens != NO_TOKEN]
-        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.config.vocab_size:
+        # Negative ids are huge ones when read as unsigned: one pass finds both. NO_TOKEN is the one allowed.
+        if len(tokens) and tokens.astype(np.uint64).max() >= self.config.vocab_size:
+            chosen = tokens[tokens != NO_TOKEN]
+            if not len(chosen) or 0 <= chosen.min() <= chosen.max() < self.config.vocab_size:
+                return None
             return EngineError(f"step {step.number} sampled an id out of the vocabulary")
         return None
 
@@ -439,28 +487,33 @@ class Scheduler:
     ) -> dict[int, RequestDelta]:
         """Rows whose last chunk was in this step decode from now on; complete deltas for them."""
         complete: dict[int, RequestDelta] = {}
-        for i in np.flatnonzero(~self.rows.decoding[rows]).tolist():
+        prefilled = np.flatnonzero(~self.rows.decoding[rows])
+        for i in prefilled.tolist():
             request = self.rows.request(int(rows[i]))
             del self._prefilling[request.key]
             request.enter(Phase.DECODING)
             if request.first_token_s is None:
                 request.first_token_s = now_s
             complete[i] = request.delta(int(index[i]), [int(tokens[i])])
-        self.rows.decoding[rows] = True
+        if len(prefilled):
+            self.rows.begin_decoding(rows[prefilled])
         return complete
 
     # -- seen from outside -------------------------------------------------------------------------------
 
-    def load(self) -> Load:
-        """What the router's cost needs; a reading from another thread may be one step old."""
-        rows = self.rows
-        computed, decoding = rows.num_computed, rows.decoding
-        missing = np.where(rows.active & ~decoding, rows.length - computed, 0)
+    def load(self, num_compiles: int = 0) -> Load:
+        """What the router's cost needs; a reading from another thread may be one step old.
+
+        Parameters
+        ----------
+        num_compiles
+            The runner's, which the scheduler does not know.
+        """
         return Load(
-            num_running=rows.num_active,
+            num_running=self.rows.num_active,
             num_waiting=len(self._waiting),
-            queued_prefill_tokens=self._waiting.num_tokens + int(missing.sum()),
-            num_decode_tokens=int(computed.sum(where=decoding)),
+            queued_prefill_tokens=self._waiting.num_tokens + self.rows.num_missing_tokens,
+            num_decode_tokens=self.rows.num_decode_tokens,
             blocks_free=self.blocks.num_free,
             blocks_cached=self.blocks.num_cached,
             blocks_in_use=self.blocks.num_in_use,
@@ -468,6 +521,7 @@ class Scheduler:
             prefill_s_per_token=self.speed.prefill_s_per_token,
             decode_step_s=self.speed.decode_step_s,
             num_steps=self.num_steps,
+            num_compiles=num_compiles,
             num_preemptions=self.num_preemptions,
         )
 
