@@ -15,7 +15,6 @@ from quire.replica.experts import EXPERT_MODULES
 from quire.replica.tiles import ALIGNMENT_BYTES, probe, tiled_linear
 
 
-
 class TiledLinear(nn.Module):
     """A linear layer with `deterministic` rows. Shares its parameters with the layer it replaces.
 
