@@ -1,6 +1,6 @@
 """Paged attention from torch operations: ragged prefill and decode, the same bits in any batch.
 
-For a query at position p over keys 0..p (or the last `window` of them)::
+For a query at position p over keys 0..p (or the last `window` of them, or those of p's own `chunk`)::
 
     s_j = scale * q . k_j      m = max_j s_j      o = sum_j exp(s_j - m) v_j / sum_j exp(s_j - m)
 
@@ -67,7 +67,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Index arithmetic of one step, shared by all layers with the same window. See `plan_attention`."""
+    """Index arithmetic of one step, shared by all layers with the same blocks. See `plan_attention`."""
 
     groups: tuple[_Group, ...]
     tile: int
@@ -82,6 +82,7 @@ class _Geometry:
     head_dim: int
     heads_stride: int  # rows of [block_size * head_dim] from one block to the next
     window: int | None
+    chunk: int | None
     device: torch.device
 
     @property
@@ -97,6 +98,7 @@ def plan_attention(
     num_heads: int,
     *,
     window: int | None = None,
+    chunk: int | None = None,
     query_tokens: int | None = None,
 ) -> AttentionPlan:
     """Lay out the jobs of a ragged batch.
@@ -108,20 +110,22 @@ def plan_attention(
     kv_len
         [rows] int, tokens in the cache, those of this step included; the queries are the last ones.
     block_tables
-        [rows, max blocks] int, entries beyond a row's length are ignored.
+        [rows, max blocks] int, entries that hold no key of a query's are ignored.
     k_cache
         [blocks, kv_heads, block_size, head_dim]; only its shape, strides and device are read.
     num_heads
         Query heads, a multiple of the KV heads.
     window
         Keys a query sees, itself included; None for all.
+    chunk
+        A query sees the keys of its own chunk of so many positions only; None for all.
     query_tokens
         Query tokens of a prefill tile; None for as many as make `PREFILL_ROWS` rows.
     """
     _, kv_heads, block_size, head_dim = k_cache.shape
     stride = k_cache.stride(0) // k_cache.stride(1)
     geometry = _Geometry(
-        block_size, kv_heads, num_heads // kv_heads, head_dim, stride, window, k_cache.device
+        block_size, kv_heads, num_heads // kv_heads, head_dim, stride, window, chunk, k_cache.device
     )
     q_len = np.diff(cu_q)
     if query_tokens is None:
@@ -177,9 +181,12 @@ def _kv_tiles(
 
 def _first_key(geometry: _Geometry, position: np.ndarray) -> np.ndarray:
     """Position of the first key that a query at `position` sees."""
-    if geometry.window is None:
-        return np.zeros_like(position)
-    return np.maximum(position - geometry.window + 1, 0)
+    first = np.zeros_like(position)
+    if geometry.window is not None:
+        first = np.maximum(position - geometry.window + 1, 0)
+    if geometry.chunk is not None:
+        first = np.maximum(first, position // geometry.chunk * geometry.chunk)
+    return first
 
 
 def _group(
@@ -233,9 +240,7 @@ def _hidden(
 
     key [J, tile] and query [J, q] are positions. Rows that only pad the tile see what its last query sees.
     """
-    seen_by_all = key <= query[:, :1]
-    if geometry.window is not None:
-        seen_by_all &= key > query[:, -1:] - geometry.window
+    seen_by_all = (key <= query[:, :1]) & (key >= _first_key(geometry, query[:, -1:]))
     edge = np.flatnonzero(~seen_by_all.all(1))
     if query.shape[1] > 1:
         rows = np.repeat(query[edge], geometry.group_heads, axis=1)
@@ -243,11 +248,8 @@ def _hidden(
         query = np.pad(rows, ((0, 0), (0, padding)), mode="edge")
     else:
         query = query[edge]
-    key = key[edge, None, :]
-    hidden = key > query[:, :, None]
-    if geometry.window is not None:
-        hidden |= key <= query[:, :, None] - geometry.window
-    return edge, hidden
+    key, query = key[edge, None, :], query[:, :, None]
+    return edge, (key > query) | (key < _first_key(geometry, query))
 
 
 def tile_height(num_queries: int, group_heads: int) -> int:
@@ -265,6 +267,7 @@ def paged_attention(
     scale: float,
     *,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -283,8 +286,8 @@ def paged_attention(
         As in `plan_attention`, as integer tensors or arrays; not read where `plan` is given.
     scale
         Factor on q . k.
-    window
-        Keys a query sees, itself included; None for all.
+    window, chunk
+        As in `plan_attention`.
     softcap
         s becomes softcap * tanh(s / softcap).
     sinks
@@ -313,6 +316,7 @@ def paged_attention(
             k_cache,
             q.shape[1],
             window=window,
+            chunk=chunk,
         )
     if out is None:
         out = torch.empty_like(q)

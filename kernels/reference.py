@@ -23,9 +23,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention over paged keys, row by row.
 
-    Arguments as in `quire.kernels.cpu_attention.paged_attention`, and those of the Triton kernels: `chunk`, a query
-    sees the keys of its own chunk of that many positions only; `k_scale`, `v_scale` [kv_heads], factors of
-    the cache. Returns [tokens, heads, head_dim] float32; zeros for a row with kv_len 0.
+    Arguments as in `quire.kernels.cpu_attention.paged_attention`, and those of the Triton kernels: `k_scale`,
+    `v_scale` [kv_heads], factors of the cache. Returns [tokens, heads, head_dim] float32; zeros for a row with kv_len 0.
     """
     _, kv_heads, block_size, head_dim = k_cache.shape
     heads = q.shape[1]
@@ -34,7 +33,9 @@ def paged_attention(
         start, end, length = int(cu_q[row]), int(cu_q[row + 1]), int(kv_len[row])
         # Keys before the first query's window or chunk may have been evicted: their table entries mean nothing.
         first = max(length - (end - start), 0)
-        first = max(first - window + 1, 0) if window else first // chunk * chunk if chunk else 0
+        reach = [first - window + 1] if window else []
+        reach += [first // chunk * chunk] if chunk else []
+        first = max([0, *reach]) if reach else 0
         pages = block_tables[row, first // block_size : -(-length // block_size)].long()
         skipped = first - first // block_size * block_size
         # [blocks, kv_heads, block_size, d] -> [kv_heads, tokens, d] -> [heads, tokens, d]

@@ -19,6 +19,11 @@ ARCHITECTURES = (
     "Olmo2ForCausalLM",
     "SmolLM3ForCausalLM",
     "GraniteForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen3MoeForCausalLM",
 )
 # Other rope types change their frequencies with the longest sequence of the batch.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -133,20 +138,29 @@ def _judge(raw: dict[str, Any]) -> str:
             f"config.json: architectures is {named}; served, because tests prove them exact, are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise CheckpointError(f"config.json: hidden_act is {activation!r}, served is 'silu'")
+    name, activation = "hidden_act", "silu"
+    if named[0].startswith("Gemma"):
+        name, activation = "hidden_activation", "gelu_pytorch_tanh"
+    if raw.get(name, activation) != activation:
+        raise CheckpointError(f"config.json: {name} is {raw[name]!r}, served is {activation!r}")
+    if raw.get("use_bidirectional_attention"):
+        raise CheckpointError(
+            "config.json: use_bidirectional_attention is true: only causal attention is served"
+        )
     return named[0]
 
 
 def _judge_rope(config: Any) -> None:
     parameters = getattr(config, "rope_parameters", None) or {}
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise CheckpointError(
-            f"config.json: rope type {rope_type!r} depends on the longest sequence of a batch or is not "
-            f"covered by tests; served are {', '.join(ROPE_TYPES)}"
-        )
+    # One set for all layers, or one for each kind of layer.
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in nested or [parameters]:
+        rope_type = entry.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise CheckpointError(
+                f"config.json: rope type {rope_type!r} depends on the longest sequence of a batch or is not "
+                f"covered by tests; served are {', '.join(ROPE_TYPES)}"
+            )
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -71,12 +71,15 @@ ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=1, 
     head_dim=st.sampled_from([16, 24, 32]),
     block_size=st.sampled_from([8, 24, 32, 256]),
     window=st.one_of(st.none(), st.integers(1, 200)),
+    chunk=st.one_of(st.none(), st.integers(1, 200)),
     softcap=st.sampled_from([None, 5.0]),
     with_sinks=st.booleans(),
 )
-def test_equals_the_reference(rows, heads, head_dim, block_size, window, softcap, with_sinks):
+def test_equals_the_reference(
+    rows, heads, head_dim, block_size, window, chunk, softcap, with_sinks
+):
     batch = Batch(rows, *heads, head_dim, block_size)
-    options = dict(window=window, softcap=softcap)
+    options = dict(window=window, chunk=chunk, softcap=softcap)
     if with_sinks:
         options["sinks"] = torch.randn(heads[0])
     out = batch.run(**options)
@@ -98,8 +101,15 @@ def test_half_precision_pages_are_widened_before_the_products(dtype, tolerance):
 @pytest.mark.parametrize(
     "heads, head_dim", [((4, 2), 32), ((6, 2), 24), ((7, 1), 64), ((8, 8), 16)]
 )
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(threads, heads, head_dim, window):
+@pytest.mark.parametrize(
+    "options", [{}, dict(window=100), dict(chunk=60), dict(softcap=3.0, window=50)]
+)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(
+    threads, heads, head_dim, options, with_sinks
+):
+    if with_sinks:
+        options = dict(options, sinks=torch.linspace(-1, 2, heads[0]))
     torch.set_num_threads(threads)
     try:
         rows = [(1, n) for n in (1, 5, 31, 32, 33, 128, 129, 300, 400, 513)] + [
@@ -111,8 +121,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(threads, heads, head_dim
         tokens = choose_query_tokens(*heads, head_dim, 32)
 
         def run(rows=slice(None)):
-            part = batch.run(rows, function=with_query_tokens(tokens), window=window)
-            return part
+            return batch.run(rows, function=with_query_tokens(tokens), **options)
 
         together = run()
         for i in range(len(rows)):
@@ -130,7 +139,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(threads, heads, head_dim
 def with_query_tokens(query_tokens):
     """`paged_attention` through a plan with this prefill tile."""
 
-    def function(q, k, v, tables, cu_q, kv_len, scale, *, window=None):
+    def function(q, k, v, tables, cu_q, kv_len, scale, *, window=None, chunk=None, **options):
         plan = plan_attention(
             cu_q.numpy(),
             kv_len.numpy(),
@@ -138,16 +147,20 @@ def with_query_tokens(query_tokens):
             k,
             q.shape[1],
             window=window,
+            chunk=chunk,
             query_tokens=query_tokens,
         )
-        return paged_attention(q, k, v, tables, cu_q, kv_len, scale, plan=plan)
+        return paged_attention(q, k, v, tables, cu_q, kv_len, scale, plan=plan, **options)
 
     return function
 
 
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(window=30), dict(chunk=48), dict(softcap=3.0), dict(sinks=torch.linspace(-1, 2, 6))],
+)
 @pytest.mark.parametrize("query_tokens", [None, 1])
-def test_a_token_has_the_same_bits_in_every_chunking(window, query_tokens):
+def test_a_token_has_the_same_bits_in_every_chunking(options, query_tokens):
     length = 200
     batch = Batch([(length, length)], 6, 2, 32, 32)
     if query_tokens is None:
@@ -157,7 +170,7 @@ def test_a_token_has_the_same_bits_in_every_chunking(window, query_tokens):
     def chunk(start, end):
         arrays = (batch.tables, np.array([0, end - start]), np.array([end]))
         tensors = map(torch.tensor, arrays)
-        return run(batch.q[start:end], batch.k, batch.v, *tensors, batch.scale, window=window)
+        return run(batch.q[start:end], batch.k, batch.v, *tensors, batch.scale, **options)
 
     whole = chunk(0, length)
     for boundary in range(1, length):
@@ -166,24 +179,27 @@ def test_a_token_has_the_same_bits_in_every_chunking(window, query_tokens):
     assert torch.equal(torch.cat([chunk(i, i + 1) for i in range(length)]), whole)
 
 
-def test_garbage_in_unused_slots_never_reaches_an_output():
+@pytest.mark.parametrize("options", [dict(window=20), dict(chunk=24), dict(softcap=4.0)])
+def test_garbage_in_unused_slots_never_reaches_an_output(options):
     batch = Batch([(1, 33), (5, 70)], 4, 2, 16, 32)
-    out = batch.run(window=20)
+    out = batch.run(**options)
     assert torch.isfinite(out).all()
     holes = torch.isnan(batch.k)
     for filler in (float("inf"), 1e38):
         batch.k[holes] = filler
         batch.v[holes] = filler
-        assert torch.equal(batch.run(window=20), out)
+        assert torch.equal(batch.run(**options), out)
 
 
-def test_blocks_that_fell_out_of_the_window_are_not_read():
+@pytest.mark.parametrize("options", [dict(window=40), dict(chunk=65), dict(chunk=130, window=40)])
+def test_blocks_that_fell_out_of_reach_are_not_read(options):
     batch = Batch([(1, 200), (3, 200)], 4, 2, 16, 32)
-    out = batch.run(window=40)
+    out = batch.run(**options)
     for row in range(2):
-        batch.k[batch.tables[row, :4]] = float("nan")  # tokens 0..127; the window starts at 158
+        # Tokens 0..127: the window starts at 158, the chunks at 195 and 130.
+        batch.k[batch.tables[row, :4]] = float("nan")
         batch.v[batch.tables[row, :4]] = float("nan")
-    assert torch.equal(batch.run(window=40), out)
+    assert torch.equal(batch.run(**options), out)
 
 
 def test_out_is_written_in_place():

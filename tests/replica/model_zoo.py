@@ -35,6 +35,13 @@ _LLAMA3_ROPE = dict(
 _YARN_ROPE = dict(
     rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128
 )
+_GEMMA = dict(
+    head_dim=24,
+    query_pre_attn_scalar=20,
+    sliding_window=24,
+    final_logit_softcapping=20.0,
+    initializer_range=0.08,  # wider, and the embedding's scale saturates the soft caps
+)
 _MODELS = {
     "llama": (transformers.LlamaConfig, {}),
     "llama_tied": (transformers.LlamaConfig, dict(tie_word_embeddings=True)),
@@ -63,6 +70,41 @@ _MODELS = {
             logits_scaling=2.0,
         ),
     ),
+    "gemma2": (transformers.Gemma2Config, dict(_GEMMA, attn_logit_softcapping=5.0)),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        dict(
+            _GEMMA,
+            num_hidden_layers=5,
+            layer_types=["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", rope_theta=1e5, factor=2.0),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        dict(
+            head_dim=16,
+            sliding_window=20,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            rope_parameters=_YARN_ROPE,
+        ),
+    ),
+    "phi3": (transformers.Phi3Config, dict(sliding_window=40)),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        dict(
+            head_dim=24,
+            moe_intermediate_size=40,
+            num_experts=6,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        ),
+    ),
 }
 NAMES = tuple(_MODELS)
 
@@ -78,7 +120,7 @@ def build(name: str, folder: Path, max_shard_size: str = "1GB") -> Path:
             for key, parameter in model.named_parameters():
                 if "norm" in key:  # ones by default: a forgotten weight would not show
                     parameter.uniform_(0.5, 1.5)
-                elif key.endswith("bias"):
+                elif key.endswith(("bias", "sinks")):
                     parameter.uniform_(-0.5, 0.5)
     path = folder / name
     model.save_pretrained(path, max_shard_size=max_shard_size)

@@ -60,7 +60,7 @@ def test_greedy_tokens_equal_generate(zoo, runners, name):
     assert len({t for row in tokens for t in row}) > 20, "the models must not repeat one token"
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "qwen3_moe"])
 def test_without_deterministic_tokens_still_equal_generate(zoo, name):
     runner = make_runner(zoo(name), deterministic=False)
     driver = Driver(runner)
@@ -93,7 +93,7 @@ def test_logits_are_bit_equal_alone_and_in_a_ragged_batch(runners, name):
         np.testing.assert_array_equal(np.stack(sequence.logits), logits)
 
 
-@pytest.mark.parametrize("name", ["llama3_rope", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama3_rope", "mistral", "gemma3", "gpt_oss"])
 def test_logits_are_bit_equal_when_chunked_at_every_boundary(runners, name):
     runner = runners(name)
     (prompt,) = prompts_of(runner.spec.vocab_size, [67])
@@ -108,7 +108,7 @@ def test_logits_are_bit_equal_when_chunked_at_every_boundary(runners, name):
         np.testing.assert_array_equal(np.stack(sequence.logits), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "qwen3_moe"])
 def test_decoding_a_prompt_token_by_token_equals_prefilling_it(runners, name):
     runner = runners(name)
     (prompt,) = prompts_of(runner.spec.vocab_size, [140])

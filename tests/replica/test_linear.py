@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from quire.replica.linear import (
-    TILE_ROWS,
     ElementwiseSiLU,
+    ElementwiseTanhGELU,
     TiledLinear,
     make_deterministic,
-    tiled_linear,
 )
+from quire.replica.tiles import TILE_ROWS, tiled_linear
 
 SHAPES = [(64, 96), (77, 173), (384, 128), (1024, 300)]
 
@@ -115,14 +115,20 @@ def test_other_dtypes_are_refused():
         make_deterministic(nn.Linear(8, 8, dtype=torch.bfloat16))
 
 
-def test_silu_does_not_depend_on_an_elements_place(threads):
-    silu = ElementwiseSiLU()
+@pytest.mark.parametrize(
+    "module, reference",
+    [
+        (ElementwiseSiLU(), nn.functional.silu),
+        (ElementwiseTanhGELU(), lambda x: nn.functional.gelu(x, approximate="tanh")),
+    ],
+)
+def test_activations_do_not_depend_on_an_elements_place(threads, module, reference):
     x = torch.randn(40_003) * 4
-    expected = silu(x)
-    torch.testing.assert_close(expected, nn.functional.silu(x), atol=1e-6, rtol=1e-5)
+    expected = module(x)
+    torch.testing.assert_close(expected, reference(x), atol=1e-6, rtol=1e-5)
     for start, end in [(0, 1), (1, 78), (3, 34), (5, 40_003), (0, 9_999)]:
-        assert torch.equal(silu(x[start:end]), expected[start:end])
-    assert silu(torch.tensor([-200.0, 200.0])).tolist() == [-0.0, 200.0]
+        assert torch.equal(module(x[start:end]), expected[start:end])
+    assert module(torch.tensor([-200.0, 200.0])).tolist() == [-0.0, 200.0]
 
 
 @pytest.mark.parametrize("operation", ["rms", "cos", "rotate"])

@@ -41,6 +41,9 @@ def test_reads_the_shape(zoo):
         ("qwen2", (None, None, None)),
         ("qwen2_mixed", (None, 24, 24)),
         ("mistral", (40, 40, 40)),
+        ("gemma2", (24, None, 24)),
+        ("gemma3", (24, 24, None, 24, 24)),
+        ("gpt_oss", (20, None, 20)),
     ],
 )
 def test_reads_each_layers_window(zoo, name, windows):
@@ -77,6 +80,11 @@ def test_eos_falls_back_to_the_tokenizers(checkpoint):
         (dict(architectures=[]), "architectures"),
         (dict(quantization_config={"quant_method": "awq"}), "quantization_config.*awq"),
         (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (
+            dict(architectures=["Gemma2ForCausalLM"], hidden_activation="relu"),
+            "hidden_activation is 'relu', served is 'gelu_pytorch_tanh'",
+        ),
+        (dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
         (
             dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             "rope type 'dynamic'",
