@@ -149,6 +149,7 @@ class Attachments:
                     delta.finish_reason,
                     delta.num_cached_tokens,
                     delta.queue_s,
+                    delta.logprobs,
                 )
             )
         events = [] if output.events is None else [output.events]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.protos.errors import EngineError, QuireError
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import SamplingParams, TokenLogprob
 from quire.replica.loop import LoopOutput
 from quire.replica.plan import RequestDelta
 from quire.replica.request import Request, validate
@@ -38,6 +38,7 @@ class RequestOutput:
     finish_reason: str  # stop | length | abort: the engine was closed
     num_cached_tokens: int
     params: SamplingParams  # as used: the seed that was drawn is in here
+    logprobs: list[TokenLogprob] | None = None  # one for each token, with `SamplingParams.logprobs`
 
 
 @dataclass(slots=True)
@@ -270,6 +271,8 @@ def _collect(output: RequestOutput, delta: RequestDelta) -> None:
     if not output.token_ids:
         output.num_cached_tokens = delta.num_cached_tokens
     output.token_ids.extend(delta.token_ids)
+    if delta.logprobs is not None:
+        output.logprobs = [*(output.logprobs or ()), *delta.logprobs]
     output.finish_reason = delta.finish_reason or ""
 
 

@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from quire.protos.wire import SamplingParams
+from quire.replica.bad_words import BadWords
 from quire.replica.blocks import IntegrityError
-from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.plan import Penalties, SamplingBatch, StepPlan, TokenRules
 from quire.replica.request import FinishReason, Phase, Request
 
 # Below this the distribution is a point for any logits that differ by more than float32 rounding.
@@ -51,7 +53,7 @@ class DecodeRows:
     choice: np.ndarray  # [D] int32
     table_begin: np.ndarray  # [D] int64, where the row begins in the flattened block tables
     tail_begin: np.ndarray  # [D] int64, where it begins in the flattened tails
-    any_min_length: bool  # some row has a minimum of tokens
+    is_plain: bool  # no row has a minimum of tokens, a constraint, a penalty, min_p or log-probs
     # Where the next step computes each row's token; `RowTable.decode_rows` sets them.
     position: np.ndarray  # [D] int32
     block_index: np.ndarray  # [D] int32, in the row's table
@@ -116,7 +118,18 @@ class RowTable:
         self.top_p = np.ones(max_rows, dtype=np.float32)  # [R]
         self.seed = np.zeros(max_rows, dtype=np.uint64)  # [R]
         self.choice = np.zeros(max_rows, dtype=np.int32)  # [R]
+        self.min_p = np.zeros(max_rows, dtype=np.float32)  # [R]
+        self.repetition = np.ones(max_rows, dtype=np.float32)  # [R]
+        self.presence = np.zeros(max_rows, dtype=np.float32)  # [R]
+        self.frequency = np.zeros(max_rows, dtype=np.float32)  # [R]
         self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
+        self.logprobs = np.full(max_rows, -1, dtype=np.int16)  # [R] likeliest ids wanted; -1 = off
+        self.rules = np.empty(max_rows, dtype=object)  # [R] TokenRules or None
+        self.bad_words = np.empty(max_rows, dtype=object)  # [R] BadWords or None
+        # [R] has penalties, rules, bad words: what few rows ask for is looked up for these only
+        self._penalised = np.zeros(max_rows, dtype=bool)
+        self._ruled = np.zeros(max_rows, dtype=bool)
+        self._has_bad_words = np.zeros(max_rows, dtype=bool)
         self.num_blocks = np.zeros(max_rows, dtype=np.int32)  # [R]
         self.block_tables = np.zeros((max_rows, max_blocks), dtype=np.int32)  # [R, max_blocks]
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
@@ -158,6 +171,7 @@ class RowTable:
         self.top_p[row] = max(params.top_p, float(np.finfo(np.float32).tiny))
         self.seed[row] = params.seed
         self.choice[row] = params.choice
+        self._claim_constraints(row, params)
         self.stop_ids[row] = tuple(sorted(request.stop_ids))
         self._num_enders[list(request.stop_ids)] += 1
         self.num_blocks[row] = len(blocks)
@@ -166,6 +180,20 @@ class RowTable:
         self._tail[row, : request.num_tokens - full] = request.token_ids[full:]
         self.num_missing_tokens += request.num_tokens - num_computed
         return row
+
+    def _claim_constraints(self, row: int, params: SamplingParams) -> None:
+        self.min_p[row] = params.min_p
+        self.repetition[row] = params.repetition_penalty
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        self._penalised[row] = (
+            params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        )
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.rules[row] = _token_rules(params)
+        self._ruled[row] = self.rules[row] is not None
+        self.bad_words[row] = BadWords(params.bad_words) if params.bad_words else None
+        self._has_bad_words[row] = bool(params.bad_words)
 
     def begin_decoding(self, rows: np.ndarray) -> None:
         """These prefilling rows have sampled their first token and decode from now on."""
@@ -218,6 +246,14 @@ class RowTable:
             start = request.num_tokens % self.block_size
             request.append(self._tail[row, start : start + count].tobytes())
 
+    def newest_output(self, row: int, count: int) -> tuple[int, ...]:
+        """The last `count` tokens of the row's output, or all of it if it has fewer."""
+        request = self.request(row)
+        length = int(self.length[row])
+        start = max(length - count, int(self.num_prompt_tokens[row]))
+        in_tail = np.arange(max(start, request.num_tokens), length) % self.block_size
+        return (*request.token_ids[start:].tolist(), *self._tail[row, in_tail].tolist())
+
     # -- planning ----------------------------------------------------------------------------------------
 
     def decode_rows(self) -> DecodeRows:
@@ -249,10 +285,21 @@ class RowTable:
             choice=self.choice[ids],
             table_begin=ids * self.block_tables.shape[1],
             tail_begin=ids * self.block_size,
-            any_min_length=bool((self.min_length[ids] > num_prompt_tokens).any()),
+            is_plain=not self._is_special(ids, num_prompt_tokens).any(),
             position=nowhere,
             block_index=nowhere,
             offset=nowhere,
+        )
+
+    def _is_special(self, rows: np.ndarray, num_prompt_tokens: np.ndarray) -> np.ndarray:
+        """[n] bool, the rows that need more than temperature, top-k, top-p and noise."""
+        return (
+            (self.min_length[rows] > num_prompt_tokens)
+            | self._penalised[rows]
+            | self._ruled[rows]
+            | self._has_bad_words[rows]
+            | (self.logprobs[rows] >= 0)
+            | (self.min_p[rows] > 0)
         )
 
     def are_unchanged(self, decodes: DecodeRows) -> bool:
@@ -339,19 +386,18 @@ class RowTable:
         slots = blocks.astype(np.int64)
         slots *= self.block_size
         slots += decodes.offset
-        suppressed = ()
-        if decodes.any_min_length:
-            suppressed = self._suppressed(rows)
-        sampling = SamplingBatch(
-            token_index=decodes.cu_q[:-1],
-            temperature=decodes.temperature,
-            top_k=decodes.top_k,
-            top_p=decodes.top_p,
-            seed=decodes.seed,
-            choice=decodes.choice,
-            position=kv_len.astype(np.int64),
-            suppressed=suppressed,
-        )
+        if decodes.is_plain:
+            sampling = SamplingBatch(
+                token_index=decodes.cu_q[:-1],
+                temperature=decodes.temperature,
+                top_k=decodes.top_k,
+                top_p=decodes.top_p,
+                seed=decodes.seed,
+                choice=decodes.choice,
+                position=kv_len.astype(np.int64),
+            )
+        else:
+            sampling = self._sampling(rows, decodes.cu_q[:-1])
         plan = StepPlan(
             step=step,
             num_decode_rows=len(rows),
@@ -438,6 +484,7 @@ class RowTable:
         return token_ids
 
     def _sampling(self, rows: np.ndarray, token_index: np.ndarray) -> SamplingBatch:
+        min_p = self.min_p[rows]
         return SamplingBatch(
             token_index=token_index,
             temperature=self.temperature[rows],
@@ -447,15 +494,50 @@ class RowTable:
             choice=self.choice[rows],
             position=self.length[rows].astype(np.int64),
             suppressed=self._suppressed(rows),
+            min_p=min_p if min_p.any() else None,
+            rules=tuple(
+                (i, self.rules[rows[i]]) for i in np.flatnonzero(self._ruled[rows]).tolist()
+            ),
+            penalties=self._penalties(rows),
+            logprobs=self._logprobs(rows),
         )
 
     def _suppressed(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """EOS and stop ids of the rows that are still below their minimum."""
+        """(index in `rows`, ids that must not come next there)."""
         masked = np.flatnonzero(self.length[rows] < self.min_length[rows])
-        return tuple(
+        suppressed = [
             (i, ids)
             for i, ids in zip(masked.tolist(), self.stop_ids[rows[masked]], strict=True)
             if ids
+        ]
+        for i in np.flatnonzero(self._has_bad_words[rows]).tolist():
+            bad_words: BadWords = self.bad_words[rows[i]]
+            newest = self.newest_output(int(rows[i]), bad_words.context_len)
+            if ids := bad_words.excluded(newest):
+                suppressed.append((i, ids))
+        return tuple(suppressed)
+
+    def _logprobs(self, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
+        num_top = self.logprobs[rows]
+        index = np.flatnonzero(num_top >= 0)
+        return tuple(zip(index.tolist(), num_top[index].tolist(), strict=True))
+
+    def _penalties(self, rows: np.ndarray) -> Penalties | None:
+        index = np.flatnonzero(self._penalised[rows])
+        if not len(index):
+            return None
+        rows = rows[index]
+        begun = []
+        for row in rows[~self.decoding[rows]].tolist():
+            token_ids, num_prompt = self.request(row).token_ids, int(self.num_prompt_tokens[row])
+            begun.append((row, token_ids[:num_prompt], token_ids[num_prompt:]))
+        return Penalties(
+            index=index,
+            row=rows,
+            repetition=self.repetition[rows],
+            presence=self.presence[rows],
+            frequency=self.frequency[rows],
+            begun=tuple(begun),
         )
 
     # -- after the step ----------------------------------------------------------------------------------
@@ -564,3 +646,16 @@ class RowTable:
                 raise IntegrityError(f"{name} has {num_computed} computed tokens of {length}")
             if (owners[self.blocks(row)[num_computed // self.block_size :]] > 1).any():
                 raise IntegrityError(f"{name} would write to a block that it shares")
+
+
+def _token_rules(params: SamplingParams) -> TokenRules | None:
+    if not params.allowed_token_ids and not params.logit_bias:
+        return None
+    allowed = np.unique(np.array(params.allowed_token_ids, np.int64))
+    return TokenRules(
+        allowed_ids=allowed if len(allowed) else None,
+        bias_ids=np.array([i for i, _ in params.logit_bias], np.int64)
+        if params.logit_bias
+        else None,
+        bias=np.array([b for _, b in params.logit_bias], np.float32) if params.logit_bias else None,
+    )

@@ -33,7 +33,7 @@ from quire.protos.wire import Load
 from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
-from quire.replica.plan import RequestDelta, StepPlan, StepResult
+from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
 from quire.replica.prefix import ContentChain, PrefixCache
 from quire.replica.queues import Deadlines, WaitingQueue
 from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
@@ -394,9 +394,10 @@ class Scheduler:
         if error is not None:
             return DeltaBatch(self.fail_step(plan, error))
         self._step = None
-        tokens = tokens.astype(np.int32, copy=False)
         table, rows, decodes = self.rows, step.sample_rows, step.decodes
-        if decodes is not None and table.are_unchanged(decodes):
+        has_stuck = bool((tokens == NO_TOKEN).any())
+        if decodes is not None and not has_stuck and table.are_unchanged(decodes):
+            tokens = tokens.astype(np.int32, copy=False)
             length = table.record(rows, tokens, decodes.tail_begin)
             max_length = decodes.max_length
             index = length - 1 - decodes.num_prompt_tokens
@@ -406,6 +407,9 @@ class Scheduler:
             alive = table.active[rows]
             if not alive.all():  # aborted while in flight
                 rows, tokens = rows[alive], tokens[alive]
+            if has_stuck:
+                rows, tokens = self._end_stuck(rows, tokens)
+            tokens = tokens.astype(np.int32, copy=False)
             length = table.record(rows, tokens)
             max_length = table.max_length[rows]
             index = length - 1 - table.num_prompt_tokens[rows]
@@ -415,10 +419,33 @@ class Scheduler:
         for i, reason in table.ended(rows, tokens, length, max_length).items():
             request = table.request(int(rows[i]))
             complete[i] = self._release(request, reason, [int(tokens[i])])
+        if result.logprobs:
+            logprobs = {int(step.sample_rows[i]): lp for i, lp in result.logprobs.items()}  # by row
+            keys = columns[0]
+            for i, row in enumerate(rows.tolist()):
+                if row in logprobs:
+                    delta = complete.setdefault(
+                        i, RequestDelta(keys[i], int(index[i]), [int(tokens[i])])
+                    )
+                    delta.logprobs = [logprobs[row]]
         num_prefill = plan.num_tokens - plan.num_decode_rows
         self.speed.observe(num_prefill, plan.num_decode_rows, result.duration_s)
         batch = DeltaBatch([*self.take_ended(), *complete.values()], *columns)
         return batch.without(complete) if complete else batch
+
+    def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """End the rows whose constraints left no token; returns the others and their tokens."""
+        stuck = tokens == NO_TOKEN
+        for row in rows[stuck].tolist():
+            index = int(self.rows.length[row] - self.rows.num_prompt_tokens[row])
+            error = InvalidRequest(
+                "allowed_token_ids, bad_words and min_tokens together leave no token to choose "
+                f"from at output index {index}",
+                field="allowed_token_ids",
+            )
+            request = self.rows.request(row)
+            self._ended.append(self._release(request, FinishReason.ERROR, error=error))
+        return rows[~stuck], tokens[~stuck]
 
     def fail_step(self, plan: StepPlan, error: QuireError) -> list[RequestDelta]:
         """End every request of a step that did not run to its end; the cache forgets what it would have
@@ -447,8 +474,11 @@ class Scheduler:
             return EngineError(
                 f"step {step.number} sampled {tokens.shape}, planned {step.sample_rows.shape}"
             )
-        # Negative ids are huge ones when read as unsigned: one pass finds both.
+        # Negative ids are huge ones when read as unsigned: one pass finds both. NO_TOKEN is the one allowed.
         if len(tokens) and tokens.astype(np.uint64).max() >= self.config.vocab_size:
+            chosen = tokens[tokens != NO_TOKEN]
+            if not len(chosen) or 0 <= chosen.min() <= chosen.max() < self.config.vocab_size:
+                return None
             return EngineError(f"step {step.number} sampled an id out of the vocabulary")
         return None
 

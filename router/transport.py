@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Attempt:
         if isinstance(event, TokenDelta):
             if event.finish_reason in ("error", "abort"):
                 # The completion ends the attempt: it says why.
-                event = TokenDelta(event.stream_id, event.index, event.token_ids)
+                event = dataclasses.replace(event, finish_reason=None)
             self.finished = event.finish_reason is not None
             self.needs_abort = not self.finished
         elif isinstance(event, Completion):
