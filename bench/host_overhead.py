@@ -25,7 +25,7 @@ import numpy as np
 
 from quire.bench import report
 from quire.protos.wire import Frame, SamplingParams
-from quire.replica.attachments import Attachments
+from quire.replica.attachments import Attachments, _Attachment
 from quire.replica.config import EngineConfig
 from quire.replica.loop import LoopOutput
 from quire.replica.plan import StepResult
@@ -116,21 +116,13 @@ class QuireHost:
 
 def _publisher() -> Callable[[LoopOutput], Frame]:
     """`Attachments.publish` for one attached router, which returns the frame that it queues."""
-    frames: list[Frame] = []
-
-    class Attached:
-        source = 1
-        put = staticmethod(frames.append)
-
-        def touch(self) -> None:
-            raise RuntimeError("a step made no frame")
-
     attachments = Attachments("epoch", on_detach=lambda router_id: None)
-    attachments._by_router["router"] = Attached()
+    attachment = _Attachment(1, time.monotonic, heartbeat_s=3600, max_heartbeat_s=3600)
+    attachments._by_router["router"] = attachment
 
     def publish(output: LoopOutput) -> Frame:
         attachments.publish(output)
-        return frames.pop()
+        return attachment._frames.pop()
 
     return publish
 

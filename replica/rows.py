@@ -17,7 +17,7 @@ to the request when it is full: so a token costs no Python.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,26 @@ class DecodeRows:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+_SPARE_COLUMNS = (
+    8  # of a planned table: it is gathered anew when the longest row has so many more blocks
+)
+
+
+@dataclass(slots=True)
+class _PlannedTables:
+    """The block tables of one of the last two plans, brought up to date for the next but one.
+
+    While no row comes or goes only the rows whose blocks changed are copied: gathering all of them would cost
+    half a megabyte a step for 1024 rows of 4096 tokens.
+    """
+
+    tables: np.ndarray = field(
+        default_factory=lambda: np.empty((0, 0), np.int32)
+    )  # [n, width + spare]
+    decodes: DecodeRows | None = None  # whose tables these are; None: of a mixed plan
+    changed: list[np.ndarray] = field(default_factory=list)  # decoding rows with other blocks since
 
 
 class RowTable:
@@ -116,9 +136,7 @@ class RowTable:
         self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
         self._free = list(range(max_rows - 1, -1, -1))
         self._decode_rows: DecodeRows | None = None  # None: a row came or went
-        # The tables of the last two plans: a fresh megabyte each step would cost more in page faults than in
-        # copying.
-        self._planned_tables = [np.empty(0, np.int32), np.empty(0, np.int32)]
+        self._planned = [_PlannedTables(), _PlannedTables()]
         self.num_decode_tokens = 0  # KV of the decoding rows
         self.num_missing_tokens = 0  # that the prefilling rows still have to compute
 
@@ -327,6 +345,15 @@ class RowTable:
         """Append one block to the table of each row."""
         self.block_tables[rows, self.num_blocks[rows]] = blocks
         self.num_blocks[rows] += 1
+        for planned in self._planned:
+            planned.changed.append(rows)
+
+    def replace_block(self, row: int, i: int, block: int) -> None:
+        """Put another block with the same content in the i-th place of the row's table."""
+        self.block_tables[row, i] = block
+        if self.decoding[row]:
+            for planned in self._planned:
+                planned.changed.append(np.array([row]))
 
     def newest(self) -> Request:
         """The running request that was submitted last."""
@@ -338,7 +365,7 @@ class RowTable:
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
         """Write a step down and count its tokens as computed.
 
-        The block tables of a plan are overwritten by the second plan after it.
+        The block tables of a plan may be overwritten by the second plan after it.
 
         Parameters
         ----------
@@ -378,7 +405,7 @@ class RowTable:
             positions=decodes.position,
             cu_q=decodes.cu_q,
             kv_len=kv_len,
-            block_tables=self._plan_tables(rows, int(decodes.block_index.max()) + 1),
+            block_tables=self._plan_tables(rows, int(decodes.block_index.max()) + 1, decodes),
             slots=slots,
             sampling=sampling,
         )
@@ -420,16 +447,29 @@ class RowTable:
         self.num_missing_tokens -= int(cu_q[-1]) - len(decode_rows)
         return plan, rows, sample_rows
 
-    def _plan_tables(self, rows: np.ndarray, width: int) -> np.ndarray:
-        """[rows, width] int32, the rows' tables in the older of the two buffers."""
-        size = len(rows) * width
-        buffer = self._planned_tables[0]
-        if len(buffer) < size:
-            buffer = np.empty(2 * size, np.int32)
-        self._planned_tables = [self._planned_tables[1], buffer]
-        tables = buffer[:size].reshape(len(rows), width)
-        # "clip" spares the copy by which "raise" protects `out`; row ids are in bounds.
-        return self.block_tables[:, :width].take(rows, axis=0, out=tables, mode="clip")
+    def _plan_tables(
+        self, rows: np.ndarray, width: int, decodes: DecodeRows | None = None
+    ) -> np.ndarray:
+        """[rows, width] int32, the rows' tables in the older of the two buffers.
+
+        Parameters
+        ----------
+        decodes
+            Given when the rows are exactly these.
+        """
+        planned = self._planned[0]
+        self._planned.reverse()
+        tables = planned.tables
+        if decodes is None or planned.decodes is not decodes or width > tables.shape[1]:
+            spare = 0 if decodes is None else _SPARE_COLUMNS
+            planned.tables = tables = self.block_tables[:, : width + spare].take(rows, axis=0)
+            planned.decodes = decodes
+        elif planned.changed:
+            changed = np.concatenate(planned.changed)
+            at = np.searchsorted(rows, changed)
+            tables[at] = self.block_tables[changed, : tables.shape[1]]
+        planned.changed.clear()
+        return tables[:, :width]
 
     def _chunk_tokens(
         self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray

@@ -374,7 +374,7 @@ class Scheduler:
         blocks before it too, which demotion leaf-first rests on (see `BlockManager`).
         """
         for row, i, own, indexed in step.duplicates:
-            self.rows.block_tables[row, i] = indexed
+            self.rows.replace_block(row, i, indexed)
             self.blocks.release([own])
 
     # -- after the step ----------------------------------------------------------------------------------

@@ -90,6 +90,55 @@ def test_a_plan_does_not_change_with_the_table():
 
 
 @given(
+    st.lists(
+        st.sampled_from(["step", "swap"] * 3 + ["come", "go", "chunk", "swap prefill"]),
+        min_size=20,
+        max_size=60,
+    ).map(lambda events: ["come", "come", *events])
+)
+@settings(deadline=None)
+def test_planned_tables_are_those_of_the_rows_whatever_changed_between_plans(events):
+    size = 8  # or every row would get a block, and be copied, in every other step
+    table = RowTable(6, 40, size, vocab_size=50)
+    blocks = iter(range(10_000))
+    decoding, prefilling = [], []
+
+    def claim(num_computed):
+        request = make_request(prompt=range(3, 9), max_tokens=60)
+        return table.claim(request, [next(blocks)], num_computed)
+
+    for step, event in enumerate(events):
+        if event == "come" and table.num_free:
+            decoding.append(claim(5))
+            decode(table, decoding[-1])
+        elif event == "chunk" and table.num_free:
+            prefilling.append(claim(0))
+        elif event == "go" and decoding:
+            table.vacate(decoding.pop(len(decoding) // 2))
+        elif event.startswith("swap") and (
+            rows := prefilling if event == "swap prefill" else decoding
+        ):
+            table.replace_block(rows[-1], 0, next(blocks))
+        decodes = table.decode_rows()
+        if not len(decodes):
+            continue
+        lacking = table.lacking_block(decodes)
+        table.append_blocks(lacking, [next(blocks) for _ in lacking])
+        list(table.fill_blocks(decodes))
+        chunks = [(prefilling[0], 1)] if event == "chunk" and prefilling else []
+        if chunks and table.num_computed[prefilling[0]] > 4:
+            chunks = []
+        plan, rows, _ = table.build(step, decodes, chunks)
+        width = plan.block_tables.shape[1]
+        assert plan.block_tables.tolist() == table.block_tables[rows, :width].tolist()
+        assert width * size >= plan.kv_len.max() > (width - 1) * size
+        table.record(decodes.ids, np.full(len(decodes), 7, np.int32))
+        for row in [row for row in decoding if table.length[row] == table.max_length[row]]:
+            decoding.remove(row)
+            table.vacate(row)
+
+
+@given(
     prompt_len=st.integers(1, 20),
     tokens=st.lists(st.integers(3, 49), max_size=40),
     block_size=st.sampled_from([2, 4, 8]),
