@@ -76,6 +76,7 @@ class RowTable:
         self._penalised = np.zeros(max_rows, dtype=bool)
         self._ruled = np.zeros(max_rows, dtype=bool)
         self._has_bad_words = np.zeros(max_rows, dtype=bool)
+        self._has_grammar = np.zeros(max_rows, dtype=bool)
         self.num_blocks = np.zeros(max_rows, dtype=np.int32)  # [R]
         self.block_tables = np.zeros((max_rows, max_blocks), dtype=np.int32)  # [R, max_blocks]
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
@@ -112,6 +113,7 @@ class RowTable:
         self.seed[row] = params.seed
         self.choice[row] = params.choice
         self._claim_constraints(row, params)
+        self._has_grammar[row] = request.grammar is not None
         self.stop_ids[row] = tuple(sorted(request.stop_ids))
         self._num_enders[list(request.stop_ids)] += 1
         self.num_blocks[row] = len(blocks)
@@ -288,6 +290,7 @@ class RowTable:
             ),
             penalties=self._penalties(rows),
             logprobs=self._logprobs(rows),
+            grammars=tuple((i, self.request(int(rows[i])).grammar) for i in self._grammars(rows)),
         )
 
     def _suppressed(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -304,6 +307,10 @@ class RowTable:
             if ids := bad_words.excluded(newest):
                 suppressed.append((i, ids))
         return tuple(suppressed)
+
+    def _grammars(self, rows: np.ndarray) -> list[int]:
+        """Which of `rows` have a grammar."""
+        return np.flatnonzero(self._has_grammar[rows]).tolist()
 
     def _logprobs(self, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
         num_top = self.logprobs[rows]
@@ -344,7 +351,7 @@ class RowTable:
         self.length[rows] = position + 1
 
     def ended(self, rows: np.ndarray, token_ids: np.ndarray) -> dict[int, FinishReason]:
-        """Which rows end with the token just recorded: index in `rows` to the reason."""
+        """Which rows end with the token just recorded, which grammars take in: index in `rows` to the reason."""
         length = self.length[rows]
         reasons = dict.fromkeys(
             np.flatnonzero(length >= self.max_length[rows]).tolist(), FinishReason.LENGTH
@@ -354,6 +361,10 @@ class RowTable:
             row = int(rows[i])
             if length[i] > self.min_length[row] and int(token_ids[i]) in self.request(row).stop_ids:
                 reasons[i] = FinishReason.STOP
+        for i in self._grammars(rows):
+            grammar = self.request(int(rows[i])).grammar
+            if grammar.advance(int(token_ids[i])):
+                reasons[i] = FinishReason.STOP  # nothing can follow, not even where EOS is none
         return reasons
 
     # -- inspection --------------------------------------------------------------------------------------
