@@ -35,6 +35,18 @@ class WireError(ValueError):
 # ----------------------------------------------------------------------------------------------------------
 
 
+MAX_GRAMMAR_BYTES = 64 * 1024
+GRAMMAR_KINDS = ("json_schema", "regex", "choice", "lark")
+
+
+class Grammar(NamedTuple):
+    """A language that the output must be in."""
+
+    kind: str  # one of GRAMMAR_KINDS
+    text: str  # a JSON schema, a regular expression, a JSON list of strings, or a Lark grammar
+    field: str  # where the client gave it, for errors
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when to stop; the engine's view, complete and resolved.
@@ -65,6 +77,7 @@ class SamplingParams:
     # Log-probabilities of the model's distribution, before anything above shapes it: of each token, and of
     # so many of the likeliest in its place, at most MAX_LOGPROBS; None = none at all.
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def to_wire(self) -> list[Any]:
         return [getattr(self, f.name) for f in dataclasses.fields(self)]
@@ -79,6 +92,8 @@ class SamplingParams:
             kwargs[name] = tuple(kwargs[name])
         for name in ("logit_bias", "bad_words"):
             kwargs[name] = tuple(tuple(item) for item in kwargs[name])
+        if kwargs["grammar"] is not None:
+            kwargs["grammar"] = Grammar(*kwargs["grammar"])
         return cls(**kwargs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from quire.replica.config import EngineConfig
 from quire.replica.plan import RequestDelta
 from quire.replica.prefix import ContentChain
 from quire.replica.sampling_checks import check_int, is_real, refuse, validate_distribution
+
+if TYPE_CHECKING:
+    from quire.replica.grammar import GrammarState
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TEMPERATURE = 1e6  # already uniform for any logits; keeps float32 arithmetic finite
@@ -106,6 +109,7 @@ class Request:
         self.stop_ids: frozenset[int] = frozenset()  # EOS included unless ignored
         self.chain = ContentChain(tenant)  # names of its full blocks
         self.num_cached_tokens = 0  # of the prompt, at first admission
+        self.grammar: GrammarState | None = None  # compiled before the scheduler sees the request
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         try:
@@ -165,6 +169,25 @@ class Request:
         if phase not in ALLOWED_TRANSITIONS[self.phase]:
             raise ValueError(f"request {self.key!r} cannot go from {self.phase} to {phase}")
         self.phase = phase
+
+    def refusal(self, error: QuireError) -> RequestDelta:
+        """The only delta of a request that was never queued."""
+        return self.delta(self.num_emitted, [], FinishReason.ERROR, error)
+
+    def stuck_error(self, index: int) -> InvalidRequest:
+        """Why no token may come at output index `index`."""
+        if self.grammar is not None and self.grammar.error:
+            field = self.params.grammar.field
+            return InvalidRequest(
+                f"{field}: failed at output index {index}: {self.grammar.error}", field=field
+            )
+        fields = ["allowed_token_ids", "bad_words", "min_tokens"]
+        if self.params.grammar is not None:
+            fields.append(self.params.grammar.field)
+        return InvalidRequest(
+            f"{', '.join(fields)} together leave no token to choose from at output index {index}",
+            field="allowed_token_ids",
+        )
 
     def delta(
         self,

@@ -130,6 +130,7 @@ class RowTable:
         self._penalised = np.zeros(max_rows, dtype=bool)
         self._ruled = np.zeros(max_rows, dtype=bool)
         self._has_bad_words = np.zeros(max_rows, dtype=bool)
+        self._has_grammar = np.zeros(max_rows, dtype=bool)
         self.num_blocks = np.zeros(max_rows, dtype=np.int32)  # [R]
         self.block_tables = np.zeros((max_rows, max_blocks), dtype=np.int32)  # [R, max_blocks]
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
@@ -172,6 +173,7 @@ class RowTable:
         self.seed[row] = params.seed
         self.choice[row] = params.choice
         self._claim_constraints(row, params)
+        self._has_grammar[row] = request.grammar is not None
         self.stop_ids[row] = tuple(sorted(request.stop_ids))
         self._num_enders[list(request.stop_ids)] += 1
         self.num_blocks[row] = len(blocks)
@@ -298,6 +300,7 @@ class RowTable:
             | self._penalised[rows]
             | self._ruled[rows]
             | self._has_bad_words[rows]
+            | self._has_grammar[rows]
             | (self.logprobs[rows] >= 0)
             | (self.min_p[rows] > 0)
         )
@@ -500,6 +503,7 @@ class RowTable:
             ),
             penalties=self._penalties(rows),
             logprobs=self._logprobs(rows),
+            grammars=tuple((i, self.request(int(rows[i])).grammar) for i in self._grammars(rows)),
         )
 
     def _suppressed(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -516,6 +520,10 @@ class RowTable:
             if ids := bad_words.excluded(newest):
                 suppressed.append((i, ids))
         return tuple(suppressed)
+
+    def _grammars(self, rows: np.ndarray) -> list[int]:
+        """Which of `rows` have a grammar."""
+        return np.flatnonzero(self._has_grammar[rows]).tolist()
 
     def _logprobs(self, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
         num_top = self.logprobs[rows]
@@ -570,7 +578,9 @@ class RowTable:
     def ended(
         self, rows: np.ndarray, token_ids: np.ndarray, length: np.ndarray, max_length: np.ndarray
     ) -> dict[int, FinishReason]:
-        """Which rows end with the token just recorded: index in `rows` to the reason.
+        """Which rows end with the token just recorded, which grammars take in: index in `rows` to the reason.
+
+        Call it once for each token.
 
         Parameters
         ----------
@@ -584,12 +594,15 @@ class RowTable:
             reasons = dict.fromkeys(full.nonzero()[0].tolist(), FinishReason.LENGTH)
         # Only ids that end some running request can end one: few rows get past this look-up.
         enders = self._num_enders[token_ids]
-        if not np.count_nonzero(enders):
-            return reasons
-        for i in enders.nonzero()[0].tolist():
-            row = int(rows[i])
-            if length[i] > self.min_length[row] and int(token_ids[i]) in self.request(row).stop_ids:
-                reasons[i] = FinishReason.STOP
+        if np.count_nonzero(enders):
+            for i in enders.nonzero()[0].tolist():
+                row, token_id = int(rows[i]), int(token_ids[i])
+                if length[i] > self.min_length[row] and token_id in self.request(row).stop_ids:
+                    reasons[i] = FinishReason.STOP
+        for i in self._grammars(rows):
+            grammar = self.request(int(rows[i])).grammar
+            if grammar.advance(int(token_ids[i])):
+                reasons[i] = FinishReason.STOP  # nothing can follow, not even where EOS is none
         return reasons
 
     # -- inspection --------------------------------------------------------------------------------------

@@ -131,6 +131,8 @@ class Scheduler:
             A field is out of its bounds, or the key names a live request. See `request.validate`.
         """
         validate(request, self.config)
+        if request.params.grammar is not None and request.grammar is None:
+            raise EngineError("the request's grammar has not been compiled")
         if request.key in self._requests:
             raise InvalidRequest(f"request_id: {request.key!r} is in use", field="request_id")
 
@@ -140,7 +142,7 @@ class Scheduler:
             self.validate(request)
             self._check_room()
         except QuireError as error:
-            return request.delta(request.num_emitted, [], FinishReason.ERROR, error)
+            return request.refusal(error)
         request.accept(self.config.eos_token_ids)
         request.arrival_index = self._num_submitted
         self._num_submitted += 1
@@ -438,12 +440,8 @@ class Scheduler:
         stuck = tokens == NO_TOKEN
         for row in rows[stuck].tolist():
             index = int(self.rows.length[row] - self.rows.num_prompt_tokens[row])
-            error = InvalidRequest(
-                "allowed_token_ids, bad_words and min_tokens together leave no token to choose "
-                f"from at output index {index}",
-                field="allowed_token_ids",
-            )
             request = self.rows.request(row)
+            error = request.stuck_error(index)
             self._ended.append(self._release(request, FinishReason.ERROR, error=error))
         return rows[~stuck], tokens[~stuck]
 
