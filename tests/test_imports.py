@@ -36,6 +36,7 @@ TORCH_MODULES = {
     "quire.replica.embedded.train",
     "quire.replica.kv_pool",
     "quire.replica.linear",
+    "quire.replica.experts",
     "quire.replica.loader",
     "quire.replica.logprobs",
     "quire.replica.runner",
