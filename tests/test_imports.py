@@ -43,6 +43,7 @@ TORCH_MODULES = {
     "quire.replica.runtime",
     "quire.replica.sampler",
     "quire.replica.sizing",
+    "quire.replica.tiles",
     "quire.replica.token_counts",
 }
 # transformers loads torch and triton when one of its models is imported.
