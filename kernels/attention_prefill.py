@@ -1,0 +1,229 @@
+"""Paged prefill attention: ragged new tokens over the keys of earlier chunks and their own, causal.
+
+Query tokens at positions p = kv_len - q_len ... kv_len - 1 of row r, keys 0 ... p of the same row, heads as in
+`quire.kernels.attention_decode`. A work item is (query tile, KV head): BLOCK_M = queries x heads of the KV group
+packed into the rows of one matrix tile (64 rows and more: Hopper's wgmma), so the keys of a KV head are loaded
+once for its whole group. The loop over tiles of keys has three parts, so that masks are paid at the edges only::
+
+    keys      0 ...        [ edge | full | full | full | edge ]      ... kv_len
+              not visited   window         unmasked       diagonal
+
+Without a window the first part does not exist; with one (or with chunked attention) the loop starts at the first
+tile that any query of the item sees. Tiles lie at absolute multiples of `tile_tokens` and a key that a query does not
+see adds an exact zero, so the bits of a token depend neither on the chunk it came in nor on the batch.
+
+Items are listed on the device (`plan_prefill`), within a row the last tile, which has most keys, first; KV heads
+are the fastest index, so all heads' long items start first.
+
+Layout. q, out [tokens, heads, head_dim]; pages [num_blocks, kv_heads, block_size, head_dim], any block stride.
+
+Flops: 4 heads head_dim (q_len kv_len - q_len (q_len - 1) / 2) a row, plus at most one tile a query tile at each edge.
+Bytes: q and out once; K and V once a query tile, from L2 where the items of a KV head run together.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels import checks
+from quire.kernels.attention_plan import PrefillPlan
+from quire.kernels.attention_tile import (
+    attend_tile,
+    cache_operands,
+    finish,
+    first_key,
+    head_scales,
+    load_tile,
+    score_scale,
+    tile_offsets,
+)
+from quire.kernels.tuning import device_arch, launch_options
+
+
+@triton.jit
+def _walk_keys(
+    m, l, acc, q, position, k_ptr, v_ptr, table_ptr, low, high, begin, end, qk_scale, stride_block,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Tiles [low, high); any query of the item sees keys in [begin, end) only."""
+    LOCAL: tl.constexpr = WINDOW > 0 or CHUNK > 0
+    for start in range(low, high, TILE):
+        base, rows = tile_offsets(
+            table_ptr, start, begin, end, stride_block, HEAD_DIM, BLOCK_SIZE, TILE, MASKED, LOCAL
+        )
+        k = load_tile(
+            k_ptr, base, rows, start, begin, end, q.dtype, HEAD_DIM, HEAD_PAD, FP8, MASKED, LOCAL
+        )
+        v = load_tile(
+            v_ptr, base, rows, start, begin, end, q.dtype, HEAD_DIM, HEAD_PAD, FP8, MASKED, LOCAL
+        )
+        key = (start + tl.arange(0, TILE))[None, :]
+        seen = key <= position[:, None]
+        if LOCAL:
+            seen = seen & (key >= first_key(position, WINDOW, CHUNK)[:, None])
+        m, l, acc = attend_tile(q, k, v, m, l, acc, seen, qk_scale, SOFTCAP, MASKED)
+    return m, l, acc
+
+
+@triton.jit
+def _prefill_kernel(
+    out_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, cu_q_ptr, kv_len_ptr, tiles_ptr, num_tiles_ptr,
+    sinks_ptr, k_scale_ptr, v_scale_ptr,
+    scale, stride_q, stride_out, stride_table, stride_block, stride_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """One query tile of one KV head; programs beyond the list do nothing."""
+    index = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    if index < tl.load(num_tiles_ptr):
+        row = tl.load(tiles_ptr + index * 2)
+        first_query = tl.load(tiles_ptr + index * 2 + 1)
+        first_token = tl.load(cu_q_ptr + row)
+        q_len = tl.load(cu_q_ptr + row + 1) - first_token
+        context = tl.load(kv_len_ptr + row) - q_len
+
+        lane = tl.arange(0, BLOCK_M)
+        dim = tl.arange(0, HEAD_PAD)
+        queries: tl.constexpr = BLOCK_M // GROUP
+        end_query = tl.minimum(first_query + queries, q_len)
+        query = first_query + lane // GROUP
+        valid = (lane < queries * GROUP) & (query < q_len)
+        # Lanes without a query repeat the last one: they see keys, and are not stored.
+        query = tl.minimum(query, end_query - 1)
+        position = context + query
+        heads = head * GROUP + lane % GROUP
+        token = (first_token + query).to(tl.int64)
+        held = valid[:, None] & (dim < HEAD_DIM)[None, :]
+        q = tl.load(
+            q_ptr + (token * stride_q + heads * HEAD_DIM)[:, None] + dim[None, :],
+            mask=held,
+            other=0.0,
+        )
+
+        first = context + first_query
+        last = context + end_query - 1
+        begin = first_key(first, WINDOW, CHUNK)
+        end = last + 1
+        # Every query sees [full_low, full_high); chunks: none of it where the tile spans two of them.
+        low = begin // TILE * TILE
+        full_high = (first + 1) // TILE * TILE
+        full_low = low
+        if WINDOW > 0 or CHUNK > 0:
+            full_low = (first_key(last, WINDOW, CHUNK) + TILE - 1) // TILE * TILE
+            full_low = tl.minimum(full_low, (end + TILE - 1) // TILE * TILE)
+        full_high = tl.maximum(full_high, full_low)
+
+        table_ptr = tables_ptr + tl.cast(row, tl.int64) * stride_table
+        k_head_ptr = k_ptr + tl.cast(head, tl.int64) * stride_head
+        v_head_ptr = v_ptr + tl.cast(head, tl.int64) * stride_head
+        qk_scale, v_scale = head_scales(k_scale_ptr, v_scale_ptr, head, scale)
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+        if WINDOW > 0 or CHUNK > 0:
+            m, l, acc = _walk_keys(
+                m, l, acc, q, position, k_head_ptr, v_head_ptr, table_ptr, low, full_low, begin, end, qk_scale,
+                stride_block, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, TILE, WINDOW, CHUNK, SOFTCAP, FP8, True,
+            )  # fmt: skip
+        m, l, acc = _walk_keys(
+            m, l, acc, q, position, k_head_ptr, v_head_ptr, table_ptr, full_low, full_high, begin, end, qk_scale,
+            stride_block, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, TILE, WINDOW, CHUNK, SOFTCAP, FP8, False,
+        )  # fmt: skip
+        m, l, acc = _walk_keys(
+            m, l, acc, q, position, k_head_ptr, v_head_ptr, table_ptr, full_high, end, begin, end, qk_scale,
+            stride_block, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, TILE, WINDOW, CHUNK, SOFTCAP, FP8, True,
+        )  # fmt: skip
+        sink = None
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + heads)
+        result = finish(m, l, acc, sink, v_scale)
+        offsets = (token * stride_out + heads * HEAD_DIM)[:, None] + dim[None, :]
+        tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=held)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    plan: PrefillPlan,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of the rows that the plan lists; the output of other tokens is left as it is.
+
+    Parameters
+    ----------
+    q
+        [tokens, heads, head_dim] bfloat16, float16 or float32; tokens may be strided.
+    k_cache, v_cache
+        [num_blocks, kv_heads, block_size, head_dim] in the dtype of q or float8_e4m3fn, pages contiguous. The
+        keys of this step are already written. Slots that hold no key may hold anything.
+    block_tables
+        [>= rows, max_blocks] int32; entries without a key that the row sees are not read.
+    scale
+        Factor on q.k, > 0.
+    plan
+        `plan_prefill` of this batch.
+    softcap
+        s becomes softcap * tanh(s / softcap).
+    sinks
+        [heads] float32 logits that join the denominator only.
+    k_scale, v_scale
+        [kv_heads] float32 factors of a float8_e4m3fn cache.
+    out
+        [tokens, heads, head_dim] in the dtype of q; allocated (uninitialised) where None.
+
+    Returns
+    -------
+    `out`. The bits of a token depend on its row's keys only, not on the chunk or the batch.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride, device or option that does not fit, with its bound.
+    """
+    checks.check_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        plan.kv_len.shape[0],
+        plan.num_heads,
+        plan.num_kv_heads,
+        plan.head_dim,
+    )
+    checks.check_options(q, k_cache, scale, softcap, sinks, k_scale, v_scale)
+    checks.check_device("plan", plan.kv_len, q.device)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    checks.check_out(out, q)
+    max_tiles = plan.tiles.shape[0]
+    if q.shape[0] == 0 or max_tiles == 0:
+        return out
+    config = plan.config
+    k_cache, v_cache, fp8 = cache_operands(k_cache, v_cache)
+    # fmt: off
+    _prefill_kernel[(max_tiles * plan.num_kv_heads,)](
+        out, q, k_cache, v_cache, block_tables, plan.cu_q, plan.kv_len, plan.tiles, plan.num_tiles,
+        sinks, k_scale, v_scale,
+        score_scale(scale, softcap),
+        q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:2],
+        KV_HEADS=plan.num_kv_heads, GROUP=plan.num_heads // plan.num_kv_heads,
+        HEAD_DIM=plan.head_dim, HEAD_PAD=triton.next_power_of_2(plan.head_dim),
+        BLOCK_SIZE=k_cache.shape[2], BLOCK_M=config.block_m, TILE=config.tile_tokens,
+        WINDOW=plan.window or 0, CHUNK=plan.chunk or 0, SOFTCAP=softcap or 0.0, FP8=fp8,
+        **launch_options(device_arch(q.device), config.num_warps, config.num_stages),
+    )
+    # fmt: on
+    return out

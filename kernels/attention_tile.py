@@ -1,0 +1,197 @@
+"""Tile arithmetic that decode, shared-prefix decode and prefill attention have in common.
+
+Online softmax over tiles of keys in base 2, f = scale * log2(e)::
+
+    s_j = f * q.k_j          m' = max(m, max_j s_j)         a = 2^(m - m')
+    p_j = 2^(s_j - m')       l' = a * l + sum_j p_j         o' = a * o + sum_j p_j v_j
+
+Soft-cap replaces f * q.k by log2(e) * c * tanh(scale * q.k / c). A sink is one more logit whose value vector is
+zero: it joins l when the row is finished, o = o' / l'.
+
+Every multiply-add whose rounding could depend on the compiler is an explicit `fma`, and the kernels are
+compiled without fusion of others. A key that a query does not see adds an exact zero, so a row's bits
+depend on neither the other rows of its tile nor how far the loop runs beyond the row's own keys.
+
+Keys and values lie in pages, [num_blocks, kv_heads, block_size, head_dim], a page of one head contiguous. With
+TILE <= BLOCK_SIZE a tile is one contiguous run: one scalar load of a block id, then affine addresses.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.tuning import has_fp8_conversion
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# How a KV element becomes an operand of the products (argument FP8).
+FP8_NONE = tl.constexpr(0)  # it already has the type of q
+FP8_NATIVE = tl.constexpr(1)  # float8_e4m3fn, converted by the hardware
+FP8_BITS = tl.constexpr(2)  # the same bytes as uint8, for devices without the conversion
+
+
+@triton.jit
+def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Position of the first key that a query at `position` sees; 0 for both options: no limit."""
+    if WINDOW > 0:
+        first = tl.maximum(position - (WINDOW - 1), 0)
+    elif CHUNK > 0:
+        first = position // CHUNK * CHUNK
+    else:
+        first = position * 0
+    return first
+
+
+@triton.jit
+def split_range(kv_len, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """First split and number of splits that the last token of `kv_len` tokens sees; none of an empty row."""
+    begin = first_key(tl.maximum(kv_len - 1, 0), WINDOW, CHUNK) // SPLIT
+    return begin, (kv_len + SPLIT - 1) // SPLIT - begin
+
+
+@triton.jit
+def position_seen(position, begin, end, LOCAL: tl.constexpr):
+    """Whether a position lies in [begin, end); without LOCAL begin is 0 and costs no comparison."""
+    seen = position < end
+    if LOCAL:
+        seen = seen & (position >= begin)
+    return seen
+
+
+@triton.jit
+def tile_offsets(
+    table_ptr, start, begin, end, stride_block,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Where tokens [start, start + TILE) lie: (int64 scalar, [TILE] offsets), in elements from the head's page 0.
+
+    Of a MASKED tile, which may reach beyond [begin, end), only the entries of tokens inside are read.
+    """
+    token = tl.arange(0, TILE)
+    if TILE <= BLOCK_SIZE:
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        base = block * stride_block + (start % BLOCK_SIZE) * HEAD_DIM
+        rows = token * HEAD_DIM
+    else:
+        position = start + token
+        if MASKED:
+            seen = position_seen(position, begin, end, LOCAL)
+            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=seen, other=0)
+        else:
+            block = tl.load(table_ptr + position // BLOCK_SIZE)
+        base = stride_block * 0
+        rows = block.to(tl.int64) * stride_block + position % BLOCK_SIZE * HEAD_DIM
+    return base, rows
+
+
+@triton.jit
+def load_tile(
+    ptr, base, rows, start, begin, end, dtype,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, FP8: tl.constexpr,
+    MASKED: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """[TILE, HEAD_PAD] keys or values as `dtype`; zero outside [begin, end) (0 * NaN would be NaN) and the padding."""
+    dim = tl.arange(0, HEAD_PAD)
+    offsets = rows[:, None] + dim[None, :]
+    if MASKED:
+        seen = position_seen(start + tl.arange(0, rows.shape[0]), begin, end, LOCAL)[:, None]
+        if HEAD_PAD != HEAD_DIM:
+            seen = seen & (dim < HEAD_DIM)[None, :]
+        x = tl.load(ptr + base + offsets, mask=seen, other=0.0)
+    elif HEAD_PAD != HEAD_DIM:
+        x = tl.load(ptr + base + offsets, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    else:
+        x = tl.load(ptr + base + offsets)
+    if FP8 == FP8_BITS:
+        # e4m3 and float16 differ by 8 in the exponent's bias: shifted into place, the value is 2^-8 of the true one.
+        bits = x.to(tl.uint16)
+        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        x = bits.to(tl.float16, bitcast=True) * 256.0
+    return x.to(dtype)
+
+
+@triton.jit
+def attend_tile(
+    q, k, v, m, l, acc, seen, qk_scale, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """One step of the online softmax.
+
+    q [M, D], k and v [TILE, D], m and l [M], acc [M, D], all but q, k, v float32; `seen` [M, TILE] is read where
+    MASKED. `qk_scale` is f, or with SOFTCAP 2 * log2(e) * scale / SOFTCAP.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SOFTCAP > 0.0:
+        # tanh(x) = 1 - 2 / (1 + e^2x): right at both infinities, where libdevice would cost a branch.
+        s = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(s * qk_scale)))
+        factor = 1.0
+    else:
+        factor = qk_scale
+    if MASKED:
+        s = tl.where(seen, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * factor)
+    if MASKED:
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key seen so far
+    else:
+        shift = m_new
+    p = tl.exp2(tl.fma(s, tl.zeros_like(s) + factor, tl.broadcast_to(-shift[:, None], s.shape)))
+    alpha = tl.exp2(m - shift)
+    l = tl.fma(l, alpha, tl.sum(p, 1))
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return m_new, l, acc
+
+
+@triton.jit
+def merge(m, l, acc, m_next, l_next, acc_next):
+    """Join two partial results; (-inf, 0, 0) on either side leaves the other's bits as they are."""
+    m_new = tl.maximum(m, m_next)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    a = tl.exp2(m - shift)
+    b = tl.exp2(m_next - shift)
+    l = tl.fma(l, a, l_next * b)
+    acc = tl.fma(acc, tl.broadcast_to(a[:, None], acc.shape), acc_next * b[:, None])
+    return m_new, l, acc
+
+
+@triton.jit
+def finish(m, l, acc, sink, v_scale):
+    """[M, D] output: the sink (logit [M], or None) joins the denominator; a row without any key gives zeros."""
+    if sink is not None:
+        sink = sink * LOG2E
+        m_new = tl.maximum(m, sink)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        a = tl.exp2(m - shift)
+        l = tl.fma(l, a, tl.exp2(sink - shift))
+        acc = acc * a[:, None]
+    return acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
+
+
+@triton.jit
+def head_scales(k_scale_ptr, v_scale_ptr, head, qk_scale):
+    """(qk_scale with the head's K scale, V scale); both pointers None: no quantisation."""
+    v_scale = 1.0
+    if k_scale_ptr is not None:
+        qk_scale = qk_scale * tl.load(k_scale_ptr + head)
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + head)
+    return qk_scale, v_scale
+
+
+def cache_operands(
+    k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The caches as the kernels read them on their device, and the kernels' argument FP8."""
+    if k_cache.dtype != torch.float8_e4m3fn:
+        return k_cache, v_cache, FP8_NONE.value
+    if has_fp8_conversion(k_cache.device):
+        return k_cache, v_cache, FP8_NATIVE.value
+    return k_cache.view(torch.uint8), v_cache.view(torch.uint8), FP8_BITS.value
+
+
+def score_scale(scale: float, softcap: float | None) -> float:
+    """The argument `qk_scale` of `attend_tile`."""
+    if softcap is None:
+        return scale * LOG2E.value
+    return 2.0 * LOG2E.value * scale / softcap

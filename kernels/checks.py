@@ -1,0 +1,200 @@
+"""Argument checks that the kernels' wrappers share. Every message names the argument, the bound and the value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from quire.kernels.tuning import DecodeConfig, PrefillConfig
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_GROUP = 16
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_bounds(name: str, value: int, low: int, high: int) -> None:
+    """Raise unless low <= value <= high."""
+    if not low <= value <= high:
+        raise ValueError(f"{name}: must be between {low} and {high}, got {value}")
+
+
+def check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless x has that shape."""
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: must have shape {list(shape)}, got {list(x.shape)}")
+
+
+def check_device(name: str, x: torch.Tensor, device: torch.device) -> None:
+    """Raise unless x lies on the device."""
+    if x.device != device:
+        raise ValueError(f"{name}: must be on {device}, got {x.device}")
+
+
+def check_ids(name: str, x: torch.Tensor, length: int, device: torch.device) -> None:
+    """Raise unless x is a contiguous int32 vector of that length."""
+    check_shape(name, x, (length,))
+    check_device(name, x, device)
+    if x.dtype != torch.int32 or not x.is_contiguous():
+        raise ValueError(
+            f"{name}: must be contiguous int32, got {x.dtype} with strides {x.stride()}"
+        )
+
+
+def check_rows(cu_q: torch.Tensor, kv_len: torch.Tensor, device: torch.device) -> int:
+    """Check the vectors that describe a ragged batch; returns its number of rows."""
+    num_rows = kv_len.shape[0] if kv_len.dim() == 1 else -1
+    check_ids("kv_len", kv_len, num_rows, device)
+    check_ids("cu_q", cu_q, num_rows + 1, device)
+    return num_rows
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Raise unless the kernels can serve these heads."""
+    check_bounds("num_kv_heads", num_kv_heads, 1, 1024)
+    if num_heads % num_kv_heads or not num_kv_heads <= num_heads <= MAX_GROUP * num_kv_heads:
+        raise ValueError(
+            f"num_heads: must be 1 to {MAX_GROUP} times num_kv_heads={num_kv_heads}, got {num_heads}"
+        )
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim: must be one of {HEAD_DIMS}, got {head_dim}")
+
+
+def check_block_size(block_size: int) -> None:
+    """Raise unless blocks of that many tokens can be addressed by shifts."""
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size: must be one of {BLOCK_SIZES}, got {block_size}")
+
+
+def check_local(window: int | None, chunk: int | None) -> None:
+    """Raise unless at most one of window and chunk is given, and positive."""
+    if window is not None and chunk is not None:
+        raise ValueError(f"window, chunk: at most one may be given, got {window} and {chunk}")
+    for name, value in (("window", window), ("chunk", chunk)):
+        if value is not None:
+            check_bounds(name, value, 1, 2**30)
+
+
+def check_decode_config(config: DecodeConfig) -> None:
+    """Raise unless a hand-made decode configuration is one that the kernels can run."""
+    _check_power("tile_tokens", config.tile_tokens, 16)
+    if config.split_tokens < 1 or config.split_tokens % config.tile_tokens:
+        raise ValueError(
+            f"split_tokens: must be a positive multiple of tile_tokens={config.tile_tokens}, "
+            f"got {config.split_tokens}"
+        )
+    for name in (
+        "shared_subtiles",
+        "merge_unroll",
+        "programs_per_processor",
+        "shared_programs_per_processor",
+        "merge_programs_per_processor",
+    ):
+        check_bounds(name, getattr(config, name), 1, 64)
+
+
+def check_prefill_config(config: PrefillConfig) -> None:
+    """Raise unless a hand-made prefill configuration is one that the kernel can run."""
+    _check_power("tile_tokens", config.tile_tokens, 16)
+    _check_power("block_m", config.block_m, MAX_GROUP)
+
+
+def _check_power(name: str, value: int, low: int) -> None:
+    if value < low or value & (value - 1):
+        raise ValueError(f"{name}: must be a power of two of at least {low}, got {value}")
+
+
+def check_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    """Check the tensors of an attention call against the plan it was made for."""
+    if q.dim() != 3 or q.shape[1:] != (num_heads, head_dim):
+        raise ValueError(
+            f"q: must be [tokens, {num_heads}, {head_dim}] as in the plan, got {list(q.shape)}"
+        )
+    if q.dtype not in QUERY_DTYPES:
+        raise ValueError(f"q: must be bfloat16, float16 or float32, got {q.dtype}")
+    _check_heads_contiguous("q", q)
+    if k_cache.dim() != 4 or k_cache.shape[1::2] != (num_kv_heads, head_dim):
+        raise ValueError(
+            f"k_cache: must be [blocks, {num_kv_heads}, block_size, {head_dim}] as in the plan, "
+            f"got {list(k_cache.shape)}"
+        )
+    check_block_size(k_cache.shape[2])
+    check_shape("v_cache", v_cache, tuple(k_cache.shape))
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_device(name, cache, q.device)
+        if cache.dtype not in (q.dtype, torch.float8_e4m3fn) or cache.dtype != k_cache.dtype:
+            raise ValueError(
+                f"{name}: must be {q.dtype} as q or float8_e4m3fn, the same for k and v, got {cache.dtype}"
+            )
+        # A page of one head is one run of memory; blocks may lie anywhere, at one stride for k and v.
+        if cache.stride()[2:] != (head_dim, 1) or cache.stride() != k_cache.stride():
+            raise ValueError(
+                f"{name}: pages must be contiguous, [..., {head_dim}, 1], with equal strides for k and v, "
+                f"got strides {cache.stride()}"
+            )
+    if (
+        block_tables.dim() != 2
+        or block_tables.shape[0] < num_rows
+        or block_tables.dtype != torch.int32
+        or block_tables.stride(1) != 1
+    ):
+        raise ValueError(
+            f"block_tables: must be int32 [>= {num_rows} rows, max blocks] with contiguous rows, got "
+            f"{block_tables.dtype} {list(block_tables.shape)} with strides {block_tables.stride()}"
+        )
+    check_device("block_tables", block_tables, q.device)
+
+
+def check_options(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """Check the options of an attention call; `sinks` and the scales are contiguous float32 vectors."""
+    if not scale > 0.0:
+        raise ValueError(f"scale: must be > 0, got {scale}")
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"softcap: must be > 0 or None, got {softcap}")
+    lengths = {"sinks": q.shape[1], "k_scale": k_cache.shape[1], "v_scale": k_cache.shape[1]}
+    for name, x in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if x is None:
+            continue
+        check_shape(name, x, (lengths[name],))
+        check_device(name, x, q.device)
+        if x.dtype != torch.float32 or not x.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous float32, got {x.dtype}")
+    quantised = k_cache.dtype == torch.float8_e4m3fn
+    if (k_scale is None) != (v_scale is None) or (k_scale is not None and not quantised):
+        raise ValueError(
+            "k_scale, v_scale: must be given together, and only with a float8_e4m3fn cache, got "
+            f"{k_scale is not None}, {v_scale is not None} with a {k_cache.dtype} cache"
+        )
+
+
+def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+    """Raise unless `out` can take the result for q."""
+    check_shape("out", out, tuple(q.shape))
+    check_device("out", out, q.device)
+    if out.dtype != q.dtype:
+        raise ValueError(f"out: must be {q.dtype} as q, got {out.dtype}")
+    _check_heads_contiguous("out", out)
+
+
+def _check_heads_contiguous(name: str, x: torch.Tensor) -> None:
+    if x.stride()[1:] != (x.shape[2], 1):
+        raise ValueError(f"{name}: heads of a token must be contiguous, got strides {x.stride()}")

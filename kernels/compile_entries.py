@@ -1,0 +1,239 @@
+"""Offline compilation of the kernels around attention, by the mechanism of `quire.kernels.compile_table`.
+
+    python -m quire.kernels.compile_entries                       # all, a minute or two
+    python -m quire.kernels.compile_entries --match 'sm_90/'      # a part
+
+Prints registers, stack and shared memory of each; the exit status is 1 if anything spills or does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import triton
+
+from quire.kernels import (
+    activation,
+    batch_prep,
+    block_copy,
+    kv_write,
+    log_probs,
+    logit_edits,
+    matmul_fixed,
+    norm,
+    sampling,
+)
+from quire.kernels.compile_table import Entry, compile_entry
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+VOCAB = 151_936  # Qwen3
+
+
+def entries() -> Iterator[Entry]:
+    """Every kernel at the shapes of Llama 3.1 8B and Qwen3, every option once an architecture."""
+    for arch in ARCHS:
+        yield from _rows(arch)
+        yield from _kv_write(arch)
+        yield from _sampling(arch)
+        yield from _batch(arch)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+            config = matmul_fixed.matmul_config(arch, dtype)
+            for depth in (4096, 4100):
+                yield Entry(
+                    f"{arch}/matmul/{name}/{depth}",
+                    arch,
+                    matmul_fixed._matmul_kernel,
+                    {f"{x}_ptr": f"*{name}" for x in ("out", "x", "w")},
+                    dict(
+                        K=depth,
+                        BLOCK_M=config.block_m,
+                        BLOCK_N=config.block_n,
+                        BLOCK_K=config.block_k,
+                        BAND=matmul_fixed.GROUP_M,
+                    ),
+                    dict(num_warps=config.num_warps, num_stages=config.num_stages),
+                )
+
+
+def _pointers(value: str, *names: str) -> dict[str, str]:
+    return {f"{name}_ptr": f"*{value}" for name in names}
+
+
+def _rows(arch: str) -> Iterator[Entry]:
+    for hidden in (1024, 4096, norm.MAX_HIDDEN):
+        for gemma in (False, True):
+            block = triton.next_power_of_2(hidden)
+            yield Entry(
+                f"{arch}/norm/{hidden}/{'gemma' if gemma else 'llama'}",
+                arch,
+                norm._rms_norm_kernel,
+                {**_pointers("bf16", "out", "sum", "x", "residual", "weight"), "eps": "fp32"},
+                dict(HIDDEN=hidden, BLOCK=block, GEMMA=gemma),
+                dict(num_warps=norm.norm_warps(block)),
+            )
+    for gelu in (False, True):
+        yield Entry(
+            f"{arch}/{'gelu' if gelu else 'silu'}_mul",
+            arch,
+            activation._gated_kernel,
+            _pointers("bf16", "out", "x"),
+            dict(SIZE=14336, GELU=gelu, BLOCK=activation.BLOCK),
+            dict(num_warps=activation.NUM_WARPS),
+        )
+
+
+def _kv_write(arch: str) -> Iterator[Entry]:
+    tables = _pointers("fp32", "cos", "sin")
+    for name, head_dim, rotary, extra, fp8 in (
+        ("llama", 128, 128, tables, False),
+        ("partial", 80, 32, tables, False),
+        ("norm", 128, 128, {**tables, **_pointers("bf16", "q_weight", "k_weight")}, False),
+        ("fp8", 128, 128, {**tables, **_pointers("fp32", "k_scale", "v_scale")}, True),
+        ("wide", 256, 256, {**tables, **_pointers("bf16", "q_weight", "k_weight")}, False),
+        ("plain", 64, 0, {}, False),
+    ):
+        types = {
+            **_pointers("bf16", "q_out", "q", "k", "v"),
+            **_pointers("u8" if fp8 else "bf16", "k_cache", "v_cache"),
+            **_pointers("i64", "slots"),
+            **extra,
+            "eps": "fp32",
+        }
+        if rotary:
+            types["positions_ptr"] = "*i32"
+        yield Entry(
+            f"{arch}/kv_write/{name}",
+            arch,
+            kv_write._kv_write_kernel,
+            types,
+            dict(
+                HEADS=32,
+                KV_HEADS=8,
+                BLOCK_SIZE=64,
+                HEAD_BLOCK=kv_write.HEAD_BLOCK,
+                GEMMA=False,
+                FP8=fp8,
+                **kv_write.head_layout(head_dim, rotary),
+            ),
+            dict(num_warps=kv_write.NUM_WARPS),
+        )
+
+
+def _sampling(arch: str) -> Iterator[Entry]:
+    config = sampling.DEFAULT_CONFIG
+    shape: dict[str, Any] = dict(
+        VOCAB=VOCAB, TILE=config.tile, MAX_CANDIDATES=config.max_candidates
+    )
+    options = dict(num_warps=config.num_warps)
+    for value in ("fp32", "bf16"):
+        for masked in (False, True):
+            types = {
+                **_pointers("i64", "tokens"),
+                **_pointers(value, "logits"),
+                **_pointers("fp32", "temperature", "top_p", "min_p"),
+                **_pointers("i32", "top_k", "noise", "list"),
+            }
+            if masked:
+                types["mask_ptr"] = "*i32"
+            yield Entry(
+                f"{arch}/sample/{value}{'/mask' if masked else ''}",
+                arch,
+                sampling._sample_kernel,
+                types,
+                dict(PIVOTS=config.pivots, **shape),
+                options,
+            )
+        for num_top in (0, 20):
+            yield Entry(
+                f"{arch}/top_log_probs/{value}/{num_top}",
+                arch,
+                log_probs._top_kernel,
+                {
+                    **_pointers("fp32", "values", "log_sum"),
+                    **_pointers("i32", "ids", "list"),
+                    **_pointers(value, "logits"),
+                },
+                dict(NUM_TOP=num_top, **shape),
+                options,
+            )
+    lists = {**_pointers("i32", "starts", "ids"), **_pointers("bf16", "logits", "before")}
+    yield Entry(
+        f"{arch}/chosen_log_probs",
+        arch,
+        log_probs._chosen_kernel,
+        {**lists, **_pointers("fp32", "out", "log_sum"), **_pointers("i64", "tokens")},
+        dict(VOCAB=VOCAB, BLOCK=256),
+        dict(num_warps=4),
+    )
+    yield Entry(
+        f"{arch}/edit_logits",
+        arch,
+        logit_edits._edit_kernel,
+        {
+            **lists,
+            **_pointers("i32", "output_count"),
+            **_pointers("fp32", "bias", "repetition", "presence", "frequency"),
+        },
+        dict(VOCAB=VOCAB, BLOCK=logit_edits.BLOCK),
+        dict(num_warps=4),
+    )
+
+
+def _batch(arch: str) -> Iterator[Entry]:
+    block = dict(BLOCK=batch_prep.BLOCK)
+    rows = _pointers("i32", "rows", "cu_q")
+    columns = _pointers("i32", "positions", "kv_len", "batch_tables", "num_computed", "tables")
+    for name, kernel, types, constants in (
+        (
+            "prepare",
+            batch_prep._prepare_kernel,
+            {**rows, **columns, **_pointers("i64", "slots")},
+            dict(BLOCK_SIZE=64, **block),
+        ),
+        (
+            "gather_last",
+            batch_prep._gather_last_kernel,
+            {**rows, **_pointers("i32", "input_ids", "last_token", "decodes")},
+            block,
+        ),
+        (
+            "scatter",
+            batch_prep._scatter_kernel,
+            _pointers("i32", "table", "rows", "columns", "values"),
+            block,
+        ),
+        (
+            "copy_blocks",
+            block_copy._copy_blocks_kernel,
+            {**_pointers("i64", "target", "source"), **_pointers("i32", "pairs")},
+            dict(WORDS=1 << 18, BLOCK=block_copy.BLOCK_WORDS),
+        ),
+    ):
+        yield Entry(f"{arch}/{name}", arch, kernel, types, constants, dict(num_warps=4))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--match", default="", help="regular expression on the entries' names")
+    options = parser.parse_args(arguments)
+    compiled, problems = 0, []
+    for entry in entries():
+        if re.search(options.match, entry.name):
+            record = compile_entry(entry)
+            compiled += 1
+            print(entry.name, *(f"{k}={v}" for k, v in asdict(record).items()), flush=True)
+            problems += [f"{entry.name}: {problem}" for problem in record.problems]
+    print(*problems, sep="\n", file=sys.stderr)
+    print(f"{compiled} compiled, {len(problems)} problems", flush=True)
+    return 1 if problems or not compiled else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Configurations of the attention kernels: plain tables, no run-time search.
+
+What may depend on what: `split_tokens` and `tile_tokens` fix the order of additions, so they depend on the
+device and the model's shape only, never on the batch. The other fields change no bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+INTERPRETER = "interpreter"  # Triton's, on CPU tensors
+# Shared memory that one program may use, bytes (CUDA programming guide, compute capabilities; CDNA 3 ISA).
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+
+REGISTERS = 1 << 16  # of a multiprocessor, 32 bits each, all of `ARCHS` that are NVIDIA's
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Shape of the decode kernels."""
+
+    split_tokens: int  # keys of a work item, a multiple of tile_tokens
+    tile_tokens: int  # keys of one step, a power of two >= 16
+    num_warps: int
+    num_stages: int
+    programs_per_processor: int  # size of the persistent grid
+    shared_subtiles: int  # 16-row query tiles of a shared-prefix item
+    shared_num_stages: int
+    shared_programs_per_processor: int
+    merge_unroll: int = 24  # partial results in flight in a warp of the reduction
+    merge_programs_per_processor: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """Shape of the prefill kernel."""
+
+    block_m: int  # packed (query, head of a KV group) rows of a tile
+    tile_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+Config = TypeVar("Config", DecodeConfig, PrefillConfig)
+
+# Key: (architecture, largest head_dim that it serves). bfloat16 and float16.
+_DECODE = {
+    ("sm_80", 64): DecodeConfig(256, 64, 4, 5, 4, 2, 5, 3),
+    ("sm_80", 128): DecodeConfig(256, 32, 4, 5, 3, 2, 5, 2),
+    ("sm_80", 256): DecodeConfig(256, 32, 4, 3, 2, 1, 3, 2),
+    ("sm_90", 64): DecodeConfig(256, 64, 4, 5, 4, 2, 5, 3),
+    ("sm_90", 128): DecodeConfig(256, 32, 4, 5, 3, 2, 5, 2),
+    ("sm_90", 256): DecodeConfig(256, 32, 4, 5, 2, 1, 5, 2),
+    ("sm_100", 64): DecodeConfig(256, 64, 4, 5, 4, 2, 5, 3),
+    ("sm_100", 128): DecodeConfig(256, 32, 4, 5, 3, 2, 5, 2),
+    ("sm_100", 256): DecodeConfig(256, 32, 4, 5, 2, 1, 3, 2),
+    ("gfx942", 64): DecodeConfig(256, 64, 4, 2, 2, 2, 2, 2),
+    ("gfx942", 128): DecodeConfig(256, 32, 4, 2, 2, 2, 2, 2),
+    ("gfx942", 256): DecodeConfig(256, 32, 4, 1, 1, 1, 1, 1),
+}
+_PREFILL = {
+    ("sm_80", 64): PrefillConfig(128, 64, 4, 5),
+    ("sm_80", 128): PrefillConfig(128, 32, 8, 5),
+    ("sm_80", 256): PrefillConfig(64, 32, 8, 3),
+    ("sm_90", 64): PrefillConfig(128, 64, 4, 5),
+    ("sm_90", 128): PrefillConfig(128, 64, 8, 5),
+    ("sm_90", 256): PrefillConfig(128, 32, 8, 3),
+    ("sm_100", 64): PrefillConfig(128, 64, 4, 5),
+    ("sm_100", 128): PrefillConfig(128, 64, 8, 5),
+    ("sm_100", 256): PrefillConfig(128, 32, 8, 3),
+    ("gfx942", 64): PrefillConfig(128, 64, 4, 1),
+    ("gfx942", 128): PrefillConfig(128, 32, 4, 1),
+    ("gfx942", 256): PrefillConfig(64, 32, 4, 1),
+}
+# float32 multiplies outside the matrix units (IEEE products): small tiles, or the operands fill the registers.
+_DECODE_FLOAT32 = {
+    64: DecodeConfig(256, 16, 8, 3, 2, 1, 2, 2),
+    128: DecodeConfig(256, 16, 8, 3, 1, 1, 2, 1),
+    256: DecodeConfig(256, 16, 8, 1, 1, 1, 1, 1),
+}
+_PREFILL_FLOAT32 = {
+    64: PrefillConfig(32, 16, 4, 2),
+    128: PrefillConfig(32, 16, 8, 2),
+    256: PrefillConfig(32, 16, 8, 1),
+}
+
+
+def decode_config(arch: str, head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+    """Configuration of `decode_attention` for q of `dtype`.
+
+    Raises
+    ------
+    ValueError
+        An architecture or head size without an entry.
+    """
+    if dtype == torch.float32:
+        return _smallest(_DECODE_FLOAT32, head_dim)
+    return _smallest(_of_arch(_DECODE, arch), head_dim)
+
+
+def prefill_config(arch: str, head_dim: int, dtype: torch.dtype) -> PrefillConfig:
+    """Configuration of `prefill_attention`, as `decode_config`."""
+    if dtype == torch.float32:
+        return _smallest(_PREFILL_FLOAT32, head_dim)
+    return _smallest(_of_arch(_PREFILL, arch), head_dim)
+
+
+def _of_arch(table: dict[tuple[str, int], Config], arch: str) -> dict[int, Config]:
+    if arch == INTERPRETER:
+        arch = "sm_90"
+    if arch not in ARCHS:
+        raise ValueError(f"architecture: must be one of {', '.join(ARCHS)}, got {arch}")
+    return {head_dim: config for (name, head_dim), config in table.items() if name == arch}
+
+
+def _smallest(table: dict[int, Config], head_dim: int) -> Config:
+    fitting = [key for key in table if key >= head_dim]
+    if not fitting:
+        raise ValueError(f"head_dim: must be at most {max(table)}, got {head_dim}")
+    return table[min(fitting)]
+
+
+def launch_options(
+    arch: str, num_warps: int, num_stages: int = 1, programs_per_processor: int | None = None
+) -> dict[str, int | bool]:
+    """Options of a launch: no fused multiply-adds but the kernels' own, and the registers that residency allows.
+
+    A persistent grid counts on `programs_per_processor`. Without a limit `ptxas` may take a step of occupancy more
+    than that and pay with a few spilled bytes.
+    """
+    options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
+    if programs_per_processor is not None and arch.startswith("sm_"):
+        threads = 32 * num_warps * programs_per_processor
+        options["maxnreg"] = min(REGISTERS // threads // 8 * 8, 255)
+    return options
+
+
+@functools.cache
+def device_arch(device: torch.device) -> str:
+    """Name of the table for a device: the newest one that is not newer than it.
+
+    Raises
+    ------
+    ValueError
+        A GPU older than any table.
+    """
+    if device.type == "cpu":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    gcn = getattr(properties, "gcnArchName", "").split(":")[0]
+    if gcn:
+        return gcn
+    capability = properties.major * 10 + properties.minor
+    known = [int(arch.removeprefix("sm_")) for arch in ARCHS if arch.startswith("sm_")]
+    fitting = [number for number in known if number <= capability]
+    if not fitting:
+        raise ValueError(f"device: compute capability must be at least 8.0, got {capability / 10}")
+    return f"sm_{max(fitting)}"
+
+
+def has_fp8_conversion(device: torch.device) -> bool:
+    """Whether Triton converts float8_e4m3fn on the device; elsewhere the kernels move the bits themselves."""
+    if device.type == "cpu":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return torch.version.hip is None and (properties.major, properties.minor) >= (8, 9)

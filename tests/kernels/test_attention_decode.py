@@ -1,0 +1,356 @@
+"""Decode attention: right against the reference, and the same bits however the work is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.kernels.attention_decode import decode_attention
+from quire.kernels.attention_plan import (
+    SharedPrefixes,
+    allocate_decode_workspace,
+    plan_decode,
+)
+from quire.kernels.tuning import DecodeConfig
+
+CONFIG = DecodeConfig(
+    split_tokens=32,
+    tile_tokens=16,
+    num_warps=4,
+    num_stages=2,
+    programs_per_processor=2,
+    shared_subtiles=2,
+    shared_num_stages=2,
+    shared_programs_per_processor=2,
+    merge_unroll=2,
+)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def workspace_for(batch, *, config=CONFIG, max_slots=32, num_programs=3, **local):
+    return allocate_decode_workspace(
+        len(batch.kv_len) + 1,
+        max_slots,
+        *batch.shape,
+        batch.q.device,
+        dtype=batch.q.dtype,
+        config=config,
+        num_programs=num_programs,
+        **local,
+    )
+
+
+def attend(
+    batch, *, shared=None, permute=None, window=None, chunk=None, out=None, options=(), **workspace
+):
+    ws = workspace_for(batch, window=window, chunk=chunk, **workspace)
+    plan = plan_decode(ws, batch.cu_q, batch.kv_len, shared)
+    if permute is not None:
+        for items, count in ((ws.items, ws.counts[0]), (ws.shared_items, ws.counts[2])):
+            if items is ws.items or shared is not None:
+                order = torch.randperm(int(count), generator=torch.Generator().manual_seed(permute))
+                items[: int(count)] = items[order.to(items.device)]
+    return decode_attention(
+        batch.q, batch.k, batch.v, batch.tables, batch.scale, plan, out=out, **dict(options)
+    )
+
+
+def lengths(block_size, longest):
+    edges = sorted(
+        {
+            n
+            for n in (0, 1, 31, 32, 33, 64, block_size - 1, block_size, block_size + 1)
+            if n <= longest
+        }
+    )
+    return st.lists(st.sampled_from(edges) | st.integers(0, longest), min_size=1, max_size=3)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_matches_the_reference_at_any_shape(paged_batch, close, data):
+    group = data.draw(st.integers(1, 16), "group")
+    kv_heads = data.draw(st.integers(1, 2), "kv_heads")
+    block_size = data.draw(st.sampled_from([16, 32, 64]), "block_size")
+    dtype = data.draw(st.sampled_from(FLOATS), "dtype")
+    fp8 = data.draw(st.sampled_from([False, False, True]), "fp8")
+    kv_lens = data.draw(lengths(block_size, 100), "kv_lens")
+    batch = paged_batch(
+        [1] * len(kv_lens),
+        kv_lens,
+        kv_heads * group,
+        kv_heads,
+        data.draw(st.sampled_from([64, 80, 96, 128, 256]), "head_dim"),
+        block_size,
+        dtype,
+        cache_dtype=torch.float8_e4m3fn if fp8 else None,
+        seed=data.draw(st.integers(0, 9), "seed"),
+    )
+    local = data.draw(
+        st.sampled_from([{}, {}, {"window": 1}, {"window": 40}, {"chunk": 24}]), "local"
+    )
+    options = {}
+    if data.draw(st.booleans(), "softcap"):
+        options["softcap"] = 3.0
+    if data.draw(st.booleans(), "sinks"):
+        options["sinks"] = torch.linspace(-2, 2, kv_heads * group, device=batch.q.device)
+    if fp8:
+        options["k_scale"] = torch.tensor([0.5, 2.0], device=batch.q.device)[:kv_heads].contiguous()
+        options["v_scale"] = torch.tensor([3.0, 0.25], device=batch.q.device)[
+            :kv_heads
+        ].contiguous()
+    result = attend(
+        batch,
+        options=options,
+        config=replace(CONFIG, tile_tokens=data.draw(st.sampled_from([16, 32]), "tile")),
+        max_slots=data.draw(st.sampled_from([3, 32]), "slots"),
+        num_programs=data.draw(st.integers(1, 4), "programs"),
+        **local,
+    )
+    close(result, batch.expected(**options, **local), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("local", [{}, {"window": 45}])
+def test_bits_do_not_depend_on_batch_grid_order_or_slots(paged_batch, dtype, local):
+    batch = paged_batch([1] * 4, [130, 7, 64, 97], 3, 1, 64, 16, dtype)
+    together = attend(batch, **local)
+    for row in range(4):
+        assert torch.equal(attend(batch.rows([row]), **local)[0], together[row])
+    for other in (
+        dict(num_programs=1),
+        dict(num_programs=7, permute=1),
+        dict(max_slots=1),  # no row is split: one program walks each
+        dict(max_slots=6, permute=2),
+        dict(config=replace(CONFIG, merge_unroll=5)),
+    ):
+        assert torch.equal(attend(batch, **local, **other), together), other
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    group=st.sampled_from([1, 3, 4, 16]),
+    own=st.lists(st.integers(1, 70), min_size=2, max_size=4),
+    shared_blocks=st.integers(0, 6),
+    max_slots=st.sampled_from([4, 9, 64]),
+    softcap=st.sampled_from([None, 2.0]),
+    subtiles=st.sampled_from([1, 2]),
+)
+def test_shared_prefixes_give_the_same_bits(
+    paged_batch, close, group, own, shared_blocks, max_slots, softcap, subtiles
+):
+    prefix = 16 * shared_blocks
+    kv_lens = [prefix + n for n in own]
+    batch = paged_batch(
+        [1] * len(own), kv_lens, group, 1, 64, 16, torch.float32, shared=shared_blocks
+    )
+    members = torch.tensor(range(len(own))[::-1], dtype=torch.int32, device=batch.q.device)
+    shared = SharedPrefixes(
+        members=members,
+        shared_len=torch.full_like(members, prefix),
+        cu_members=torch.tensor([0, len(own)], dtype=torch.int32, device=batch.q.device),
+    )
+    config = replace(CONFIG, shared_subtiles=subtiles)
+    options = {} if softcap is None else {"softcap": softcap}
+    apart = attend(batch, options=options)
+    close(apart, batch.expected(**options), torch.float32)
+    cascade = attend(
+        batch, shared=shared, config=config, max_slots=max_slots, options=options, permute=3
+    )
+    assert torch.equal(cascade, apart)
+
+
+def test_groups_of_unequal_size_share_apart_from_each_other(paged_batch):
+    first = paged_batch([1] * 5, [100, 99, 80, 66, 33], 4, 2, 64, 16, torch.bfloat16, shared=2)
+    # Rows 0, 2, 3 share two blocks; 1 and 4 keep to themselves (the same blocks, not declared).
+    device = first.q.device
+    shared = SharedPrefixes(
+        members=torch.tensor([1, 0, 2, 3, 4], dtype=torch.int32, device=device),
+        shared_len=torch.tensor([0, 32, 32, 32, 0], dtype=torch.int32, device=device),
+        cu_members=torch.tensor([0, 1, 4, 5], dtype=torch.int32, device=device),
+    )
+    ws = workspace_for(first)
+    plan_decode(ws, first.cu_q, first.kv_len, shared)
+    # Three rows, one split, four rows fit a 16-row tile: one item; rows 1 and 4 read all their splits.
+    assert ws.counts.tolist()[2] == 1
+    assert ws.shared_items[0].tolist() == [1, 3, 0, 1]
+    assert torch.equal(attend(first, shared=shared), attend(first))
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400)), min_size=1, max_size=7),
+    max_slots=st.integers(1, 40),
+    local=st.sampled_from([{}, {"window": 1}, {"window": 70}, {"chunk": 50}]),
+)
+def test_work_list_covers_every_split_once(paged_batch, rows, max_slots, local):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cu_q = torch.tensor(
+        [0, *torch.tensor([q for q, _ in rows]).cumsum(0)], dtype=torch.int32, device=device
+    )
+    kv_len = torch.tensor([n for _, n in rows], dtype=torch.int32, device=device)
+    ws = allocate_decode_workspace(
+        8, max_slots, 4, 2, 64, device, config=CONFIG, num_programs=1, **local
+    )
+    plan_decode(ws, cu_q, kv_len)
+    num_items, num_merges, _ = ws.counts.tolist()
+    listed = {}
+    for member, members, first, end in ws.items[:num_items].tolist():
+        assert members == 1
+        listed.setdefault(member, []).append((first, end))
+    taken = set()
+    merged = []
+    for row, (q_len, length) in enumerate(rows):
+        if q_len != 1 or length == 0:
+            assert row not in listed
+            merged += [row] * (q_len == 1)
+            continue
+        begin = 0
+        if "window" in local:
+            begin = max(0, length - local["window"])
+        if "chunk" in local:
+            begin = (length - 1) // 50 * 50
+        first, end = begin // 32, -(-length // 32)
+        slot = int(ws.row_slot[row])
+        if slot >= 0:
+            assert sorted(listed[row]) == [(split, split + 1) for split in range(first, end)]
+            slots = set(range(slot, slot + end - first))
+            assert len(slots) > 1 and max(slots) < max_slots and not slots & taken
+            taken |= slots
+            merged.append(row)
+        else:
+            assert listed[row] == [(first, end)]
+    assert sorted(ws.merge_rows[:num_merges].tolist()) == merged
+
+
+def test_padding_rows_are_zero_and_prefill_rows_are_left_alone(paged_batch):
+    batch = paged_batch([1, 3, 1], [20, 40, 0], 2, 1, 64, 16, torch.float32)
+    out = torch.full_like(batch.q, 7.0)
+    attend(batch, out=out, options={"sinks": torch.zeros(2, device=out.device)})
+    assert torch.equal(out[1:4], torch.full_like(out[1:4], 7.0))
+    assert torch.equal(out[4], torch.zeros_like(out[4]))
+    assert not torch.equal(out[0], torch.full_like(out[0], 7.0))
+
+
+def test_evicted_blocks_before_the_window_are_not_read(paged_batch, close):
+    batch = paged_batch([1], [100], 2, 1, 64, 16, torch.float32)
+    expected = batch.expected(window=20)
+    batch.tables[0, :5] = 2**30
+    for tile in (16, 32):
+        result = attend(batch, window=20, config=replace(CONFIG, tile_tokens=tile))
+        close(result, expected, torch.float32)
+
+
+def test_q_and_out_may_be_slices_of_wider_buffers(paged_batch):
+    batch = paged_batch([1, 1], [40, 9], 4, 2, 64, 16, torch.float32)
+    expected = attend(batch)
+    wide = torch.zeros(2, 8, 64, device=batch.q.device)
+    wide[:, :4] = batch.q
+    out = torch.zeros_like(wide)
+    attend(replace(batch, q=wide[:, :4]), out=out[:, 4:])
+    assert torch.equal(out[:, 4:], expected) and not out[:, :4].any()
+
+
+def test_blocks_lie_beyond_two_gibi_elements(paged_batch):
+    batch = paged_batch([1], [30], 2, 1, 64, 16, torch.float32, cache_dtype=torch.float8_e4m3fn)
+    stride = 2**29 + 16
+    storage = torch.empty(5 * stride, dtype=torch.uint8, device=batch.q.device).view(
+        torch.float8_e4m3fn
+    )
+    far = storage.as_strided((5, 1, 16, 64), (stride, 1024, 64, 1))
+    for i, block in enumerate(batch.tables[0, :2].tolist()):
+        far[4 - i] = batch.k[block]
+    tables = torch.tensor([[4, 3]], dtype=torch.int32, device=far.device)
+    near = batch.k.clone()
+    expected = attend(replace(batch, k=near, v=near))
+    assert torch.equal(attend(replace(batch, k=far, v=far, tables=tables)), expected)
+
+
+def test_e4m3_bits_are_decoded_without_hardware(paged_batch, monkeypatch):
+    batch = paged_batch(
+        [1, 1], [50, 16], 4, 2, 64, 16, torch.bfloat16, cache_dtype=torch.float8_e4m3fn
+    )
+    native = attend(batch)
+    monkeypatch.setattr("quire.kernels.attention_tile.has_fp8_conversion", lambda device: False)
+    assert torch.equal(attend(batch), native)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(q=lambda x: x[:, :2]), r"q: must be \[tokens, 4, 64\]"),
+        (dict(q=lambda x: x.double()), "q: must be bfloat16, float16 or float32, got torch.float64"),
+        (dict(q=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)), "q: heads of a token"),
+        (dict(k=lambda x: x.half()), "k_cache: must be torch.float32"),
+        (dict(v=lambda x: x[:, :1]), r"v_cache: must have shape"),
+        (dict(k=lambda x: x[:, :, ::2], v=lambda x: x[:, :, ::2]), "block_size: must be one of"),
+        (dict(v=lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)), "v_cache: pages must be contiguous"),
+        (dict(tables=lambda x: x.long()), "block_tables: must be int32"),
+        (dict(tables=lambda x: x[:1]), "block_tables: must be int32"),
+        (dict(scale=lambda x: -x), "scale: must be > 0, got -0.125"),
+    ],
+)  # fmt: skip
+def test_wrong_tensors_are_named(paged_batch, change, message):
+    batch = paged_batch([1, 1], [20, 9], 4, 2, 64, 16, torch.float32)
+    changed = {name: function(getattr(batch, name)) for name, function in change.items()}
+    plan = plan_decode(workspace_for(batch), batch.cu_q, batch.kv_len)
+    x = replace(batch, **changed)
+    with pytest.raises(ValueError, match=message):
+        decode_attention(x.q, x.k, x.v, x.tables, x.scale, plan)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(softcap=0.0), "softcap: must be > 0 or None, got 0.0"),
+        (dict(sinks=torch.zeros(3)), r"sinks: must have shape \[4\], got \[3\]"),
+        (dict(k_scale=torch.ones(2)), "k_scale, v_scale: must be given together"),
+        (dict(k_scale=torch.ones(2), v_scale=torch.ones(2)), "only with a float8_e4m3fn cache"),
+        (dict(out=torch.zeros(2, 4, 64).half()), "out: must be torch.float32"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_named(paged_batch, options, message):
+    batch = paged_batch([1, 1], [20, 9], 4, 2, 64, 16, torch.float32)
+    plan = plan_decode(workspace_for(batch), batch.cu_q, batch.kv_len)
+    options = {
+        name: x.to(batch.q.device) if isinstance(x, torch.Tensor) else x
+        for name, x in options.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        decode_attention(batch.q, batch.k, batch.v, batch.tables, batch.scale, plan, **options)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(max_rows=0), "max_rows: must be between 1 and 4096, got 0"),
+        (dict(max_slots=0), "max_slots: must be between 1"),
+        (dict(num_heads=33, num_kv_heads=2), "num_heads: must be 1 to 16 times num_kv_heads=2, got 33"),
+        (dict(head_dim=72), r"head_dim: must be one of .*, got 72"),
+        (dict(window=4, chunk=4), "window, chunk: at most one"),
+        (dict(window=0), "window: must be between 1"),
+        (dict(config=replace(CONFIG, tile_tokens=24)), "tile_tokens: must be a power of two"),
+        (dict(config=replace(CONFIG, split_tokens=40)), "split_tokens: must be a positive multiple"),
+    ],
+)  # fmt: skip
+def test_wrong_sizes_are_named(change, message):
+    sizes = dict(max_rows=4, max_slots=4, num_heads=4, num_kv_heads=2, head_dim=64, device="cpu")
+    with pytest.raises(ValueError, match=message):
+        allocate_decode_workspace(**{**sizes, **change})
+
+
+def test_a_batch_must_fit_its_workspace(paged_batch):
+    batch = paged_batch([1] * 4, [5, 5, 5, 5], 1, 1, 64, 16, torch.float32)
+    ws = workspace_for(batch.rows([0, 1]))
+    with pytest.raises(ValueError, match="rows of kv_len: must be between 1 and 3, got 4"):
+        plan_decode(ws, batch.cu_q, batch.kv_len)
+    with pytest.raises(ValueError, match=r"cu_q: must have shape \[5\]"):
+        plan_decode(ws, batch.cu_q[:-1], batch.kv_len)
+    local = workspace_for(batch, window=8)
+    ids = torch.zeros(4, dtype=torch.int32, device=batch.q.device)
+    with pytest.raises(ValueError, match="shared: must be None for layers with a window"):
+        plan_decode(local, batch.cu_q, batch.kv_len, SharedPrefixes(ids, ids, ids))

@@ -1,0 +1,119 @@
+"""Offline compilation: the committed table is complete and sound, and this machine's compiler still agrees with it.
+
+All entries: `python -m quire.kernels.compile_table --check tests/kernels/compile_table.json` (minutes). Here: head
+size 128 of every architecture, and what most often breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.kernels import compile_table, tuning
+
+TABLE = Path(__file__).with_name("compile_table.json")
+SAMPLE = "|".join(
+    (
+        "/(decode|shared|merge|prefill)/bf16/128$",
+        "sm_90/(plan_|prefill/bf16/256$)",
+        "sm_90/(decode|prefill)/(fp32/128|bf16/128/fp8)$",
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return json.loads(TABLE.read_text())
+
+
+def test_table_covers_every_configuration(table):
+    names = {entry.name for entry in compile_table.entries()}
+    assert {"3.6", "3.9"} <= set(table)  # the oldest and the newest version that we allow
+    for minor, records in table.items():
+        assert set(records) == names, minor
+
+
+def test_nothing_spills_and_everything_fits(table):
+    for minor, records in table.items():
+        for name, record in records.items():
+            arch = name.split("/")[0]
+            assert record["stack_bytes"] == 0, (minor, name)
+            assert record["shared_bytes"] <= tuning.SHARED_BYTES[arch], (minor, name)
+
+
+def test_prefill_uses_the_matrix_units_of_each_architecture(table):
+    expected = {
+        "sm_80": "mma.sync",
+        "sm_90": "wgmma.mma_async",
+        "sm_100": "tcgen05.mma",
+        "gfx942": "v_mfma",
+    }
+    for minor, records in table.items():
+        for name, record in records.items():
+            arch, kernel, dtype, *_ = name.split("/")
+            if kernel == "prefill" and dtype != "fp32":
+                assert record["matrix"] == expected[arch], (minor, name)
+
+
+def test_shared_prefixes_add_in_the_order_of_single_rows(table):
+    """The interpreter cannot see it: equal bits on a device need equal layouts of both kernels' products."""
+    for minor, records in table.items():
+        for name, record in records.items():
+            if "/shared/" in name:
+                single = records[name.replace("/shared/", "/decode/")]
+                assert record["layout"] == single["layout"], (minor, name)
+                assert record["matrix"] == single["matrix"], (minor, name)
+
+
+def test_a_sample_compiles_as_the_table_says(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "quire.kernels.compile_table",
+            "--check",
+            str(TABLE),
+            "--match",
+            SAMPLE,
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+    assert run.stdout.endswith("24 compiled, 0 problems\n")
+
+
+def test_differences_are_reported():
+    record = compile_table.Record(100, 0, 1000, "mma.sync", "layout")
+    expected = dict(
+        registers=100, stack_bytes=0, shared_bytes=1000, matrix="mma.sync", layout="layout"
+    )
+    assert compile_table.compare("x", expected, record) == []
+    assert compile_table.compare("x", expected, replace(record, registers=110)) == []
+    for change in (
+        dict(registers=120),
+        dict(shared_bytes=1001),
+        dict(matrix=""),
+        dict(layout="another"),
+        dict(problems=("spills",)),
+    ):
+        assert len(compile_table.compare("x", expected, replace(record, **change))) == 1
+    assert compile_table.compare("x", None, replace(record, problems=("spills",))) == ["x: spills"]
+
+
+@pytest.mark.skipif(
+    not os.environ.get("TRITON_INTERPRET"), reason="the kernels are not interpreted"
+)
+def test_interpreted_kernels_are_refused():
+    entry = next(compile_table.entries())
+    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
+        compile_table.compile_entry(entry)
