@@ -12,7 +12,7 @@ from quire.protos.errors import ContextLengthExceeded, InvalidRequest, QuireErro
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.plan import RequestDelta
-from quire.replica.prefix import ContentChain
+from quire.replica.prefix import ContentChain, Entry
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TEMPERATURE = 1e6  # already uniform for any logits; keeps float32 arithmetic finite
@@ -97,6 +97,8 @@ class Request:
         self.arrival_index = -1  # position in the order of submission
         self.stop_ids: frozenset[int] = frozenset()  # EOS included unless ignored
         self.chain = ContentChain(tenant)  # names of its full blocks
+        self.num_indexed = 0  # of its leading blocks, while it has a row
+        self.tip: Entry | None = None  # of the last of them
         self.num_cached_tokens = 0  # of the prompt, at first admission
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
@@ -323,7 +325,8 @@ def _validate_lengths(request: Request, config: EngineConfig) -> None:
         (config.max_model_len, f"the model's context of {config.max_model_len} (max_model_len)"),
         (
             config.max_cache_tokens,
-            f"the cache of {config.max_cache_tokens} (num_blocks * block_size)",
+            f"the cache of {config.max_cache_tokens} (num_blocks * block_size: {config.num_blocks} * "
+            f"{config.block_size}, layer groups: {len(config.groups)})",
         ),
     )
     if length > bound - 1:

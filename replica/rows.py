@@ -12,6 +12,9 @@ new block is needed, or when it ends.
 
 The newest tokens wait in `tail`, one block wide, until their block is full: so a token costs no Python, and a
 request's own array is written once a block.
+
+Of each layer group a row owns the blocks in [first_block, num_blocks) of its table: those before were given back
+when they fell out of the reach of every query to come, those after are allocated when their tokens are.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from quire.replica.blocks import IntegrityError
+from quire.replica.groups import FULL_ATTENTION, LayerGroup
 from quire.replica.plan import SamplingBatch, StepPlan
 from quire.replica.request import FinishReason, Phase, Request
 
@@ -42,10 +46,22 @@ class RowTable:
         Tokens of a block.
     vocab_size
         Token ids are in [0, vocab_size).
+    groups
+        G layer groups, those of full attention first.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, block_size: int, vocab_size: int):
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        groups: Sequence[LayerGroup] = (FULL_ATTENTION,),
+    ):
         self.block_size = block_size
+        self.groups = tuple(groups)
+        # Groups whose blocks fall out of reach; the others keep theirs to the end.
+        self.sliding = [g for g, group in enumerate(groups) if not group.is_full]
         self.requests: list[Request | None] = [None] * max_rows
         self.keys = np.empty(max_rows, dtype=object)  # [R] owners' names
         self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
@@ -63,8 +79,11 @@ class RowTable:
         self.seed = np.zeros(max_rows, dtype=np.uint64)  # [R]
         self.choice = np.zeros(max_rows, dtype=np.int32)  # [R]
         self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
-        self.num_blocks = np.zeros(max_rows, dtype=np.int32)  # [R]
-        self.block_tables = np.zeros((max_rows, max_blocks), dtype=np.int32)  # [R, max_blocks]
+        num_groups = len(self.groups)
+        self.first_block = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
+        self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
+        # [G, R, max_blocks]
+        self.block_tables = np.zeros((num_groups, max_rows, max_blocks), dtype=np.int32)
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
         self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
         self._free = list(range(max_rows - 1, -1, -1))
@@ -77,8 +96,14 @@ class RowTable:
     def num_active(self) -> int:
         return len(self.requests) - len(self._free)
 
-    def claim(self, request: Request, blocks: Sequence[int], num_computed: int) -> int:
-        """Give a request a row, with its blocks, the first `num_computed` tokens of them computed."""
+    def claim(self, request: Request, blocks: Sequence[Sequence[int]], num_computed: int) -> int:
+        """Give a request a row, the first `num_computed` tokens of which are computed.
+
+        Parameters
+        ----------
+        blocks
+            For each group the blocks from the one of the first key that the next token sees.
+        """
         row = self._free.pop()
         params = request.params
         request.row = row
@@ -100,8 +125,11 @@ class RowTable:
         self.choice[row] = params.choice
         self.stop_ids[row] = tuple(sorted(request.stop_ids))
         self._num_enders[list(request.stop_ids)] += 1
-        self.num_blocks[row] = len(blocks)
-        self.block_tables[row, : len(blocks)] = blocks
+        for g, (group, own) in enumerate(zip(self.groups, blocks, strict=True)):
+            first = int(group.first_key(num_computed)) // self.block_size
+            self.first_block[g, row] = first
+            self.num_blocks[g, row] = first + len(own)
+            self.block_tables[g, row, first : first + len(own)] = own
         return row
 
     def vacate(self, row: int) -> list[int]:
@@ -109,19 +137,20 @@ class RowTable:
 
         Returns
         -------
-        The row's blocks in the order of the sequence.
+        The row's blocks in the order of the sequence, those of full attention before the others of the same
+        tokens: released from the end, no block is demoted after one without which it cannot be found.
         """
         self.flush(row)
         request = self.request(row)
-        blocks: list[int] = self.blocks(row).tolist()
+        blocks = self.blocks(row)
         request.row = -1
         self.requests[row] = None
         self.keys[row] = None
         self.active[row] = False
         self.decoding[row] = False
         self._num_enders[list(request.stop_ids)] -= 1
-        self.block_tables[row, : len(blocks)] = 0
-        self.num_blocks[row] = 0
+        self.block_tables[:, row, : self.num_blocks[:, row].max()] = 0
+        self.first_block[:, row] = self.num_blocks[:, row] = 0
         self._free.append(row)
         return blocks
 
@@ -131,9 +160,15 @@ class RowTable:
             raise ValueError(f"row {row} has no request")
         return request
 
-    def blocks(self, row: int) -> np.ndarray:
-        """[blocks of the row] int32, a view."""
-        return self.block_tables[row, : self.num_blocks[row]]
+    def blocks(self, row: int) -> list[int]:
+        """The blocks that the row owns, in the order of `vacate`."""
+        if len(self.groups) == 1:
+            first, end = self.first_block[0, row], self.num_blocks[0, row]
+            return self.block_tables[0, row, first:end].tolist()
+        end = int(self.num_blocks[:, row].max())
+        index = np.arange(end)[:, None]
+        owned = (index >= self.first_block[:, row]) & (index < self.num_blocks[:, row])
+        return self.block_tables[:, row, :end].T[owned].tolist()
 
     def flush(self, row: int) -> None:
         """Move the row's newest tokens to its request. They never span two blocks: a full block is flushed
@@ -152,16 +187,41 @@ class RowTable:
 
     def lacking_block(self, rows: np.ndarray) -> np.ndarray:
         """Those of `rows` whose next token has no block yet."""
-        return rows[self.num_computed[rows] >= self.num_blocks[rows] * self.block_size]
+        # A decoding row has as many blocks in every group.
+        return rows[self.num_computed[rows] >= self.num_blocks[0, rows] * self.block_size]
 
     def completing_block(self, rows: np.ndarray) -> np.ndarray:
         """Those of `rows` whose next token fills its block."""
         return rows[(self.num_computed[rows] + 1) % self.block_size == 0]
 
     def append_blocks(self, rows: np.ndarray, blocks: Sequence[int]) -> None:
-        """Append one block to the table of each row."""
-        self.block_tables[rows, self.num_blocks[rows]] = blocks
-        self.num_blocks[rows] += 1
+        """Append one block of each group to the tables of each row; [G * len(rows)] blocks."""
+        shape = (len(self.groups), len(rows))
+        self.block_tables[:, rows, self.num_blocks[0, rows]] = np.reshape(blocks, shape)
+        self.num_blocks[:, rows] += 1
+
+    def extend(self, row: int, blocks: Sequence[int]) -> None:
+        """Append equally many blocks to each sliding group's table of a row."""
+        count = len(blocks) // len(self.sliding)
+        for i, g in enumerate(self.sliding):
+            end = int(self.num_blocks[g, row])
+            own = blocks[i * count : (i + 1) * count]
+            self.block_tables[g, row, end : end + count] = own
+            self.num_blocks[g, row] = end + count
+
+    def trim(self) -> list[int]:
+        """Take from the rows the blocks that no query to come sees; returns them, oldest tokens first."""
+        freed: list[int] = []
+        rows = np.flatnonzero(self.active) if self.sliding else []
+        for g in self.sliding:
+            first = self.groups[g].first_key(self.num_computed[rows]) // self.block_size
+            stale = np.flatnonzero(first > self.first_block[g, rows])
+            for row, end in zip(rows[stale].tolist(), first[stale].tolist(), strict=True):
+                table = self.block_tables[g, row, self.first_block[g, row] : end]
+                freed += table.tolist()
+                table[:] = 0
+                self.first_block[g, row] = end
+        return freed
 
     def newest(self) -> Request:
         """The running request that was submitted last."""
@@ -206,7 +266,7 @@ class RowTable:
             sample_rows, token_index = rows, cu_q[:-1]
         block_size = self.block_size
         width = (int(kv_len.max()) + block_size - 1) // block_size
-        slots = self.block_tables[row_of_token, positions // block_size].astype(np.int64)
+        slots = self.block_tables[:, row_of_token, positions // block_size].astype(np.int64)
         slots *= block_size
         slots += positions % block_size
         plan = StepPlan(
@@ -216,7 +276,7 @@ class RowTable:
             positions=positions,
             cu_q=cu_q,
             kv_len=kv_len,
-            block_tables=self.block_tables[:, :width].take(rows, axis=0),
+            block_tables=self.block_tables[:, :, :width].take(rows, axis=1),
             slots=slots,
             sampling=self._sampling(sample_rows, token_index),
         )
@@ -292,7 +352,7 @@ class RowTable:
                 "phase": self.request(row).phase.value,
                 "length": int(self.length[row]),
                 "num_computed": int(self.num_computed[row]),
-                "blocks": self.blocks(row).tolist(),
+                "blocks": self.blocks(row),
             }
             for row in np.flatnonzero(self.active).tolist()
         ]
@@ -301,7 +361,8 @@ class RowTable:
         """[num_blocks] int64, how many rows have each block in their table."""
         owners = np.zeros(num_blocks, np.int64)
         for row in np.flatnonzero(self.active):
-            owners += np.bincount(self.blocks(row), minlength=num_blocks)
+            blocks = np.array(self.blocks(row), np.int64)
+            owners += np.bincount(blocks, minlength=num_blocks)
         return owners
 
     def check(self, owners: np.ndarray) -> None:
@@ -322,7 +383,15 @@ class RowTable:
             if request.row != row or bool(self.decoding[row]) != decoding:
                 raise IntegrityError(f"{name}: its request says row {request.row}, {request.phase}")
             num_computed, length = int(self.num_computed[row]), int(self.length[row])
-            if num_computed > min(length, int(self.num_blocks[row]) * self.block_size):
+            num_blocks = self.num_blocks[:, row]
+            if num_computed > min(length, int(num_blocks.min()) * self.block_size):
                 raise IntegrityError(f"{name} has {num_computed} computed tokens of {length}")
-            if (owners[self.blocks(row)[num_computed // self.block_size :]] > 1).any():
-                raise IntegrityError(f"{name} would write to a block that it shares")
+            if decoding and (num_blocks != num_blocks[0]).any():
+                raise IntegrityError(f"{name} decodes with {num_blocks.tolist()} blocks")
+            for g, group in enumerate(self.groups):
+                first, end = int(self.first_block[g, row]), int(num_blocks[g])
+                if first > int(group.first_key(num_computed)) // self.block_size:
+                    raise IntegrityError(f"{name} gave back block {first - 1}, which it reads")
+                own = self.block_tables[g, row, max(first, num_computed // self.block_size) : end]
+                if (owners[own] > 1).any():
+                    raise IntegrityError(f"{name} would write to a block that it shares")

@@ -22,8 +22,8 @@ def put(cache, token_ids, blocks, tenant=""):
     chain, parent, indexed = ContentChain(tenant), None, []
     for i in range(len(ids) // cache.block_size):
         tokens = ids[i * cache.block_size : (i + 1) * cache.block_size]
-        parent = cache.register(blocks[i], parent, tokens, chain, i)
-        indexed.append(parent)
+        parent = cache.register([blocks[i]], parent, tokens, chain, i)
+        indexed.append(parent and parent.blocks[0])
         if parent is None:
             break
     cache.check()
@@ -31,7 +31,8 @@ def put(cache, token_ids, blocks, tenant=""):
 
 
 def find(cache, token_ids, tenant=""):
-    return cache.match(np.asarray(token_ids, np.int32), tenant)
+    (blocks,) = cache.match(np.asarray(token_ids, np.int32), tenant).blocks
+    return blocks
 
 
 def test_the_longest_known_prefix_is_found_and_one_token_is_left():
@@ -71,7 +72,7 @@ def test_nothing_is_indexed_behind_a_block_that_is_not():
     chain = ContentChain()
     tokens = np.arange(16, dtype=np.int32)
     chain.extend(tokens[:8].tobytes())
-    assert cache.register(1, 0, tokens[8:], chain, 1) is None
+    assert cache.register([1], None, tokens[8:], chain, 1) is None
     assert len(cache) == 0
 
 
@@ -131,7 +132,7 @@ def test_a_chain_names_each_block_once():
     chain = ContentChain()
     cache.match(tokens, chain=chain)
     names = list(chain.digests)
-    assert cache.match(tokens, chain=chain) == [0, 1, 2, 3]
+    assert cache.match(tokens, chain=chain).blocks == [[0, 1, 2, 3]]
     assert chain.digests == names
     assert len(names) == 4
 

@@ -29,13 +29,13 @@ def test_a_ragged_step_is_written_down_token_by_token():
         make_request(
             "d", range(10, 16), temperature=0.5, top_k=7, top_p=0.9, seed=2**64 - 1, choice=3
         ),
-        [8, 9],
+        [[8, 9]],
         num_computed=5,
     )
     decode(table, decoder)
     table.last_token[decoder] = 15
-    whole = table.claim(make_request("w", range(20, 25)), [3, 1], num_computed=0)
-    part = table.claim(make_request("p", range(30, 40)), [7, 5, 6], num_computed=4)
+    whole = table.claim(make_request("w", range(20, 25)), [[3, 1]], num_computed=0)
+    part = table.claim(make_request("p", range(30, 40)), [[7, 5, 6]], num_computed=4)
     plan, rows, sample_rows = table.build(9, table.decode_rows(), [(whole, 5), (part, 3)])
     assert (plan.step, plan.num_decode_rows, plan.num_rows, plan.num_tokens) == (9, 1, 3, 9)
     assert rows.tolist() == [decoder, whole, part]
@@ -43,8 +43,8 @@ def test_a_ragged_step_is_written_down_token_by_token():
     assert plan.token_ids.tolist() == [15, 20, 21, 22, 23, 24, 34, 35, 36]
     assert plan.positions.tolist() == [5, 0, 1, 2, 3, 4, 4, 5, 6]
     assert plan.kv_len.tolist() == [6, 5, 7]
-    assert plan.block_tables.tolist() == [[8, 9], [3, 1], [7, 5]]
-    assert plan.slots.tolist() == [37, 12, 13, 14, 15, 4, 20, 21, 22]
+    assert plan.block_tables.tolist() == [[[8, 9], [3, 1], [7, 5]]]
+    assert plan.slots.tolist() == [[37, 12, 13, 14, 15, 4, 20, 21, 22]]
     assert sample_rows.tolist() == [decoder, whole]
     sampling = plan.sampling
     assert sampling.token_index.tolist() == [0, 5]
@@ -68,7 +68,7 @@ def test_a_ragged_step_is_written_down_token_by_token():
 
 def test_a_plan_does_not_change_with_the_table():
     table = RowTable(max_rows=2, max_blocks=2, block_size=4, vocab_size=50)
-    row = table.claim(make_request(prompt=range(10, 14)), [0, 1], num_computed=3)
+    row = table.claim(make_request(prompt=range(10, 14)), [[0, 1]], num_computed=3)
     decode(table, row)
     plan, _, _ = table.build(1, table.decode_rows(), [])
     before = [array.copy() for array in (plan.kv_len, plan.block_tables, plan.cu_q)]
@@ -93,7 +93,7 @@ def test_generated_tokens_reach_the_request_in_order(prompt_len, tokens, block_s
     table = RowTable(2, 40, block_size, vocab_size=50)
     prompt = list(range(prompt_len))
     request = make_request(prompt=prompt, max_tokens=64)
-    row = table.claim(request, list(range(32)), num_computed=prompt_len)
+    row = table.claim(request, [list(range(32))], num_computed=prompt_len)
     rows = np.array([row])
     for i, token in enumerate(tokens):
         if i:
@@ -117,7 +117,7 @@ def test_ends_are_found_by_length_and_by_each_rows_own_stop_ids():
         {"max_tokens": 9, "min_tokens": 2},
     ]
     rows = np.array(
-        [table.claim(make_request(i, **params), [i], 3) for i, params in enumerate(settings_of)]
+        [table.claim(make_request(i, **params), [[i]], 3) for i, params in enumerate(settings_of)]
     )
 
     def step(*tokens):
@@ -131,7 +131,7 @@ def test_ends_are_found_by_length_and_by_each_rows_own_stop_ids():
 
 def test_an_ending_token_at_max_tokens_is_a_stop():
     table = RowTable(1, 2, 8, vocab_size=50)
-    row = table.claim(make_request(max_tokens=1), [0], 3)
+    row = table.claim(make_request(max_tokens=1), [[0]], 3)
     table.record(np.array([row]), np.array([EOS]))
     assert table.ended(np.array([row]), np.array([EOS])) == {0: FinishReason.STOP}
 
@@ -139,9 +139,9 @@ def test_an_ending_token_at_max_tokens_is_a_stop():
 def test_stop_ids_are_masked_until_min_tokens_earlier_attempts_included():
     table = RowTable(3, 2, 8, vocab_size=50)
     rows = [
-        table.claim(make_request(0, min_tokens=1, stop_token_ids=(9,)), [0], 2),
-        table.claim(make_request(1, num_emitted=1, min_tokens=1), [1], 2),
-        table.claim(make_request(2, min_tokens=1, ignore_eos=True), [2], 2),
+        table.claim(make_request(0, min_tokens=1, stop_token_ids=(9,)), [[0]], 2),
+        table.claim(make_request(1, num_emitted=1, min_tokens=1), [[1]], 2),
+        table.claim(make_request(2, min_tokens=1, ignore_eos=True), [[2]], 2),
     ]
     plan, _, _ = table.build(1, np.array([], np.int64), [(row, 1) for row in rows])
     assert plan.sampling.suppressed == ((0, (EOS, 9)),)
@@ -149,39 +149,39 @@ def test_stop_ids_are_masked_until_min_tokens_earlier_attempts_included():
 
 def test_rows_are_reused_clean():
     table = RowTable(1, 3, 8, vocab_size=50)
-    table.vacate(table.claim(make_request("a", stop_token_ids=(9,)), [4, 5, 6], 3))
+    table.vacate(table.claim(make_request("a", stop_token_ids=(9,)), [[4, 5, 6]], 3))
     assert table.num_free == 1
-    row = table.claim(make_request(("b", 1), max_tokens=5), [7], 3)
+    row = table.claim(make_request(("b", 1), max_tokens=5), [[7]], 3)
     assert table.keys[row] == ("b", 1)
-    assert table.block_tables[row].tolist() == [7, 0, 0]
+    assert table.block_tables[0, row].tolist() == [7, 0, 0]
     table.record(np.array([row]), np.array([9]))
     assert table.ended(np.array([row]), np.array([9])) == {}
 
 
 def test_blocks_are_asked_for_only_when_the_next_token_has_none():
     table = RowTable(2, 3, 4, vocab_size=50)
-    full = table.claim(make_request("f", range(4)), [0], num_computed=4)
-    room = table.claim(make_request("r", range(4)), [1], num_computed=3)
+    full = table.claim(make_request("f", range(4)), [[0]], num_computed=4)
+    room = table.claim(make_request("r", range(4)), [[1]], num_computed=3)
     rows = np.array([full, room])
     assert table.lacking_block(rows).tolist() == [full]
     assert table.completing_block(rows).tolist() == [room]
     table.append_blocks(np.array([full]), [2])
-    assert table.blocks(full).tolist() == [0, 2]
+    assert table.blocks(full) == [0, 2]
     assert table.lacking_block(rows).tolist() == []
 
 
 @pytest.mark.parametrize(("temperature", "column"), [(0.0, 0.0), (1e-6, 0.0), (1e-3, 1e-3)])
 def test_a_temperature_too_small_to_divide_by_is_greedy(temperature, column):
     table = RowTable(1, 1, 4, vocab_size=50)
-    row = table.claim(make_request(temperature=temperature, top_p=1e-60), [0], 0)
+    row = table.claim(make_request(temperature=temperature, top_p=1e-60), [[0]], 0)
     assert table.temperature[row] == np.float32(column)
     assert table.top_p[row] > 0
 
 
 def test_the_check_sees_a_shared_block_that_would_be_written():
     table = RowTable(2, 2, 4, vocab_size=50)
-    table.claim(make_request("a", range(6)), [0, 1], num_computed=5)
+    table.claim(make_request("a", range(6)), [[0, 1]], num_computed=5)
     table.check(table.num_owners(4))
-    table.claim(make_request("b", range(6)), [0, 1], num_computed=5)
+    table.claim(make_request("b", range(6)), [[0, 1]], num_computed=5)
     with pytest.raises(IntegrityError, match="would write to a block that it shares"):
         table.check(table.num_owners(4))
