@@ -15,7 +15,7 @@ from quire.protos.errors import (
     QuireError,
     UnsupportedField,
 )
-from quire.router.types import Explain, GenerationStream, OutputDelta
+from quire.router.types import Explain, GenerationStream, OutputDelta, TokenScores
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +72,13 @@ def request_label(value: str, field: str) -> str:
 
 @dataclass(slots=True)
 class Answer:
-    """A stream's deltas, put together as they come."""
+    """The deltas of one choice, put together as they come."""
 
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # stop | length
     stop_reason: str | int | None = None
+    logprobs: list[TokenScores] | None = None
 
     def add(self, delta: OutputDelta) -> None:
         """Append a delta.
@@ -93,6 +94,10 @@ class Answer:
         self.token_ids += delta.token_ids
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+        if delta.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += delta.logprobs
 
     def end(self) -> None:
         """Check that the stream has said why it ended.
@@ -111,13 +116,14 @@ class Answer:
         return "".join(self.pieces)
 
 
-async def collect(stream: GenerationStream) -> Answer:
-    """The whole answer of a stream; the caller closes it."""
-    answer = Answer()
+async def collect(stream: GenerationStream, num_choices: int) -> list[Answer]:
+    """The whole answers of a stream, one for each choice; the caller closes it."""
+    answers = [Answer() for _ in range(num_choices)]
     async for delta in stream:
-        answer.add(delta)
-    answer.end()
-    return answer
+        answers[delta.choice].add(delta)
+    for answer in answers:
+        answer.end()
+    return answers
 
 
 def explain_headers(explain: Explain, *, complete: bool) -> dict[str, str]:

@@ -38,7 +38,14 @@ from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest, QuireError
 from quire.protos.wire import Load
-from quire.router.types import GenerationRequest, ReplicaStatus, Service, Usage
+from quire.router.types import (
+    GenerationRequest,
+    ReplicaStatus,
+    ScoredToken,
+    Service,
+    TokenScores,
+    Usage,
+)
 
 GENERATION = generation.DESCRIPTOR.services_by_name["Generation"].full_name
 CONTROL = control.DESCRIPTOR.services_by_name["Control"].full_name
@@ -118,26 +125,37 @@ class GrpcApi:
         self, request: generation.GenerateRequest, grpc_context: Context
     ) -> AsyncGenerator[generation.GenerateResponse, None]:
         """Stream the answer, one message per delta."""
-        stream = await self.service.generate(_generation_request(request, grpc_context))
+        asked = _generation_request(request, grpc_context)
+        stream = await self.service.generate(asked)
         try:
-            answer = Answer()
+            answers = [Answer() for _ in range(asked.n)]
+            num_open, is_first = asked.n, True
             async for delta in stream:
+                answer = answers[delta.choice]
                 index = len(answer.token_ids)
-                is_first = not answer.pieces
                 answer.add(delta)
                 response = generation.GenerateResponse(
-                    text=delta.text, token_ids=delta.token_ids, index=index
+                    text=delta.text,
+                    token_ids=delta.token_ids,
+                    index=index,
+                    choice=delta.choice,
+                    logprobs=_scores(delta.logprobs),
                 )
                 if is_first:
+                    is_first = False
                     response.seed = stream.seed
                     response.request_id = stream.request_id
                     response.model = stream.model
                 if delta.finish_reason is not None:
-                    _set_finish(response, answer, stream.usage)
+                    _set_finish(response, answer)
+                    num_open -= 1
+                if not num_open:
+                    _set_usage(response, stream.usage)
                     # Before the last message: Ray's own proxy sends metadata only along with one.
                     _set_explain(grpc_context, stream.explain)
                 yield response
-            answer.end()
+            for answer in answers:
+                answer.end()
         finally:
             await stream.aclose()
 
@@ -146,9 +164,10 @@ class GrpcApi:
         self, request: generation.GenerateRequest, grpc_context: Context
     ) -> generation.GenerateOnceResponse:
         """The whole answer in one message."""
-        stream = await self.service.generate(_generation_request(request, grpc_context))
+        asked = _generation_request(request, grpc_context)
+        stream = await self.service.generate(asked)
         try:
-            answer = await collect(stream)
+            answer, *others = await collect(stream, asked.n)
         finally:
             await stream.aclose()
         response = generation.GenerateOnceResponse(
@@ -157,8 +176,15 @@ class GrpcApi:
             seed=stream.seed,
             request_id=stream.request_id,
             model=stream.model,
+            logprobs=_scores(answer.logprobs),
         )
-        _set_finish(response, answer, stream.usage)
+        _set_finish(response, answer)
+        for other in others:
+            choice = response.more_choices.add(
+                text=other.text, token_ids=other.token_ids, logprobs=_scores(other.logprobs)
+            )
+            _set_finish(choice, other)
+        _set_usage(response, stream.usage)
         _set_explain(grpc_context, stream.explain)
         return response
 
@@ -255,11 +281,16 @@ def _generation_request(request: generation.GenerateRequest, context: Context) -
     """
     options = request.sampling
     given = {field.name: value for field, value in options.ListFields()}
+    for name in ("allowed_token_ids", "bad_words"):
+        given[name] = tuple(getattr(options, name))
+    given["logit_bias"] = tuple(sorted(options.logit_bias.items()))
     return GenerationRequest(
         request_id=_request_id(request, context),
         model=request.model or None,
         **_input(request),
         **given,
+        n=request.n if request.HasField("n") else 1,
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
@@ -307,15 +338,31 @@ def _request_id(request: generation.GenerateRequest, context: Context) -> str:
 
 
 def _set_finish(
-    response: generation.GenerateResponse | generation.GenerateOnceResponse,
+    response: generation.GenerateResponse | generation.GenerateOnceResponse | generation.Choice,
     answer: Answer,
-    usage: Usage,
 ) -> None:
     response.finish_reason = _FINISH_REASONS[answer.finish_reason]
     if isinstance(answer.stop_reason, str):
         response.stop_string = answer.stop_reason
     elif answer.stop_reason is not None:
         response.stop_token_id = answer.stop_reason
+
+
+def _scores(scores: list[TokenScores] | None) -> list[generation.TokenScores]:
+    def scored(token: ScoredToken) -> generation.ScoredToken:
+        return generation.ScoredToken(
+            token_id=token.token_id, logprob=token.logprob, utf8=token.utf8
+        )
+
+    return [
+        generation.TokenScores(token=scored(of_token.token), top=map(scored, of_token.top))
+        for of_token in scores or ()
+    ]
+
+
+def _set_usage(
+    response: generation.GenerateResponse | generation.GenerateOnceResponse, usage: Usage
+) -> None:
     response.usage.prompt_tokens = usage.prompt_tokens
     response.usage.completion_tokens = usage.completion_tokens
     response.usage.cached_tokens = usage.cached_tokens

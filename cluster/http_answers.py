@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from quire.cluster.front_end import retry_after_ms
 from quire.protos.errors import QuireError
-from quire.router.types import ModelInfo, Usage
+from quire.router.types import ModelInfo, ScoredToken, TokenScores, Usage
 
 
 class _Answer(BaseModel):
@@ -41,15 +41,46 @@ class UsageAnswer(_Answer):
 class _Choice(_Answer):
     index: int
     finish_reason: Literal["stop", "length"] | None
-    logprobs: None
     stop_reason: str | int | None = Field(
         None, description="The stop string or stop token id that ended the answer; null for EOS."
     )
     token_ids: list[int] | None = Field(None, description="With `return_token_ids`.")
 
 
+class CompletionLogprobs(_Answer):
+    """Log-probabilities of the model's own distribution, whatever shaped the one that was sampled."""
+
+    tokens: list[str] = Field(description="`bytes:\\\\x..` where a token is no whole character.")
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int] = Field(description="Characters before each token.")
+
+
+class TokenLogprobAnswer(_Answer):
+    """One token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprobAnswer):
+    """A token of the answer and the likeliest ones in its place."""
+
+    top_logprobs: list[TokenLogprobAnswer]
+
+
+class ChatLogprobs(_Answer):
+    """Log-probabilities of the model's own distribution, whatever shaped the one that was sampled."""
+
+    content: list[ContentLogprob]
+    refusal: None
+
+
 class CompletionChoice(_Choice):
     """The continuation."""
+
+    logprobs: CompletionLogprobs | None
 
     text: str
 
@@ -64,6 +95,8 @@ class AssistantMessage(_Answer):
 class ChatChoice(_Choice):
     """The answer."""
 
+    logprobs: ChatLogprobs | None
+
     message: AssistantMessage
 
 
@@ -76,6 +109,8 @@ class ChatDelta(_Answer):
 
 class ChatChunkChoice(_Choice):
     """One delta of the answer."""
+
+    logprobs: ChatLogprobs | None
 
     delta: ChatDelta
 
@@ -167,6 +202,56 @@ def usage_answer(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def chat_logprobs(scores: list[TokenScores] | None) -> dict[str, Any] | None:
+    """A `ChatLogprobs`."""
+    if scores is None:
+        return None
+    content = [
+        {**_token_logprob(of_token.token), "top_logprobs": list(map(_token_logprob, of_token.top))}
+        for of_token in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    scores: list[TokenScores] | None, text_offset: int = 0
+) -> dict[str, Any] | None:
+    """A `CompletionLogprobs`.
+
+    Parameters
+    ----------
+    text_offset
+        Characters of the choice's text before the first token.
+    """
+    if scores is None:
+        return None
+    offsets = []
+    for of_token in scores:
+        offsets.append(text_offset)
+        text_offset += len(of_token.token.text)
+    return {
+        "tokens": [_token_name(of_token.token) for of_token in scores],
+        "token_logprobs": [of_token.token.logprob for of_token in scores],
+        # The token itself is among them, likely or not, as with OpenAI.
+        "top_logprobs": [
+            {_token_name(token): token.logprob for token in (*of_token.top, of_token.token)}
+            for of_token in scores
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _token_logprob(token: ScoredToken) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.utf8)}
+
+
+def _token_name(token: ScoredToken) -> str:
+    """The token's text, or its bytes where that would not tell it from others."""
+    if token.text.encode() == token.utf8:
+        return token.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.utf8)
 
 
 def model_card(info: ModelInfo) -> dict[str, Any]:

@@ -13,7 +13,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.cluster.front_end import Answer, collect, explain_headers, internal_error
-from quire.cluster.http_answers import json_response, usage_answer
+from quire.cluster.http_answers import (
+    chat_logprobs,
+    completion_logprobs,
+    json_response,
+    usage_answer,
+)
 from quire.cluster.http_schema import ChatCompletionRequest, CompletionRequest
 from quire.cluster.sse import DONE, ChunkEncoder, error_event
 from quire.protos.errors import QuireError
@@ -48,9 +53,9 @@ class GenerationResponse(Response):
             if self._body.stream:
                 await self._send_events(stream, send)
             else:
-                answer = await collect(stream)
+                answers = await collect(stream, self._request.n)
                 headers = explain_headers(stream.explain, complete=True)
-                await json_response(self._complete(stream, answer), headers=headers)(
+                await json_response(self._complete(stream, answers), headers=headers)(
                     scope, receive, send
                 )
         finally:
@@ -58,7 +63,7 @@ class GenerationResponse(Response):
 
     async def _send_events(self, stream: GenerationStream, send: Send) -> None:
         """Status and headers go out with the first delta, which `generate` has waited for."""
-        encoder = self._encoder(stream)
+        encoders = self._encoders(stream)
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
@@ -73,10 +78,10 @@ class GenerationResponse(Response):
             }
         )
         try:
-            await self._send_deltas(stream, encoder, send)
+            await self._send_deltas(stream, encoders, send)
             last = DONE
             if self._includes_usage():
-                last = encoder.usage(stream.usage) + DONE
+                last = encoders[0].usage(stream.usage) + DONE
         except QuireError as error:
             last = error_event(error)
         except Exception as error:
@@ -84,49 +89,62 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_deltas(
-        self, stream: GenerationStream, encoder: ChunkEncoder, send: Send
+        self, stream: GenerationStream, encoders: list[ChunkEncoder], send: Send
     ) -> None:
-        answer = Answer()
-        opening = encoder.role() if self._chat else b""
+        answers = [Answer() for _ in encoders]
         echo = self._echo()
         async for delta in stream:
-            answer.add(delta)
-            if echo:
+            answer, encoder = answers[delta.choice], encoders[delta.choice]
+            chunk = b""
+            if not answer.pieces:
+                chunk = encoder.role() if self._chat else b""
                 delta = replace(delta, text=echo + delta.text)
-                echo = ""
-            chunk = opening + encoder.delta(delta, stream.usage)
-            opening = b""
+            answer.add(delta)
+            chunk += encoder.delta(delta, stream.usage)
             if chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        answer.end()
+        for answer in answers:
+            answer.end()
 
-    def _encoder(self, stream: GenerationStream) -> ChunkEncoder:
+    def _encoders(self, stream: GenerationStream) -> list[ChunkEncoder]:
+        """One for each choice."""
         options = self._body.stream_options
-        return ChunkEncoder(
-            self._envelope(stream, "chat.completion.chunk" if self._chat else "text_completion"),
-            chat=self._chat,
-            include_usage=self._includes_usage(),
-            continuous_usage=bool(options and options.continuous_usage_stats),
-            token_ids=bool(self._body.return_token_ids),
+        envelope = self._envelope(
+            stream, "chat.completion.chunk" if self._chat else "text_completion"
         )
+        return [
+            ChunkEncoder(
+                envelope,
+                index=index,
+                chat=self._chat,
+                include_usage=self._includes_usage(),
+                continuous_usage=bool(options and options.continuous_usage_stats),
+                token_ids=bool(self._body.return_token_ids),
+            )
+            for index in range(self._request.n)
+        ]
 
-    def _complete(self, stream: GenerationStream, answer: Answer) -> dict[str, Any]:
+    def _complete(self, stream: GenerationStream, answers: list[Answer]) -> dict[str, Any]:
         """A `Completion` or `ChatCompletion`."""
-        choice: dict[str, Any] = {"index": 0}
+        return {
+            **self._envelope(stream, "chat.completion" if self._chat else "text_completion"),
+            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": usage_answer(stream.usage),
+        }
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": answer.text}
+            choice["logprobs"] = chat_logprobs(answer.logprobs)
         else:
             choice["text"] = self._echo() + answer.text
-        choice["logprobs"] = None
+            choice["logprobs"] = completion_logprobs(answer.logprobs)
         choice["finish_reason"] = answer.finish_reason
         choice["stop_reason"] = answer.stop_reason
         if self._body.return_token_ids:
             choice["token_ids"] = answer.token_ids
-        return {
-            **self._envelope(stream, "chat.completion" if self._chat else "text_completion"),
-            "choices": [choice],
-            "usage": usage_answer(stream.usage),
-        }
+        return choice
 
     def _envelope(self, stream: GenerationStream, kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self._chat else "cmpl"

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from quire.cluster.front_end import served_role
 from quire.protos.errors import InvalidRequest, UnsupportedField
+from quire.protos.wire import MAX_LOGPROBS
 from quire.router.types import GenerationRequest
 
 # --------------------------------------------------------------------------------------------------
@@ -64,9 +65,29 @@ class _GenerationBody(_Strict):
     temperature: float | None = Field(None, description="0 is greedy.")
     top_p: float | None = Field(None, description="In (0, 1]; 1 is off.")
     top_k: int | None = Field(None, description="0 is off (vLLM).")
+    min_p: float | None = Field(
+        None, description="Leaves out what is less likely than this times the likeliest (vLLM)."
+    )
+    repetition_penalty: float | None = Field(
+        None, description="Above 1 makes what prompt and answer contain less likely (vLLM)."
+    )
+    presence_penalty: float | None = Field(
+        None, description="Taken from the logits of what the answer contains."
+    )
+    frequency_penalty: float | None = Field(
+        None, description="Taken from these logits as often as the answer contains it."
+    )
+    logit_bias: dict[str, float] | None = Field(
+        None, description="Token id to what is added to its logit."
+    )
+    allowed_token_ids: _Ids | None = Field(None, description="No other tokens (vLLM).")
+    bad_words: _Texts | None = Field(
+        None, description="Words whose token sequences the answer never contains (vLLM)."
+    )
     seed: int | None = Field(
         None, description="Same prompt, parameters and seed: same tokens. Default: drawn."
     )
+    n: int | None = Field(None, description="Choices, all of the same prompt; default 1.")
     stop: str | _Texts | None = Field(None, description="Strings that end the answer.")
     stop_token_ids: _Ids | None = Field(
         None, description="Token ids that end the answer as EOS does (vLLM)."
@@ -95,6 +116,27 @@ class _GenerationBody(_Strict):
         """Most tokens to generate, under whichever name the client gave it."""
         return self.max_tokens
 
+    def _logit_bias(self) -> tuple[tuple[int, float], ...]:
+        pairs = []
+        for key, bias in (self.logit_bias or {}).items():
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise InvalidRequest(
+                    f"logit_bias: keys must be token ids, got {key[:64]!r}", field="logit_bias"
+                )
+            pairs.append((int(key), bias))
+        return tuple(pairs)
+
+    def _allowed_token_ids(self) -> tuple[int, ...]:
+        if self.allowed_token_ids == []:
+            raise InvalidRequest(
+                "allowed_token_ids must have at least 1 id, got 0", field="allowed_token_ids"
+            )
+        return tuple(self.allowed_token_ids or ())
+
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell with each token; None for no log-probabilities."""
+        return None
+
     def generation_request(self, request_id: str, **prompt: Any) -> GenerationRequest:
         """The request for the router, with `prompt` or `messages` as keyword."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -106,7 +148,16 @@ class _GenerationBody(_Strict):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self._logit_bias(),
+            allowed_token_ids=self._allowed_token_ids(),
+            bad_words=tuple(self.bad_words or ()),
+            logprobs=self.num_logprobs(),
             seed=self.seed,
+            n=1 if self.n is None else self.n,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
@@ -128,6 +179,21 @@ class CompletionRequest(_GenerationBody):
     echo: bool | None = Field(
         None, description="The prompt before the answer; only for a prompt given as text."
     )
+
+    logprobs: int | None = Field(
+        None,
+        description="Log-probabilities of the tokens and of so many of the likeliest in their "
+        "place, at most 20; of the model's own distribution, before any parameter shapes it.",
+    )
+
+    def num_logprobs(self) -> int | None:
+        """As given; of the prompt's tokens there are none."""
+        if self.echo and self.logprobs is not None:
+            raise UnsupportedField(
+                "echo: not supported together with logprobs: the prompt's tokens have none here",
+                field="echo",
+            )
+        return self.logprobs
 
     def single_prompt(self) -> str | tuple[int, ...]:
         """The prompt without the list around it.
@@ -195,6 +261,31 @@ class ChatCompletionRequest(_GenerationBody):
         None, description="The newer name of `max_tokens`; both only if they are equal."
     )
 
+    logprobs: bool | None = Field(
+        None,
+        description="Log-probabilities of the answer's tokens, of the model's own distribution, "
+        "before any parameter shapes it.",
+    )
+    top_logprobs: int | None = Field(
+        None, description="So many of the likeliest tokens, at most 20; only with `logprobs`."
+    )
+
+    def num_logprobs(self) -> int | None:
+        """`top_logprobs` if log-probabilities are asked for."""
+        top = self.top_logprobs
+        if not self.logprobs:
+            if top:
+                raise InvalidRequest(
+                    f"top_logprobs: only with logprobs true, got {top}", field="top_logprobs"
+                )
+            return None
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"top_logprobs must be an integer in [0, {MAX_LOGPROBS}], got {top}",
+                field="top_logprobs",
+            )
+        return top or 0
+
     def output_limit_tokens(self) -> int | None:
         """Most tokens to generate, under whichever name the client gave it."""
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
@@ -241,16 +332,13 @@ IGNORED_FIELDS = frozenset(
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "detokenize": (True,),
     "documents": (),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -262,19 +350,13 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "include_reasoning": (True, False),
     "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "logprobs": (False,),
-    "min_p": (0,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
@@ -283,7 +365,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -371,6 +452,7 @@ _UNIONS = {
 }
 _TYPES = {
     "bool_type": "a boolean",
+    "dict_type": "an object",
     "float_type": "a number",
     "int_type": "an integer",
     "list_type": "a list",

@@ -174,7 +174,6 @@ class LocalServe:
     status: Callable[[str], dict[str, tuple[str, str]]] = application_status
     _child: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
-    _signals: int = field(default=0, init=False)
 
     def run(self, out: TextIO, ready_timeout_s: float) -> int:
         """Serve until SIGINT or SIGTERM.
@@ -202,7 +201,7 @@ class LocalServe:
             self._until_ready(out, ready_timeout_s)
             while not self._stop.wait(POLL_S):
                 self._check_child()
-            print("stopping; once more to stop at once", file=out, flush=True)
+            print("stopping", file=out, flush=True)
             return 0
         except ServeFailed as error:
             print(f"{self._log_tail()}\nfailed: {error}", file=out, flush=True)
@@ -226,7 +225,6 @@ class LocalServe:
             )
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._signals += 1
         self._stop.set()
 
     def _until_ready(self, out: TextIO, ready_timeout_s: float) -> None:
@@ -314,14 +312,14 @@ class LocalServe:
         """SIGTERM ends Ray and all its processes within seconds.
 
         SIGINT would drain first, and Serve keeps an ingress replica for 30 s after its last
-        request, so that load balancers notice: nothing that a local run needs. A second signal
-        kills the session at once.
+        request, so that load balancers notice: nothing that a local run needs. Impatient further
+        signals change nothing: SIGKILL would leave Ray's daemons and HAProxy behind, holding the ports.
         """
         if self._child is None:
             return
         self._child.terminate()
         end_s = time.monotonic() + TERMINATE_S
-        while self._child.poll() is None and time.monotonic() < end_s and self._signals < 2:
+        while self._child.poll() is None and time.monotonic() < end_s:
             time.sleep(POLL_S)
         if self._child.poll() is None:
             os.killpg(self._child.pid, signal.SIGKILL)

@@ -14,7 +14,12 @@ from typing import Any
 
 import orjson
 
-from quire.cluster.http_answers import error_answer, usage_answer
+from quire.cluster.http_answers import (
+    chat_logprobs,
+    completion_logprobs,
+    error_answer,
+    usage_answer,
+)
 from quire.protos.errors import QuireError
 from quire.router.types import OutputDelta, Usage
 
@@ -22,12 +27,14 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChunkEncoder:
-    """Encodes the chunks of one stream.
+    """Encodes the chunks of one choice.
 
     Parameters
     ----------
     envelope
         `id`, `object`, `created`, `model` and so on: what every chunk begins with.
+    index
+        The choice's.
     chat
         Chunks of a chat (`delta`) instead of a completion (`text`).
     include_usage
@@ -42,33 +49,34 @@ class ChunkEncoder:
         self,
         envelope: dict[str, Any],
         *,
+        index: int = 0,
         chat: bool,
         include_usage: bool = False,
         continuous_usage: bool = False,
         token_ids: bool = False,
     ):
         self._envelope = b"data: " + orjson.dumps(envelope)[:-1]
-        opening = b',"choices":[{"index":0,' + (b'"delta":{"content":' if chat else b'"text":')
-        self._head = self._envelope + opening
-        self._after_text = b'},"logprobs":null' if chat else b',"logprobs":null'
+        self._chat = chat
+        self._choice = b',"choices":[{"index":%d,' % index
+        self._head = self._envelope + self._choice
+        self._head += b'"delta":{"content":' if chat else b'"text":'
+        self._after_text = b'},"logprobs":' if chat else b',"logprobs":'
         usage = b',"usage":null' if include_usage else b""
-        self._tail = self._after_text + b',"finish_reason":null}]' + usage + b"}\n\n"
+        self._tail = self._after_text + b'null,"finish_reason":null}]' + usage + b"}\n\n"
         self._usage = usage
         self._continuous_usage = continuous_usage
         self._token_ids = token_ids
+        self._text_offset = 0  # characters of the tokens whose log-probabilities were sent
 
     def role(self) -> bytes:
         """The first chunk of a chat."""
-        choice = (
-            b',"choices":[{"index":0,"delta":{"role":"assistant","content":""},'
-            b'"logprobs":null,"finish_reason":null}]'
-        )
-        return self._envelope + choice + self._usage + b"}\n\n"
+        choice = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        return self._envelope + self._choice + choice + self._usage + b"}\n\n"
 
     def delta(self, delta: OutputDelta, usage: Usage) -> bytes:
         """A chunk with the text of `delta`; empty when it has nothing to tell."""
-        plain = delta.finish_reason is None and not self._continuous_usage and not self._token_ids
-        if plain:
+        plain = delta.finish_reason is None and delta.logprobs is None
+        if plain and not self._continuous_usage and not self._token_ids:
             if not delta.text:  # an incomplete character, or what may become a stop string
                 return b""
             return self._head + orjson.dumps(delta.text) + self._tail
@@ -85,6 +93,7 @@ class ChunkEncoder:
                 self._head,
                 orjson.dumps(delta.text),
                 self._after_text,
+                orjson.dumps(self._logprobs(delta)),
                 b",",
                 orjson.dumps(rest)[1:],
                 b"]",
@@ -92,6 +101,13 @@ class ChunkEncoder:
                 b"}\n\n",
             )
         )
+
+    def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
+        if self._chat or delta.logprobs is None:
+            return chat_logprobs(delta.logprobs)
+        offset = self._text_offset
+        self._text_offset += sum(len(of_token.token.text) for of_token in delta.logprobs)
+        return completion_logprobs(delta.logprobs, offset)
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk without choices that ends a stream whose client wants the usage."""

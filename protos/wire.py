@@ -13,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 
 WIRE_VERSION = 1
+MAX_LOGPROBS = 20
 
 
 class WireError(ValueError):
@@ -49,6 +50,17 @@ class SamplingParams:
     choice: int = 0  # index of this sample among the n of one request; part of the noise key
     stop_token_ids: tuple[int, ...] = ()  # end the request as EOS does
     ignore_eos: bool = False
+    min_p: float = 0.0  # [0, 1]; leaves out what is less likely than min_p times the likeliest
+    # Of what prompt and output contain, logits above 0 are divided by it and others multiplied; 1 = off.
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # taken from the logits of what the output contains
+    frequency_penalty: float = 0.0  # the same, times how often it does
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # no others; empty = all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output never contains
+    # Log-probabilities of the model's distribution, before anything above shapes it: of each token, and of
+    # so many of the likeliest in its place, at most MAX_LOGPROBS; None = none at all.
+    logprobs: int | None = None
 
     def to_wire(self) -> list[Any]:
         return [getattr(self, f.name) for f in dataclasses.fields(self)]
@@ -59,7 +71,10 @@ class SamplingParams:
         if len(values) != len(names):
             raise WireError(f"SamplingParams: {len(values)} values, expected {len(names)}")
         kwargs = dict(zip(names, values, strict=True))
-        kwargs["stop_token_ids"] = tuple(kwargs["stop_token_ids"])
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            kwargs[name] = tuple(kwargs[name])
+        for name in ("logit_bias", "bad_words"):
+            kwargs[name] = tuple(tuple(item) for item in kwargs[name])
         return cls(**kwargs)
 
 
@@ -262,6 +277,14 @@ class Hello:
         return cls(*_open(data, len(dataclasses.fields(cls)), "Hello"))
 
 
+class TokenLogprob(NamedTuple):
+    """What the model thought of one output token, and what it would rather have said."""
+
+    logprob: float  # natural logarithm, of the token itself
+    top_ids: list[int]  # the likeliest, best first; as many as `SamplingParams.logprobs`
+    top_logprobs: list[float]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
     """New tokens of one stream: `token_ids[i]` has the absolute output index `index + i`."""
@@ -272,11 +295,21 @@ class TokenDelta:
     finish_reason: str | None = None  # stop | length | abort | error, on the last delta only
     num_cached_tokens: int = 0  # prompt tokens found in the cache, on the first delta only
     queue_s: float = 0.0  # submit to first scheduled, on the first delta only
+    logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
 
     def to_wire(self) -> list[Any]:
+        if self.logprobs is not None:
+            return [getattr(self, f.name) for f in dataclasses.fields(self)]
         if self.finish_reason is None and not self.num_cached_tokens and not self.queue_s:
             return [self.stream_id, self.index, self.token_ids]  # all but two deltas of a stream
-        return [getattr(self, f.name) for f in dataclasses.fields(self)]
+        return [getattr(self, f.name) for f in dataclasses.fields(self)[:-1]]
+
+    @classmethod
+    def from_wire(cls, values: list[Any]) -> TokenDelta:
+        if len(values) == len(dataclasses.fields(cls)):
+            *others, logprobs = values
+            return cls(*others, [TokenLogprob(*of_token) for of_token in logprobs])
+        return cls(*values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +392,7 @@ class Frame:
         epoch, deltas, events, seq, digest, load, snapshot, more = _open(data, 8, "Frame")
         return cls(
             epoch,
-            [TokenDelta(*d) for d in deltas],
+            [TokenDelta.from_wire(d) for d in deltas],
             [CacheEvents.from_wire(e) for e in events],
             seq,
             digest,

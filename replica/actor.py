@@ -66,9 +66,12 @@ class Replica:
     async def attach(self, router_id: str, *, route: list[str]) -> AsyncIterator[bytes]:
         """`Hello`, then a snapshot of the cache, then a frame per step until the router goes away.
 
-        `route` is read by `router.serve_router`; the caller compares `Hello.replica` with it.
+        `route` is read by `router.serve_router`. Serve may pass over the replica it names: then `Hello` is all,
+        since a second attachment would end the one that this router has here already.
         """
         yield self._engine.hello(self._replica_id).encode()
+        if route != [self._replica_id]:
+            return
         frames = self._attachments.stream(router_id, self._engine.load)
         snapshot = asyncio.create_task(self._send_snapshot(router_id))
         try:
@@ -128,8 +131,7 @@ class Replica:
         }
 
     def check_health(self) -> None:
-        if not self._engine.is_alive():
-            raise RuntimeError("the engine's loop has ended")
+        self._engine.check_health()
 
     def __del__(self) -> None:
         engine = getattr(self, "_engine", None)

@@ -45,12 +45,14 @@ class _Attachment:
 
     def put(self, frame: Frame) -> None:
         self._frames.append(frame)
-        if len(self._frames) > MAX_QUEUED_FRAMES:
-            self.closed = True
         self._ready.set()
+
+    def is_too_slow(self) -> bool:
+        return len(self._frames) > MAX_QUEUED_FRAMES
 
     def close(self) -> None:
         self.closed = True
+        self._frames.clear()
         self._ready.set()
 
     def touch(self) -> None:
@@ -86,7 +88,9 @@ class Attachments:
     epoch
         The engine's incarnation, in every frame.
     on_detach
-        Called with a router's id when its attachment has ended, for whatever reason.
+        Called with a router's id when its attachment ends, for whatever reason: all requests that it has sent
+        so far have lost their reader. When a second attachment ends the first it is called before the second
+        begins, so requests sent after that are not meant.
     """
 
     def __init__(
@@ -130,15 +134,18 @@ class Attachments:
                     delta.finish_reason,
                     delta.num_cached_tokens,
                     delta.queue_s,
+                    delta.logprobs,
                 )
             )
         events = [] if output.events is None else [output.events]
-        for router_id, attachment in self._by_router.items():
+        for router_id, attachment in list(self._by_router.items()):
             deltas = by_router.get(router_id, [])
             if deltas or events:
                 attachment.put(self._frame(deltas, events))
             else:
                 attachment.touch()
+            if attachment.is_too_slow():
+                self._detach(router_id, attachment)
 
     def send_events(self, router_id: str, events: list[CacheEvents]) -> None:
         """Queue event batches that the router missed; nothing when the router is gone."""
@@ -163,7 +170,7 @@ class Attachments:
         """
         earlier = self._by_router.get(router_id)
         if earlier is not None:
-            earlier.close()
+            self._detach(router_id, earlier)
         attachment = _Attachment(self._clock, self._heartbeat_s, self._max_heartbeat_s)
         self._by_router[router_id] = attachment
         try:
@@ -173,9 +180,14 @@ class Attachments:
                     return
                 yield (frame or self._frame([], [], load())).encode()
         finally:
-            if self._by_router.get(router_id) is attachment:
-                del self._by_router[router_id]
-                self._on_detach(router_id)
+            self._detach(router_id, attachment)
+
+    def _detach(self, router_id: str, attachment: _Attachment) -> None:
+        """End an attachment; nothing when it has ended before."""
+        attachment.close()
+        if self._by_router.get(router_id) is attachment:
+            del self._by_router[router_id]
+            self._on_detach(router_id)
 
     def close(self) -> None:
         for attachment in self._by_router.values():

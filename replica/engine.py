@@ -12,12 +12,14 @@ step's output through one callback; `generate` and `stream` are the offline fron
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quire.protos.errors import EngineError, Unavailable
 from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import EngineArgs, EngineConfig
 from quire.replica.loop import EngineLoop, LoopOutput
@@ -25,6 +27,9 @@ from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.request import Request, validate
 from quire.replica.scheduler import Scheduler
 
+# So many failed steps in a row are the device's fault (a CUDA error sticks), not that of a request. Without a limit
+# such an engine, always idle, would draw all traffic and fail it.
+MAX_FAILED_STEPS = 3
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 
@@ -77,14 +82,16 @@ class Engine:
         Raises
         ------
         QuireError
-            The request can never be served. A full queue is told later, in the request's only delta.
+            The request can never be served, or the engine is closed. A full queue is told later, in the
+            request's only delta.
         """
         validate(request, self.config)
         self._loop.post(lambda scheduler: scheduler.add(request))
 
     def abort(self, key: Hashable) -> None:
         """End a request if it is still alive; its last delta says `abort`."""
-        self._loop.post(lambda scheduler: scheduler.abort(key))
+        with contextlib.suppress(Unavailable):  # a closed engine has ended it
+            self._loop.post(lambda scheduler: scheduler.abort(key))
 
     def call(self, action: Callable[[Scheduler], T]) -> Future[T]:
         """Run `action` on the scheduler between two steps."""
@@ -138,6 +145,13 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether the loop's thread runs."""
         return self._loop.is_alive()
+
+    def check_health(self) -> None:
+        """Raise `EngineError` when the engine cannot serve any more: its loop ended, or every step fails."""
+        if not self._loop.is_alive():
+            raise EngineError("the engine's loop has ended")
+        if self._loop.num_failed_in_a_row >= MAX_FAILED_STEPS:
+            raise EngineError(f"the last {self._loop.num_failed_in_a_row} steps failed")
 
     def close(self) -> None:
         """Stop the loop; requests still alive end with `abort`."""

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from quire.protos.errors import EngineError
+from quire.protos.errors import EngineError, Unavailable
 from quire.protos.wire import CacheEvents, Load
 from quire.replica.plan import RequestDelta, StepPlan, StepResult
 from quire.replica.scheduler import Scheduler
@@ -54,7 +54,7 @@ class EngineLoop:
     scheduler, runner
         Owned from here on.
     on_output
-        Called in the loop's thread after every turn that produced something; must not block.
+        Called in the loop's thread after every turn that produced something; must not block or raise.
     clock
         Monotonic seconds.
     """
@@ -74,6 +74,7 @@ class EngineLoop:
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        self.num_failed_in_a_row = 0  # steps, since the last one that did not fail
         self._deltas: list[RequestDelta] = []  # of this turn, from mail and from the step
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
 
@@ -88,7 +89,8 @@ class EngineLoop:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._thread.is_alive():
+        # A garbage collection in the loop's own thread may be what closes the engine.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def load(self) -> Load:
@@ -96,7 +98,13 @@ class EngineLoop:
         return replace(self._scheduler.load(), num_compiles=self._runner.num_compiles)
 
     def post(self, action: Callable[[Scheduler], RequestDelta | None]) -> None:
-        """Run `action` in the loop between two steps; a delta it returns is sent like any other."""
+        """Run `action` in the loop between two steps; a delta it returns is sent like any other.
+
+        Raises
+        ------
+        Unavailable
+            The loop has been closed or has failed.
+        """
 
         def run() -> None:
             delta = action(self._scheduler)
@@ -106,10 +114,19 @@ class EngineLoop:
         self._put(run)
 
     def call(self, action: Callable[[Scheduler], T]) -> Future[T]:
-        """Run `action` in the loop between two steps and hand its result to a future."""
+        """Run `action` in the loop between two steps and hand its result or exception to a future.
+
+        Raises
+        ------
+        Unavailable
+            The loop has been closed or has failed.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
+            # The caller may have cancelled it; from here on it cannot.
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(action(self._scheduler))
             except Exception as error:
@@ -121,23 +138,36 @@ class EngineLoop:
     def _put(self, mail: Callable[[], None]) -> None:
         with self._wake:
             if self._closing:
-                raise RuntimeError("the engine is closed")
+                raise Unavailable("the engine is closed")
             self._mail.append(mail)
             self._wake.notify()
 
     def _run(self) -> None:
-        while not self._closing:
+        try:
+            while not self._closing:
+                self._drain_mailbox()
+                plan = self._scheduler.plan(self._clock())
+                if plan is not None:
+                    self._step(plan)
+                else:
+                    self._deltas.extend(self._scheduler.take_ended())
+                self._send()
+                if plan is None:
+                    self._sleep()
+        except Exception:
+            logger.exception("the engine's loop failed")
+        self._end()
+
+    def _end(self) -> None:
+        """Answer everybody who still waits: mail that came too late, then every live request."""
+        with self._wake:
+            self._closing = True
+        try:
             self._drain_mailbox()
-            plan = self._scheduler.plan(self._clock())
-            if plan is not None:
-                self._step(plan)
-            else:
-                self._deltas.extend(self._scheduler.take_ended())
+            self._deltas.extend(self._scheduler.abort_all())
             self._send()
-            if plan is None:
-                self._sleep()
-        self._deltas.extend(self._scheduler.abort_all())
-        self._send()
+        except Exception:  # after a failed turn the scheduler may be in any state
+            logger.exception("the engine's loop could not end its requests")
 
     def _step(self, plan: StepPlan) -> None:
         try:
@@ -145,9 +175,11 @@ class EngineLoop:
         except Exception as error:
             # The step's rows may hold half-written KV: they end here, everybody else goes on.
             logger.exception("step %d failed", plan.step)
+            self.num_failed_in_a_row += 1
             message = f"the engine failed in step {plan.step} ({type(error).__name__})"
             self._deltas.extend(self._scheduler.fail_step(plan, EngineError(message)))
             return
+        self.num_failed_in_a_row = 0
         self._deltas.extend(self._scheduler.commit(plan, result, self._clock()))
 
     def _drain_mailbox(self) -> None:

@@ -8,17 +8,16 @@ import queue
 import secrets
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from quire.protos.errors import EngineError
-from quire.protos.wire import SamplingParams
+from quire.protos.errors import EngineError, QuireError
+from quire.protos.wire import SamplingParams, TokenLogprob
 from quire.replica.loop import LoopOutput
 from quire.replica.plan import RequestDelta
-from quire.replica.request import Request
+from quire.replica.request import Request, validate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from quire.replica.engine import Engine
 
 Prompt = str | Sequence[int]
+_LIVENESS_PERIOD_S = 0.5  # a waiting call looks this often whether the engine still runs
 
 
 @dataclass(slots=True)
@@ -35,9 +35,10 @@ class RequestOutput:
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str  # token_ids decoded, special tokens left out
-    finish_reason: str  # stop | length | abort
+    finish_reason: str  # stop | length | abort: the engine was closed
     num_cached_tokens: int
     params: SamplingParams  # as used: the seed that was drawn is in here
+    logprobs: list[TokenLogprob] | None = None  # one for each token, with `SamplingParams.logprobs`
 
 
 @dataclass(slots=True)
@@ -58,7 +59,9 @@ class OfflineFront:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._keys = itertools.count()
-        self._sinks: dict[int, queue.SimpleQueue[tuple[int, RequestDelta]]] = {}
+        self._sinks: dict[int, queue.SimpleQueue[RequestDelta]] = {}  # of every live request
+        # All callers together have no more requests alive than the engine's queue takes, so none is refused.
+        self._slots = threading.Semaphore(engine.config.max_waiting_requests)
         self._tokenizer_lock = threading.Lock()
         self._cached_tokenizer: Tokenizer | None = None
 
@@ -66,10 +69,12 @@ class OfflineFront:
         """Hand every delta to the call that waits for it (engine's thread)."""
         for delta in output.deltas:
             sink = self._sinks.get(delta.key)
-            if sink is not None:
-                sink.put((delta.key, delta))
-                if delta.finish_reason is not None:
-                    del self._sinks[delta.key]
+            if sink is None:
+                continue  # somebody else's: `Engine.submit` is public
+            if delta.finish_reason is not None:
+                del self._sinks[delta.key]
+                self._slots.release()
+            sink.put(delta)
 
     def generate(
         self,
@@ -93,84 +98,105 @@ class OfflineFront:
         Raises
         ------
         QuireError
-            A prompt can never be served (its message names the field), or the engine failed.
+            A prompt can never be served (its message names prompt and field; nothing has been generated), or
+            the engine failed or was closed.
         """
+        if isinstance(prompts, str):
+            raise TypeError("prompts must be a list of prompts, got a string")
         each = self._params_for(prompts, params)
-        prompt_ids = [self._encode(prompt) for prompt in prompts]
-        done: queue.SimpleQueue[tuple[int, RequestDelta]] = queue.SimpleQueue()
-        outputs: dict[int, RequestOutput] = {}
-        order: list[int] = []
-        waiting = iter(zip(prompt_ids, each, strict=True))
-        window = self._engine.config.max_waiting_requests
-        bar = _progress_bar(len(prompts), progress)
+        requests = [
+            self._request(prompt, p, f"prompts[{i}]")
+            for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
+        ]
+        outputs = {request.key: _output(request) for request in requests}
+        waiting = deque(requests)
+        done: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
+        alive: set[Hashable] = set()
+        bar = _progress_bar(len(requests), progress)
         try:
-            for ids, p in itertools.islice(waiting, window):
-                self._submit(ids, p, done, outputs, order)
-            num_left = len(prompts)
-            while num_left:
-                key, delta = done.get()
-                self._collect(outputs[key], delta)
-                if delta.finish_reason is None:
-                    continue
-                num_left -= 1
-                bar.update()
-                for ids, p in itertools.islice(waiting, 1):
-                    self._submit(ids, p, done, outputs, order)
+            while waiting or alive:
+                while waiting and self._take_slot(wait=not alive):
+                    alive.add(waiting[0].key)
+                    self._submit(waiting.popleft(), done)
+                delta = self._next(done)
+                _collect(outputs[delta.key], delta)
+                if delta.finish_reason is not None:
+                    alive.discard(delta.key)
+                    bar.update()
         finally:
             bar.close()
-            for key in order:
-                if self._sinks.pop(key, None) is not None:
-                    self._engine.abort(key)
+            for key in alive:
+                self._engine.abort(key)
         tokenizer = self._tokenizer
         for output in outputs.values():
             output.text = tokenizer.decode(output.token_ids) if tokenizer else ""
-        return [outputs[key] for key in order]
+        return list(outputs.values())
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[StreamOutput]:
-        """Generate for one prompt and yield what each step added; closing the iterator aborts."""
+        """Generate for one prompt and yield what each step added; closing the iterator aborts.
+
+        The prompt is checked now and submitted by the first `next`.
+        """
         (p,) = self._params_for([prompt], params)
-        done: queue.SimpleQueue[tuple[int, RequestDelta]] = queue.SimpleQueue()
-        outputs: dict[int, RequestOutput] = {}
-        order: list[int] = []
-        self._submit(self._encode(prompt), p, done, outputs, order)
-        decode = self._decode_stream()
+        return self._stream(self._request(prompt, p, "prompt"))
+
+    def _stream(self, request: Request) -> Iterator[StreamOutput]:
+        done: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
+        text = _TextStream(self._tokenizer)
+        output = _output(request)
+        self._take_slot(wait=True)
+        self._submit(request, done)
         try:
-            while True:
-                key, delta = done.get()
-                self._collect(outputs[key], delta)
-                yield StreamOutput(delta.token_ids, decode(delta.token_ids), delta.finish_reason)
-                if delta.finish_reason is not None:
-                    return
+            while not output.finish_reason:
+                delta = self._next(done)
+                _collect(output, delta)
+                new_text = text.feed(delta.token_ids, last=delta.finish_reason is not None)
+                yield StreamOutput(delta.token_ids, new_text, delta.finish_reason)
         finally:
-            if self._sinks.pop(order[0], None) is not None:
-                self._engine.abort(order[0])
+            if not output.finish_reason:
+                self._engine.abort(request.key)
 
-    def _submit(
-        self,
-        prompt_ids: np.ndarray,
-        params: SamplingParams,
-        done: queue.SimpleQueue[tuple[int, RequestDelta]],
-        outputs: dict[int, RequestOutput],
-        order: list[int],
-    ) -> None:
-        key = next(self._keys)
-        outputs[key] = RequestOutput(prompt_ids.tolist(), [], "", "", 0, params)
-        order.append(key)
-        self._sinks[key] = done
-        self._engine.submit(Request(key, prompt_ids, params))
+    def _request(self, prompt: Prompt, params: SamplingParams, name: str) -> Request:
+        """A request that the engine will take."""
+        try:
+            request = Request(next(self._keys), self._encode(prompt), params)
+            validate(request, self._engine.config)
+        except QuireError as error:
+            raise type(error)(f"{name}: {error.message}", field=error.field) from None
+        return request
 
-    @staticmethod
-    def _collect(output: RequestOutput, delta: RequestDelta) -> None:
-        if delta.error is not None:
-            raise delta.error
-        if delta.finish_reason == "error":
-            raise EngineError("the engine failed without saying why")
-        if not output.token_ids:
-            output.num_cached_tokens = delta.num_cached_tokens
-        output.token_ids.extend(delta.token_ids)
-        output.finish_reason = delta.finish_reason or ""
+    def _take_slot(self, wait: bool) -> bool:
+        """Room for one more request; False when there is none and it shall not be waited for."""
+        while not self._slots.acquire(timeout=_LIVENESS_PERIOD_S if wait else 0):
+            if not wait:
+                return False
+            self._check_alive()
+        return True
+
+    def _submit(self, request: Request, done: queue.SimpleQueue[RequestDelta]) -> None:
+        """Submit a request that has a slot."""
+        self._sinks[request.key] = done
+        try:
+            self._engine.submit(request)
+        except BaseException:
+            del self._sinks[request.key]
+            self._slots.release()
+            raise
+
+    def _next(self, done: queue.SimpleQueue[RequestDelta]) -> RequestDelta:
+        while True:
+            ended = not self._engine.is_alive()  # first: an engine that ends still puts
+            try:
+                return done.get(timeout=0 if ended else _LIVENESS_PERIOD_S)
+            except queue.Empty:
+                if ended:
+                    self._check_alive()
+
+    def _check_alive(self) -> None:
+        if not self._engine.is_alive():
+            raise EngineError("the engine's loop has ended")
 
     @staticmethod
     def _params_for(
@@ -186,13 +212,13 @@ class OfflineFront:
             for p in each
         ]
 
-    def _encode(self, prompt: Prompt) -> np.ndarray:
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return np.asarray(prompt, dtype=np.int32)
+            return prompt
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer.json: give token ids")
-        return np.asarray(tokenizer.encode(prompt).ids, dtype=np.int32)
+        return tokenizer.encode(prompt).ids
 
     @property
     def _tokenizer(self) -> Tokenizer | None:
@@ -201,17 +227,53 @@ class OfflineFront:
             if self._cached_tokenizer is None and path.exists():
                 from tokenizers import Tokenizer
 
-                self._cached_tokenizer = Tokenizer.from_file(str(path))
+                tokenizer = Tokenizer.from_file(str(path))
+                tokenizer.no_truncation()  # some files ask for it; a prompt is refused, never cut
+                tokenizer.no_padding()
+                self._cached_tokenizer = tokenizer
         return self._cached_tokenizer
 
-    def _decode_stream(self):
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            return lambda token_ids: ""
-        from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=True)
-        return lambda token_ids: "".join(stream.step(tokenizer, i) or "" for i in token_ids)
+class _TextStream:
+    """The text of one stream, piece by piece: a piece ends where a character does.
+
+    Each piece is the difference of two decodes that begin at the piece before it, so tokenizers that treat the
+    first token of a text in another way do not see a first token in the middle.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []  # from the piece before the one that is told next
+        self._num_told = 0  # of those
+
+    def feed(self, token_ids: list[int], last: bool) -> str:
+        """The text that is complete with these tokens; all that is left with the last ones."""
+        if self._tokenizer is None:
+            return ""
+        self._token_ids += token_ids
+        told = self._tokenizer.decode(self._token_ids[: self._num_told])
+        text = self._tokenizer.decode(self._token_ids)
+        if text.endswith("\ufffd") and not last:  # a character that may become whole
+            return ""
+        self._token_ids = self._token_ids[self._num_told :]
+        self._num_told = len(self._token_ids)
+        return text[len(told) :]
+
+
+def _output(request: Request) -> RequestOutput:
+    """The answer so far: nothing. Call it before the engine owns the request."""
+    return RequestOutput(request.token_ids.tolist(), [], "", "", 0, request.params)
+
+
+def _collect(output: RequestOutput, delta: RequestDelta) -> None:
+    if delta.error is not None:
+        raise delta.error
+    if not output.token_ids:
+        output.num_cached_tokens = delta.num_cached_tokens
+    output.token_ids.extend(delta.token_ids)
+    if delta.logprobs is not None:
+        output.logprobs = [*(output.logprobs or ()), *delta.logprobs]
+    output.finish_reason = delta.finish_reason or ""
 
 
 def _progress_bar(total: int, progress: bool | None):

@@ -19,6 +19,35 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.protos.errors import QuireError
+from quire.protos.wire import TokenLogprob
+
+NO_TOKEN = int(np.iinfo(np.int64).min)  # no defect gives it by accident
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Ids that one row's request favours or excludes, whatever the history is."""
+
+    allowed_ids: np.ndarray | None = None  # [n] int64: no others
+    bias_ids: np.ndarray | None = None  # [m] int64, each once
+    bias: np.ndarray | None = None  # [m] float32, added to the logits of `bias_ids`
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """The rows on whose next token its history weighs. P of them.
+
+    The counts themselves live with the sampler, on its device (`TokenCounts`), and it adds each sampled
+    token by itself; the plan brings only the history of rows that sample for the first time.
+    """
+
+    index: np.ndarray  # [P] int64, which of the S rows that sample
+    row: np.ndarray  # [P] int64, their places in the row table
+    repetition: np.ndarray  # [P] float32, 1 = off
+    presence: np.ndarray  # [P] float32
+    frequency: np.ndarray  # [P] float32
+    begun: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
+    # (row, prompt ids, output ids) of those that have sampled nothing since they got their row
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +64,12 @@ class SamplingBatch:
         np.ndarray
     )  # [S] int64, absolute position of the token to be sampled (prompt + output)
     suppressed: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    # (index in [0, S), token ids that must not be sampled there): EOS and stop ids before min_tokens
+    # (index in [0, S), token ids that must not be sampled there): EOS and stop ids before min_tokens, bad
+    # words of one token, and the last tokens of longer ones whose beginnings have just been generated
+    min_p: np.ndarray | None = None  # [S] float32, 0 = off
+    rules: tuple[tuple[int, TokenRules], ...] = ()  # (index in [0, S), what holds there)
+    penalties: Penalties | None = None
+    logprobs: tuple[tuple[int, int], ...] = ()  # (index in [0, S), number of likeliest ids wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +105,10 @@ class StepPlan:
 class StepResult:
     """What the runner computed."""
 
-    token_ids: np.ndarray  # [S] int64, aligned with `StepPlan.sampling`
+    # [S] int64, aligned with `StepPlan.sampling`; NO_TOKEN where a row's constraints leave none
+    token_ids: np.ndarray
     duration_s: float  # launch to tokens on the host
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index in [0, S), if asked
 
 
 @dataclass(slots=True)
@@ -89,6 +125,7 @@ class RequestDelta:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     error: QuireError | None = None
+    logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import NoReturn, overload
+from typing import overload
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.plan import RequestDelta
 from quire.replica.prefix import ContentChain, Entry
+from quire.replica.sampling_checks import check_int, is_real, refuse, validate_distribution
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TEMPERATURE = 1e6  # already uniform for any logits; keeps float32 arithmetic finite
@@ -264,63 +265,64 @@ def validate(request: Request, config: EngineConfig) -> None:
 def _validate_tokens(request: Request, config: EngineConfig) -> None:
     ids = request._tokens
     if ids.ndim != 1:
-        _refuse("prompt", f"must be a flat list of token ids, got {ids.ndim} dimensions")
+        refuse("prompt", f"must be a flat list of token ids, got {ids.ndim} dimensions")
     if len(ids) == 0:
-        _refuse("prompt", "must have at least 1 token, got 0")
+        refuse("prompt", "must have at least 1 token, got 0")
     if ids.dtype.kind not in "iu":
-        _refuse("prompt", f"must be integers, got {ids.dtype}")
+        refuse("prompt", f"must be integers, got {ids.dtype}")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
         bad = low if low < 0 else high
-        _refuse("prompt", f"token ids must be in [0, {config.vocab_size}), got {bad}")
+        refuse("prompt", f"token ids must be in [0, {config.vocab_size}), got {bad}")
 
 
 def _validate_labels(request: Request) -> None:
     try:
         request.tenant.encode()
     except (AttributeError, UnicodeEncodeError):
-        _refuse("cache_salt", f"must be a string of Unicode characters, got {request.tenant!r}")
+        refuse("cache_salt", f"must be a string of Unicode characters, got {request.tenant!r}")
     deadline_s = request.deadline_s
-    if deadline_s is not None and (not _is_real(deadline_s) or deadline_s != deadline_s):
-        _refuse("deadline_s", f"must be a number, got {deadline_s!r}")
-    _check_int("priority", request.priority, -_MAX_INT32, _MAX_INT32)
+    if deadline_s is not None and (not is_real(deadline_s) or deadline_s != deadline_s):
+        refuse("deadline_s", f"must be a number, got {deadline_s!r}")
+    check_int("priority", request.priority, -_MAX_INT32, _MAX_INT32)
 
 
 def _validate_sampling(params: SamplingParams) -> None:
-    _check_int("max_tokens", params.max_tokens, 1, _MAX_INT32)
-    _check_int("min_tokens", params.min_tokens, 0, params.max_tokens, "max_tokens")
+    check_int("max_tokens", params.max_tokens, 1, _MAX_INT32)
+    check_int("min_tokens", params.min_tokens, 0, params.max_tokens, "max_tokens")
     temperature, top_p = params.temperature, params.top_p
-    if not _is_real(temperature) or not 0 <= temperature <= MAX_TEMPERATURE:  # NaN fails both
-        _refuse("temperature", f"must be a number in [0, {MAX_TEMPERATURE:g}], got {temperature!r}")
-    if not _is_real(top_p) or not 0 < top_p <= 1:
-        _refuse("top_p", f"must be a number in (0, 1], got {top_p!r}")
-    _check_int("top_k", params.top_k, 0, _MAX_INT32)
-    _check_int("seed", params.seed, 0, _MAX_UINT64)
-    _check_int("choice", params.choice, 0, _MAX_INT32)
+    if not is_real(temperature) or not 0 <= temperature <= MAX_TEMPERATURE:  # NaN fails both
+        refuse("temperature", f"must be a number in [0, {MAX_TEMPERATURE:g}], got {temperature!r}")
+    if not is_real(top_p) or not 0 < top_p <= 1:
+        refuse("top_p", f"must be a number in (0, 1], got {top_p!r}")
+    check_int("top_k", params.top_k, 0, _MAX_INT32)
+    check_int("seed", params.seed, 0, _MAX_UINT64)
+    check_int("choice", params.choice, 0, _MAX_INT32)
 
 
 def _validate_stops(params: SamplingParams, config: EngineConfig) -> None:
     ids = params.stop_token_ids
     if len(ids) > MAX_STOP_TOKEN_IDS:
-        _refuse("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
+        refuse("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
-            _refuse("stop_token_ids", f"must be integers, got {token!r}")
+            refuse("stop_token_ids", f"must be integers, got {token!r}")
         if not 0 <= token < config.vocab_size:
-            _refuse("stop_token_ids", f"ids must be in [0, {config.vocab_size}), got {token}")
+            refuse("stop_token_ids", f"ids must be in [0, {config.vocab_size}), got {token}")
     ending = set(ids) if params.ignore_eos else {*ids, *config.eos_token_ids}
     if params.min_tokens and len(ending) >= config.vocab_size:
-        _refuse(
+        refuse(
             "min_tokens",
             f"must be 0 when stop_token_ids and EOS cover the vocabulary of {config.vocab_size}, "
             f"got {params.min_tokens}",
         )
+    validate_distribution(params, config.vocab_size, ending)
 
 
 def _validate_lengths(request: Request, config: EngineConfig) -> None:
     length, emitted = request.num_tokens, request.num_emitted
     max_tokens = request.params.max_tokens
-    _check_int("num_emitted", emitted, 0, min(length, max_tokens) - 1)
+    check_int("num_emitted", emitted, 0, min(length, max_tokens) - 1)
     bound, where = min(
         (config.max_model_len, f"the model's context of {config.max_model_len} (max_model_len)"),
         (
@@ -341,19 +343,3 @@ def _validate_lengths(request: Request, config: EngineConfig) -> None:
             f"the bound is {bound - num_prompt_tokens}",
             field="max_tokens",
         )
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_int(field: str, value: int, low: int, high: int, high_name: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        _refuse(field, f"must be an integer, got {value!r}")
-    if not low <= value <= high:
-        name = f" ({high_name})" if high_name else ""
-        _refuse(field, f"must be in [{low}, {high}]{name}, got {value}")
-
-
-def _refuse(field: str, message: str) -> NoReturn:
-    raise InvalidRequest(f"{field}: {message}", field=field)

@@ -24,9 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from quire.protos.wire import SamplingParams
+from quire.replica.bad_words import BadWords
 from quire.replica.blocks import IntegrityError
 from quire.replica.groups import FULL_ATTENTION, LayerGroup
-from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.plan import Penalties, SamplingBatch, StepPlan, TokenRules
 from quire.replica.request import FinishReason, Phase, Request
 
 # Below this the distribution is a point for any logits that differ by more than float32 rounding.
@@ -78,7 +80,18 @@ class RowTable:
         self.top_p = np.ones(max_rows, dtype=np.float32)  # [R]
         self.seed = np.zeros(max_rows, dtype=np.uint64)  # [R]
         self.choice = np.zeros(max_rows, dtype=np.int32)  # [R]
+        self.min_p = np.zeros(max_rows, dtype=np.float32)  # [R]
+        self.repetition = np.ones(max_rows, dtype=np.float32)  # [R]
+        self.presence = np.zeros(max_rows, dtype=np.float32)  # [R]
+        self.frequency = np.zeros(max_rows, dtype=np.float32)  # [R]
         self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
+        self.logprobs = np.full(max_rows, -1, dtype=np.int16)  # [R] likeliest ids wanted; -1 = off
+        self.rules = np.empty(max_rows, dtype=object)  # [R] TokenRules or None
+        self.bad_words = np.empty(max_rows, dtype=object)  # [R] BadWords or None
+        # [R] has penalties, rules, bad words: what few rows ask for is looked up for these only
+        self._penalised = np.zeros(max_rows, dtype=bool)
+        self._ruled = np.zeros(max_rows, dtype=bool)
+        self._has_bad_words = np.zeros(max_rows, dtype=bool)
         num_groups = len(self.groups)
         self.first_block = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
         self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
@@ -123,6 +136,7 @@ class RowTable:
         self.top_p[row] = max(params.top_p, float(np.finfo(np.float32).tiny))
         self.seed[row] = params.seed
         self.choice[row] = params.choice
+        self._claim_constraints(row, params)
         self.stop_ids[row] = tuple(sorted(request.stop_ids))
         self._num_enders[list(request.stop_ids)] += 1
         for g, (group, own) in enumerate(zip(self.groups, blocks, strict=True)):
@@ -131,6 +145,20 @@ class RowTable:
             self.num_blocks[g, row] = first + len(own)
             self.block_tables[g, row, first : first + len(own)] = own
         return row
+
+    def _claim_constraints(self, row: int, params: SamplingParams) -> None:
+        self.min_p[row] = params.min_p
+        self.repetition[row] = params.repetition_penalty
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        self._penalised[row] = (
+            params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        )
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.rules[row] = _token_rules(params)
+        self._ruled[row] = self.rules[row] is not None
+        self.bad_words[row] = BadWords(params.bad_words) if params.bad_words else None
+        self._has_bad_words[row] = bool(params.bad_words)
 
     def vacate(self, row: int) -> list[int]:
         """Take the row from its request, whose tokens are complete afterwards.
@@ -178,6 +206,14 @@ class RowTable:
         if count:
             start = request.num_tokens % self.block_size
             request.append(self._tail[row, start : start + count])
+
+    def newest_output(self, row: int, count: int) -> tuple[int, ...]:
+        """The last `count` tokens of the row's output, or all of it if it has fewer."""
+        request = self.request(row)
+        length = int(self.length[row])
+        start = max(length - count, int(self.num_prompt_tokens[row]))
+        in_tail = np.arange(max(start, request.num_tokens), length) % self.block_size
+        return (*request.token_ids[start:].tolist(), *self._tail[row, in_tail].tolist())
 
     # -- planning ----------------------------------------------------------------------------------------
 
@@ -296,12 +332,7 @@ class RowTable:
         return token_ids
 
     def _sampling(self, rows: np.ndarray, token_index: np.ndarray) -> SamplingBatch:
-        masked = np.flatnonzero(self.length[rows] < self.min_length[rows])
-        suppressed = tuple(
-            (i, ids)
-            for i, ids in zip(masked.tolist(), self.stop_ids[rows[masked]], strict=True)
-            if ids
-        )
+        min_p = self.min_p[rows]
         return SamplingBatch(
             token_index=token_index,
             temperature=self.temperature[rows],
@@ -310,7 +341,51 @@ class RowTable:
             seed=self.seed[rows],
             choice=self.choice[rows],
             position=self.length[rows].astype(np.int64),
-            suppressed=suppressed,
+            suppressed=self._suppressed(rows),
+            min_p=min_p if min_p.any() else None,
+            rules=tuple(
+                (i, self.rules[rows[i]]) for i in np.flatnonzero(self._ruled[rows]).tolist()
+            ),
+            penalties=self._penalties(rows),
+            logprobs=self._logprobs(rows),
+        )
+
+    def _suppressed(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """(index in `rows`, ids that must not come next there)."""
+        masked = np.flatnonzero(self.length[rows] < self.min_length[rows])
+        suppressed = [
+            (i, ids)
+            for i, ids in zip(masked.tolist(), self.stop_ids[rows[masked]], strict=True)
+            if ids
+        ]
+        for i in np.flatnonzero(self._has_bad_words[rows]).tolist():
+            bad_words: BadWords = self.bad_words[rows[i]]
+            newest = self.newest_output(int(rows[i]), bad_words.context_len)
+            if ids := bad_words.excluded(newest):
+                suppressed.append((i, ids))
+        return tuple(suppressed)
+
+    def _logprobs(self, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
+        num_top = self.logprobs[rows]
+        index = np.flatnonzero(num_top >= 0)
+        return tuple(zip(index.tolist(), num_top[index].tolist(), strict=True))
+
+    def _penalties(self, rows: np.ndarray) -> Penalties | None:
+        index = np.flatnonzero(self._penalised[rows])
+        if not len(index):
+            return None
+        rows = rows[index]
+        begun = []
+        for row in rows[~self.decoding[rows]].tolist():
+            token_ids, num_prompt = self.request(row).token_ids, int(self.num_prompt_tokens[row])
+            begun.append((row, token_ids[:num_prompt], token_ids[num_prompt:]))
+        return Penalties(
+            index=index,
+            row=rows,
+            repetition=self.repetition[rows],
+            presence=self.presence[rows],
+            frequency=self.frequency[rows],
+            begun=tuple(begun),
         )
 
     # -- after the step ----------------------------------------------------------------------------------
@@ -395,3 +470,16 @@ class RowTable:
                 own = self.block_tables[g, row, max(first, num_computed // self.block_size) : end]
                 if (owners[own] > 1).any():
                     raise IntegrityError(f"{name} would write to a block that it shares")
+
+
+def _token_rules(params: SamplingParams) -> TokenRules | None:
+    if not params.allowed_token_ids and not params.logit_bias:
+        return None
+    allowed = np.unique(np.array(params.allowed_token_ids, np.int64))
+    return TokenRules(
+        allowed_ids=allowed if len(allowed) else None,
+        bias_ids=np.array([i for i, _ in params.logit_bias], np.int64)
+        if params.logit_bias
+        else None,
+        bias=np.array([b for _, b in params.logit_bias], np.float32) if params.logit_bias else None,
+    )

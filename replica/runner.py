@@ -24,9 +24,11 @@ from quire.replica.config import EngineConfig
 from quire.replica.kv_pool import KVPool
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
+from quire.replica.logprobs import StepLogprobs, log_distribution, of_tokens
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.sampler import sample
 from quire.replica.spec import ModelSpec
+from quire.replica.token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class InFlight:
     """A launched step."""
 
     tokens: torch.Tensor  # [S] int64, on the device
+    logprobs: StepLogprobs | None
     started_s: float
 
 
@@ -63,6 +66,7 @@ class Runner:
         self.model = model
         self.pool = pool
         self._device = torch.device(config.device)
+        self._token_counts = TokenCounts(config.vocab_size, self._device)
         self._graphs_at_ready = _num_traced_graphs()
         self._kernels_built = 0
         self._query_tokens: tuple[int | None, ...] = (None,) * len(pool.groups)
@@ -100,12 +104,18 @@ class Runner:
         started_s = time.perf_counter()
         self.pool.copy_blocks(plan.copies)
         logits = self.forward(plan)
-        return InFlight(sample(logits, plan.sampling), started_s)
+        distribution = log_distribution(logits, plan.sampling)
+        tokens = sample(logits, plan.sampling, self._token_counts)
+        logprobs = None
+        if distribution is not None:
+            logprobs = of_tokens(distribution, plan.sampling, tokens)
+        return InFlight(tokens, logprobs, started_s)
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Wait for a launched step."""
         tokens = in_flight.tokens.cpu().numpy()
-        return StepResult(tokens, time.perf_counter() - in_flight.started_s)
+        logprobs = {} if in_flight.logprobs is None else in_flight.logprobs.to_host()
+        return StepResult(tokens, time.perf_counter() - in_flight.started_s, logprobs)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:

@@ -1,35 +1,94 @@
 """From logits to tokens: one vectorised pass over the rows that sample.
 
-Order, as vLLM documents it: suppressed ids, temperature, top-k, top-p, then the draw. The draw is
+Order, as vLLM documents it: allowed ids, suppressed ids (bad words; EOS and stop ids before min_tokens), logit
+bias, penalties, temperature, min-p, top-k, top-p, then the draw. The draw is
 argmax(logits + Gumbel noise) with noise that is a function of (seed, choice, position, token id), see
-`quire.kernels.noise`. A row's result depends on nothing but its own logits and columns. Work that no row asks for
-is not done: a greedy batch is one argmax, a batch without top-k and top-p is never sorted.
+`quire.kernels.noise`. A row's result depends on nothing but its own logits, columns and history. Work that no row
+asks for is not done: a greedy batch is one argmax, a batch without top-k and top-p is never sorted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from quire.kernels.noise import gumbel, noise_keys
-from quire.replica.plan import SamplingBatch
+from quire.replica.plan import NO_TOKEN, SamplingBatch, TokenRules
+from quire.replica.token_counts import TokenCounts
+
+_NEVER = float("-inf")
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, counts: TokenCounts | None = None
+) -> torch.Tensor:
     """Choose one token a row.
 
     Parameters
     ----------
     logits
-        [S, vocab] float32; overwritten where ids are suppressed.
+        [S, vocab] float32; overwritten.
     batch
         The rows' columns.
+    counts
+        History of the rows with penalties; required when the batch has any, and brought up to date.
 
     Returns
     -------
-    [S] int64 token ids.
+    [S] int64 token ids; `NO_TOKEN` where a row's constraints leave none.
     """
-    _suppress(logits, batch.suppressed)
+    constrained = _constrain(logits, batch)
+    if batch.penalties is not None:
+        if counts is None:
+            raise ValueError("the batch has penalties: the counts of its rows are needed")
+        counts.begin(batch.penalties)
+        counts.apply(logits, batch.penalties)
+    tokens = _choose(logits, batch)
+    if len(constrained):
+        rows = torch.from_numpy(constrained).to(logits.device)
+        # A draw changes its own copy of the logits, an argmax none: what was masked still is.
+        chosen = logits[rows, tokens[rows]]
+        tokens[rows] = tokens[rows].masked_fill_(chosen == _NEVER, NO_TOKEN)
+    if batch.penalties is not None:
+        counts.add(batch.penalties, tokens)
+    return tokens
+
+
+def _constrain(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
+    """Mask and bias ids; returns the rows that have a mask, [C] int64."""
+    allowed = [(i, rules.allowed_ids) for i, rules in batch.rules if rules.allowed_ids is not None]
+    if allowed:
+        index = _index(allowed, logits.device)
+        kept = logits[index]
+        logits[torch.tensor([i for i, _ in allowed], device=logits.device)] = _NEVER
+        logits[index] = kept
+    if batch.suppressed:
+        logits[_index(batch.suppressed, logits.device)] = _NEVER
+    biased = [(i, rules) for i, rules in batch.rules if rules.bias_ids is not None]
+    if biased:
+        _add_bias(logits, biased)
+    return np.unique([i for i, _ in (*allowed, *batch.suppressed)]).astype(np.int64)
+
+
+def _add_bias(logits: torch.Tensor, biased: list[tuple[int, TokenRules]]) -> None:
+    index = _index([(i, rules.bias_ids) for i, rules in biased], logits.device)
+    bias = np.concatenate([rules.bias for _, rules in biased])
+    logits[index] += torch.from_numpy(bias).to(logits.device)
+
+
+def _index(
+    ids_of_rows: Sequence[tuple[int, Sequence[int] | np.ndarray]], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """(row, ids) pairs as the two index tensors of their elements, each [n] int64."""
+    counts = [len(ids) for _, ids in ids_of_rows]
+    rows = np.repeat([row for row, _ in ids_of_rows], counts).astype(np.int64)
+    ids = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in ids_of_rows])
+    return tuple(torch.from_numpy(x).to(device) for x in (rows, ids))
+
+
+def _choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     random = np.flatnonzero(batch.temperature > 0)
     if not len(random):
         return logits.argmax(dim=-1)
@@ -41,21 +100,13 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return tokens
 
 
-def _suppress(logits: torch.Tensor, suppressed: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
-    if not suppressed:
-        return
-    counts = [len(ids) for _, ids in suppressed]
-    rows = np.repeat([row for row, _ in suppressed], counts).astype(np.int64)
-    ids = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in suppressed])
-    index = tuple(torch.from_numpy(x).to(logits.device) for x in (rows, ids))
-    logits[index] = float("-inf")
-
-
 def _draw(logits: torch.Tensor, batch: SamplingBatch, random: np.ndarray) -> torch.Tensor:
-    """Temperature, top-k, top-p and noise for the rows `random`; logits [R, vocab] belong to this call."""
+    """Temperature, min-p, top-k, top-p and noise for the rows `random`; logits [R, vocab] belong to this call."""
     vocab_size = logits.shape[1]
     temperature = torch.from_numpy(batch.temperature[random]).to(logits.device)
     logits = logits.div_(temperature[:, None])
+    if batch.min_p is not None:
+        _leave_out_unlikely(logits, batch.min_p[random])
     top_k, top_p = batch.top_k[random], batch.top_p[random]
     cut = np.flatnonzero(((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0))
     if len(cut):
@@ -65,6 +116,22 @@ def _draw(logits: torch.Tensor, batch: SamplingBatch, random: np.ndarray) -> tor
         logits.index_copy_(0, torch.from_numpy(cut).to(logits.device), limited)
     keys = noise_keys(batch.seed[random], batch.choice[random], batch.position[random])
     return logits.add_(gumbel(keys, vocab_size, logits.device)).argmax(dim=-1)
+
+
+def _leave_out_unlikely(logits: torch.Tensor, min_p: np.ndarray) -> None:
+    """Set to -inf, in place, what is less likely than min_p times the likeliest token of its row.
+
+    p / p_max = exp(logit - logit_max), so no softmax is needed.
+    """
+    rows = np.flatnonzero(min_p > 0)
+    if not len(rows):
+        return
+    part = logits if len(rows) == len(logits) else _rows(logits, rows)
+    log_ratio = torch.from_numpy(np.log(min_p[rows])).to(logits.device)[:, None]
+    highest = part.amax(dim=-1, keepdim=True)
+    part.masked_fill_(part < highest + log_ratio, _NEVER)
+    if part is not logits:
+        logits.index_copy_(0, torch.from_numpy(rows).to(logits.device), part)
 
 
 def _truncate(logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
@@ -77,13 +144,13 @@ def _truncate(logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> tor
     rank = torch.arange(logits.shape[1], device=logits.device)
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     k = torch.from_numpy(np.where(top_k > 0, top_k, logits.shape[1]).astype(np.int64))
-    ordered = ordered.masked_fill_(rank >= k.to(logits.device)[:, None], float("-inf"))
+    ordered = ordered.masked_fill_(rank >= k.to(logits.device)[:, None], _NEVER)
     if (top_p < 1.0).any():
         p = torch.from_numpy(top_p.astype(np.float32)).to(logits.device)[:, None]
         probability = torch.softmax(ordered, dim=-1)
         before = probability.cumsum(dim=-1).sub_(probability)
         # p = 1 must keep all: rounding may bring the sum before the last ids to 1.
-        ordered.masked_fill_((before >= p) & (p < 1.0) & (rank > 0), float("-inf"))
+        ordered.masked_fill_((before >= p) & (p < 1.0) & (rank > 0), _NEVER)
     return torch.empty_like(logits).scatter_(1, index, ordered)
 
 

@@ -38,7 +38,7 @@ from quire.protos.wire import Load
 from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
-from quire.replica.plan import RequestDelta, StepPlan, StepResult
+from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
 from quire.replica.prefix import Hit, PrefixCache
 from quire.replica.queues import Deadlines, WaitingQueue
 from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
@@ -448,8 +448,11 @@ class Scheduler:
         self._step = None
         rows = step.sample_rows
         alive = self.rows.active[rows]
+        logprobs = {int(step.sample_rows[i]): lp for i, lp in result.logprobs.items()}  # by row
         if not alive.all():  # aborted while in flight
             rows, tokens = rows[alive], tokens[alive]
+        if (tokens == NO_TOKEN).any():
+            rows, tokens = self._end_stuck(rows, tokens)
         keys = self.rows.keys[rows]
         index = self.rows.length[rows] - self.rows.num_prompt_tokens[rows]
         self.rows.record(rows, tokens)
@@ -457,9 +460,30 @@ class Scheduler:
         for i, reason in self.rows.ended(rows, tokens).items():
             request = self.rows.request(int(rows[i]))
             complete[i] = self._release(request, reason, [int(tokens[i])])
+        if logprobs:
+            for i, row in enumerate(rows.tolist()):
+                if row in logprobs:
+                    delta = complete.setdefault(
+                        i, RequestDelta(keys[i], int(index[i]), [int(tokens[i])])
+                    )
+                    delta.logprobs = [logprobs[row]]
         num_prefill = plan.num_tokens - plan.num_decode_rows
         self.speed.observe(num_prefill, plan.num_decode_rows, result.duration_s)
         return DeltaBatch(keys, index, tokens, complete, self.take_ended())
+
+    def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """End the rows whose constraints left no token; returns the others and their tokens."""
+        stuck = tokens == NO_TOKEN
+        for row in rows[stuck].tolist():
+            index = int(self.rows.length[row] - self.rows.num_prompt_tokens[row])
+            error = InvalidRequest(
+                "allowed_token_ids, bad_words and min_tokens together leave no token to choose "
+                f"from at output index {index}",
+                field="allowed_token_ids",
+            )
+            request = self.rows.request(row)
+            self._ended.append(self._release(request, FinishReason.ERROR, error=error))
+        return rows[~stuck], tokens[~stuck]
 
     def fail_step(self, plan: StepPlan, error: QuireError) -> list[RequestDelta]:
         """End every request of a step that did not run to its end; the cache forgets what it would have
@@ -488,7 +512,8 @@ class Scheduler:
             return EngineError(
                 f"step {step.number} sampled {tokens.shape}, planned {step.sample_rows.shape}"
             )
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.config.vocab_size:
+        chosen = tokens[tokens != NO_TOKEN]
+        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.config.vocab_size:
             return EngineError(f"step {step.number} sampled an id out of the vocabulary")
         return None
 

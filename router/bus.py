@@ -21,7 +21,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 
 from quire.protos.errors import QuireError, Unavailable
 from quire.protos.wire import Completion, Frame, Hello, Submit
@@ -32,6 +32,8 @@ from quire.router.transport import Attempt, Lost
 logger = logging.getLogger("ray.serve")
 ATTACH_RETRY_S = 0.2
 WATCH_PERIOD_S = 1.0
+# A completion and the last frame leave the replica together, by different ways.
+LAST_FRAME_TIMEOUT_S = 10.0
 
 
 class Bus:
@@ -58,20 +60,17 @@ class Bus:
         self._loop = asyncio.get_running_loop()
         self._members: frozenset[str] = frozenset()
         self._links: dict[str, asyncio.Task[None]] = {}
-        self._frames: dict[str, DeploymentResponseGenerator[bytes]] = {}  # open attach streams
         self._hellos: dict[str, Hello] = {}
         self._attempts: dict[int, Attempt] = {}
         self._stream_ids = itertools.count(1)
         self._background: set[asyncio.Task[Any]] = set()  # the loop itself holds tasks weakly
+        self._closed = False
 
     def start(self) -> None:
         """Follow the membership from now on."""
         self._spawn(self._first_call())
         self._spawn(self._watch())
-        members = self._membership.listen(
-            lambda members: self._loop.call_soon_threadsafe(self._on_members, members)
-        )
-        self._on_members(members)
+        self._on_members(self._membership.listen(self._hear_members))
 
     @property
     def hellos(self) -> dict[str, Hello]:
@@ -98,6 +97,8 @@ class Bus:
 
     async def close(self) -> None:
         """Detach from everybody and end all calls."""
+        self._closed = True
+        self._membership.unlisten(self._hear_members)
         tasks = [*self._links.values(), *self._background]
         for task in tasks:
             task.cancel()
@@ -120,10 +121,12 @@ class Bus:
             attempt.put(Lost(attempt.replica, f"the call failed: {type(error).__name__}"))
         if attempt.finished:
             self._forget(attempt)
+        else:
+            attempt.completed_s = time.monotonic()
 
     def _cancel(self, attempt: Attempt) -> None:
         """The consumer is done with the attempt; end it on the replica unless it ended by itself."""
-        if not attempt.finished:
+        if attempt.needs_abort:
             if attempt.call is not None:
                 attempt.call.cancel()
             ids = [attempt.stream_id]
@@ -137,12 +140,20 @@ class Bus:
 
     # -- replicas ----------------------------------------------------------------------------------------
 
+    def _hear_members(self, members: frozenset[str]) -> None:
+        """Any thread: Serve's router may run in one of its own."""
+        self._loop.call_soon_threadsafe(self._on_members, members)
+
     def _on_members(self, members: frozenset[str]) -> None:
-        gone = self._members - members
+        if self._closed:
+            return
+        new, gone = members - self._members, self._members - members
         self._members = members
         for replica in members:
             if replica not in self._links:
                 self._links[replica] = self._spawn(self._link(replica))
+            elif replica in new:  # it was draining: begin anew
+                self._links[replica].cancel()
         for replica in gone:
             self._table.set_draining(replica)
             self._detach_if_unused(replica)
@@ -161,6 +172,8 @@ class Bus:
                     await self._attach(replica)
                 except RayError as error:
                     logger.info("attach stream of %s ended: %r", replica, error)
+                except Exception:  # a frame that cannot be read, for instance of another version
+                    logger.exception("attach stream of %s failed", replica)
                 finally:
                     self._on_lost(replica)
                 await asyncio.sleep(ATTACH_RETRY_S)
@@ -168,13 +181,11 @@ class Bus:
             self._links.pop(replica, None)
             self._table.remove(replica)
             # Serve may have listed it again while this task was on its way out.
-            if replica in self._members and not self._loop.is_closed():
+            if replica in self._members:
                 self._on_members(self._members)
 
     async def _attach(self, replica: str) -> None:
-        frames = self._frames[replica] = self._streaming.attach.remote(
-            self._router_id, route=[replica]
-        )
+        frames = self._streaming.attach.remote(self._router_id, route=[replica])
         try:
             hello = Hello.decode(await anext(frames))
             if hello.replica != replica:
@@ -186,16 +197,22 @@ class Bus:
         except StopAsyncIteration:
             return
         finally:
-            self._frames.pop(replica).cancel()
+            frames.cancel()
 
     async def _watch(self) -> None:
-        """Open the attach stream anew where a replica has been silent for too long."""
+        """Notice what says nothing: replicas that fell silent, and last frames that do not come."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
-            for replica in self._table.expire(time.monotonic()):
+            now = time.monotonic()
+            for replica in self._table.expire(now):
                 logger.warning("no frame from %s: attaching anew", replica)
-                if replica in self._frames:
-                    self._frames[replica].cancel()
+                if replica in self._links:
+                    # Not the stream: a replica that hangs would not end it. The link's task begins anew.
+                    self._links[replica].cancel()
+            for attempt in list(self._attempts.values()):
+                done_s = attempt.completed_s
+                if done_s is not None and now - done_s > LAST_FRAME_TIMEOUT_S:
+                    attempt.put(Lost(attempt.replica, "the last tokens did not arrive"))
 
     def _on_frame(self, replica: str, frame: Frame) -> None:
         action = self._table.on_frame(replica, frame, time.monotonic())

@@ -57,6 +57,7 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         steps = _decoder_steps(tokenizer)
         self._is_byte_level = steps == ["ByteLevel"]
@@ -66,6 +67,22 @@ class DetokenizerFactory:
                 if found := _BYTE_TOKEN.fullmatch(token):
                     self._byte_values[token_id] = int(found[1], 16)
         self._char_bytes = _byte_level_alphabet() if self._is_byte_level else {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, special tokens spelt as they are; nothing for ids without one."""
+        if token_id in self._byte_values:
+            return bytes([self._byte_values[token_id]])
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level and all(char in self._char_bytes for char in token):
+            return bytes(self._char_bytes[char] for char in token)
+        if token_id in self._added_ids or self._is_byte_level:
+            return token.encode()
+        # After itself: by itself a decoder may strip a space from it.
+        once = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        twice = self._tokenizer.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(once) :].encode()
 
     def new(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for one stream.

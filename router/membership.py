@@ -24,22 +24,34 @@ class Membership:
     def update(self, members: frozenset[str]) -> None:
         """Set the members; the listener runs in the caller's thread when they changed."""
         with self._lock:
-            if members == self._members:
-                return
-            self._members = members
-            listener = self._listener
-        if listener is not None:
-            listener(members)
+            self._set(members)
 
     def discard(self, member: str) -> None:
         """Serve saw this replica's actor die."""
-        self.update(self._members - {member})
+        with self._lock:
+            self._set(self._members - {member})
 
     def listen(self, listener: Listener) -> frozenset[str]:
-        """Call `listener` with the members at every later change; return the members now."""
+        """Call `listener` with the members at every later change; return the members now.
+
+        There is one listener: a second takes the place of the first. It is called with the lock held, so that
+        it sees changes in their order; it must not block or call back.
+        """
         with self._lock:
             self._listener = listener
             return self._members
+
+    def unlisten(self, listener: Listener) -> None:
+        """Call `listener` no more; nothing when another one has taken its place."""
+        with self._lock:
+            if self._listener == listener:  # bound methods are equal, not identical
+                self._listener = None
+
+    def _set(self, members: frozenset[str]) -> None:
+        if members != self._members:
+            self._members = members
+            if self._listener is not None:
+                self._listener(members)
 
 
 _channels: dict[str, Membership] = {}

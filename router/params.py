@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import MAX_LOGPROBS, SamplingParams
 from quire.router.tokenizer import read_json_object, utf8_len
 from quire.router.types import GenerationRequest
 
@@ -35,6 +35,14 @@ class Limits:
     max_stop_string_bytes: int = 256
     max_stop_token_ids: int = 64
     max_label_bytes: int = 256  # tenant, session
+    max_penalty: float = 2.0  # of presence and frequency, and the negative of it
+    max_repetition_penalty: float = 100.0
+    max_logit_bias: float = 100.0  # and the negative of it
+    max_logit_bias_entries: int = 1024
+    max_allowed_token_ids: int = 4096
+    max_bad_words: int = 64
+    max_bad_word_bytes: int = 64
+    max_choices: int = 32  # n
     max_priority: int = 1000  # and the negative of it
 
 
@@ -48,12 +56,16 @@ class GenerationDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_tokens: int | None = None  # None: up to the model's length
 
     def __post_init__(self) -> None:
-        _temperature("temperature", self.temperature, DEFAULT_LIMITS.max_temperature)
+        _number("temperature", self.temperature, 0, DEFAULT_LIMITS.max_temperature)
         _top_p("top_p", self.top_p)
         _integer("top_k", self.top_k, -1, _INT32_MAX)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _repetition(self.repetition_penalty, DEFAULT_LIMITS.max_repetition_penalty)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, None)
 
@@ -68,7 +80,7 @@ class GenerationDefaults:
         """
         path = Path(folder) / "generation_config.json"
         config = read_json_object(path)
-        names = ("temperature", "top_p", "top_k")
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         values = {name: config[name] for name in names if config.get(name) is not None}
         try:
             return cls(**values)
@@ -92,13 +104,15 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
     if request.min_tokens is not None:
         _integer("min_tokens", request.min_tokens, 0, None)
     if request.temperature is not None:
-        _temperature("temperature", request.temperature, limits.max_temperature)
+        _number("temperature", request.temperature, 0, limits.max_temperature)
     if request.top_p is not None:
         _top_p("top_p", request.top_p)
     if request.top_k is not None:
         _integer("top_k", request.top_k, -1, _INT32_MAX)
     if request.seed is not None:
         _integer("seed", request.seed, _INT64_MIN, _UINT64_MAX)
+    _integer("n", request.n, 1, limits.max_choices)
+    _check_distribution(request, limits)
     _check_stop(request.stop, limits)
     _sequence("stop_token_ids", request.stop_token_ids, limits.max_stop_token_ids, "ids")
     for i, token_id in enumerate(request.stop_token_ids):
@@ -123,6 +137,7 @@ def resolve(
     vocab_size: int,
     limits: Limits = DEFAULT_LIMITS,
     rng: random.Random,
+    bad_word_ids: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """Check a request against the model and fill in what the client left open.
 
@@ -137,6 +152,8 @@ def resolve(
     rng
         Draws the seed when the client gives none. Report the seed back: with it the client gets the
         same stream again.
+    bad_word_ids
+        `bad_words` as token sequences: see `tokenizer.bad_word_ids`.
 
     Raises
     ------
@@ -151,6 +168,10 @@ def resolve(
         _check_prompt_ids(request.prompt, vocab_size)
     for i, token_id in enumerate(request.stop_token_ids):
         _integer(f"stop_token_ids[{i}]", token_id, 0, vocab_size - 1)
+    for name in ("logit_bias", "allowed_token_ids"):
+        for i, item in enumerate(getattr(request, name)):
+            token_id = item[0] if name == "logit_bias" else item
+            _integer(f"{name}[{i}]", token_id, 0, vocab_size - 1)
     max_tokens = _resolve_max_tokens(request, defaults, num_prompt_tokens, max_model_len)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -170,6 +191,14 @@ def resolve(
         seed=seed & _UINT64_MAX,
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids)),
         ignore_eos=request.ignore_eos,
+        min_p=float(_first(request.min_p, defaults.min_p)),
+        repetition_penalty=float(_first(request.repetition_penalty, defaults.repetition_penalty)),
+        presence_penalty=float(request.presence_penalty or 0.0),
+        frequency_penalty=float(request.frequency_penalty or 0.0),
+        logit_bias=tuple((i, float(bias)) for i, bias in request.logit_bias),
+        allowed_token_ids=tuple(sorted(set(request.allowed_token_ids))),
+        bad_words=bad_word_ids,
+        logprobs=request.logprobs,
     )
 
 
@@ -233,6 +262,35 @@ def _resolve_max_tokens(
     return request.max_tokens
 
 
+def _check_distribution(request: GenerationRequest, limits: Limits) -> None:
+    if request.min_p is not None:
+        _number("min_p", request.min_p, 0.0, 1.0)
+    if request.repetition_penalty is not None:
+        _repetition(request.repetition_penalty, limits.max_repetition_penalty)
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(request, name)
+        if value is not None:
+            _number(name, value, -limits.max_penalty, limits.max_penalty)
+    bias = request.logit_bias
+    _sequence("logit_bias", bias, limits.max_logit_bias_entries, "entries")
+    for i, (token_id, value) in enumerate(bias):
+        _integer(f"logit_bias[{i}]", token_id, 0, _INT32_MAX)
+        _number(f"logit_bias[{i}]", value, -limits.max_logit_bias, limits.max_logit_bias)
+    if len({token_id for token_id, _ in bias}) < len(bias):
+        raise _invalid("logit_bias", "entries of different token ids", [i for i, _ in bias])
+    allowed = request.allowed_token_ids
+    _sequence("allowed_token_ids", allowed, limits.max_allowed_token_ids, "ids")
+    for i, token_id in enumerate(allowed):
+        _integer(f"allowed_token_ids[{i}]", token_id, 0, _INT32_MAX)
+    if request.logprobs is not None:
+        _integer("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+    _sequence("bad_words", request.bad_words, limits.max_bad_words, "strings")
+    for i, word in enumerate(request.bad_words):
+        _string(f"bad_words[{i}]", word, limits.max_bad_word_bytes)
+        if not word.strip():
+            raise _invalid(f"bad_words[{i}]", "more than white space", word)
+
+
 def _check_stop(stop: Any, limits: Limits) -> None:
     _sequence("stop", stop, limits.max_stop_strings, "strings")
     for i, value in enumerate(stop):
@@ -260,14 +318,19 @@ def _integer(name: str, value: Any, low: int, high: int | None) -> None:
         raise _invalid(name, bound, value)
 
 
-def _temperature(name: str, value: Any, high: float) -> None:
-    if not _is_number(value) or not 0 <= value <= high:  # false for NaN, too
-        raise _invalid(name, f"a number in [0, {high:g}]", value)
-
-
 def _top_p(name: str, value: Any) -> None:
     if not _is_number(value) or not 0 < value <= 1:
         raise _invalid(name, "a number in (0, 1]", value)
+
+
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    if not _is_number(value) or not low <= value <= high:  # false for NaN, too
+        raise _invalid(name, f"a number in [{low:g}, {high:g}]", value)
+
+
+def _repetition(value: Any, high: float) -> None:
+    if not _is_number(value) or not 0 < value <= high:
+        raise _invalid("repetition_penalty", f"a number in (0, {high:g}]", value)
 
 
 def _string(name: str, value: Any, max_bytes: int) -> None:

@@ -14,6 +14,7 @@ Plain asyncio: the bus comes in through the `Transport` protocol, so this file i
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import secrets
 import time
@@ -31,9 +32,18 @@ from quire.protos.errors import (
     UnsupportedField,
     from_wire,
 )
-from quire.protos.wire import Completion, Hello, RoutingHasher, SamplingParams, Submit, TokenDelta
+from quire.protos.wire import (
+    Completion,
+    Hello,
+    RoutingHasher,
+    SamplingParams,
+    Submit,
+    TokenDelta,
+    TokenLogprob,
+)
 from quire.router import params
 from quire.router.chat_template import ChatTemplate
+from quire.router.choices import ChoicesStream
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
 from quire.router.policy import Policy, RouteRequest
 from quire.router.replicas import ReplicaTable, RequestBooking
@@ -47,6 +57,8 @@ from quire.router.types import (
     OutputDelta,
     Readiness,
     ReplicaStatus,
+    ScoredToken,
+    TokenScores,
     Usage,
 )
 
@@ -110,7 +122,7 @@ class RouterService:
         self._template = template
         self._hashers: dict[str, RoutingHasher] = {}
 
-    async def generate(self, request: GenerationRequest) -> RequestStream:
+    async def generate(self, request: GenerationRequest) -> RequestStream | ChoicesStream:
         """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""
         arrived_s = self.clock()
         if request.model not in (None, self.facts.name):
@@ -131,16 +143,38 @@ class RouterService:
             vocab_size=hello.vocab_size,
             limits=self.facts.limits,
             rng=self.rng,
+            bad_word_ids=self._tokenizer.tokenizer.bad_word_ids(request.bad_words),
         )
         hashes = self._hasher(hello, request.tenant).hashes(prompt_ids)
-        detokenizer = self._detokenizers.new(
-            request.skip_special_tokens, () if request.messages else prompt_ids[-16:].tolist()
-        )
-        stream = RequestStream(
-            self, request, prompt_ids, sampling, hashes, hello, detokenizer, arrived_s
-        )
+        context = () if request.messages else prompt_ids[-16:].tolist()
+        streams = [
+            RequestStream(
+                self,
+                request,
+                prompt_ids,
+                dataclasses.replace(sampling, choice=choice),
+                hashes,
+                hello,
+                self._detokenizers.new(request.skip_special_tokens, context),
+                arrived_s,
+            )
+            for choice in range(request.n)
+        ]
+        stream = streams[0] if request.n == 1 else ChoicesStream(streams)
         await stream.start()
         return stream
+
+    def scores(self, token_id: int, of_token: TokenLogprob) -> TokenScores:
+        """A token's log-probabilities with the tokens' texts."""
+
+        def scored(token_id: int, logprob: float) -> ScoredToken:
+            utf8 = self._detokenizers.token_bytes(token_id)
+            return ScoredToken(token_id, logprob, utf8.decode(errors="replace"), utf8)
+
+        return TokenScores(
+            scored(token_id, of_token.logprob),
+            tuple(map(scored, of_token.top_ids, of_token.top_logprobs)),
+        )
 
     def model_info(self) -> ModelInfo:
         hello = self._hello()
@@ -397,11 +431,24 @@ class RequestStream:
             if matched is not None:
                 self.usage.completion_tokens = len(self._emitted)
                 self._close()
-                return OutputDelta("".join(pieces), new_ids[: i + 1], "stop", matched)
+                ids = new_ids[: i + 1]
+                return OutputDelta(
+                    "".join(pieces), ids, "stop", matched, self._scores(event, expected, ids)
+                )
         self.usage.completion_tokens = len(self._emitted)
         if event.finish_reason is None:
-            return OutputDelta("".join(pieces), new_ids)
-        return self._finish(event.finish_reason, pieces, new_ids)
+            delta = OutputDelta("".join(pieces), new_ids)
+        else:
+            delta = self._finish(event.finish_reason, pieces, new_ids)
+        delta.logprobs = self._scores(event, expected, new_ids)
+        return delta
+
+    def _scores(self, event: TokenDelta, expected: int, ids: list[int]) -> list[TokenScores] | None:
+        """What the replica said of `ids`, whose first has the index `expected`; None if not asked."""
+        if event.logprobs is None:
+            return None
+        of_ids = event.logprobs[expected - event.index :][: len(ids)]
+        return [self._service.scores(i, logprob) for i, logprob in zip(ids, of_ids, strict=True)]
 
     def _match(self, text: str) -> tuple[str, str | None]:
         if len(self._emitted) <= self._sampling.min_tokens:

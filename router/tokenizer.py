@@ -113,6 +113,23 @@ class TextTokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return np.array(encoding.ids, dtype=np.int32)
 
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences to forbid so that the output does not contain `words` (vLLM's rule).
+
+        A word has one tokenisation at the start of a text and another after a space. Both are
+        forbidden, the latter where it has as many tokens and another first one. Other ways to cut
+        the same characters into tokens are not.
+        """
+        sequences: dict[tuple[int, ...], None] = {}  # a set in order
+        for word in words:
+            bare = tuple(self.encode(word.lstrip(), add_special_tokens=False).tolist())
+            spaced = tuple(self.encode(f" {word.lstrip()}", add_special_tokens=False).tolist())
+            if bare:
+                sequences[bare] = None
+            if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
+                sequences[spaced] = None
+        return tuple(sequences)
+
     def detokenizer(
         self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
     ) -> Detokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,10 @@ class Attempt:
         self.stream_id = stream_id
         self.replica = replica  # who has it, as far as known
         self.call: asyncio.Task[None] | None = None
-        self.finished = False  # the replica needs no abort any more
+        self.finished = False  # nothing more is taken
+        self.needs_abort = True  # the replica may still be at work on it
+        # When its unary call said that it ended well; the last frame should be here soon after.
+        self.completed_s: float | None = None
         self._on_cancel = on_cancel
         self._events: deque[Event] = deque()
         self._ready = asyncio.Event()
@@ -45,14 +49,16 @@ class Attempt:
         if isinstance(event, TokenDelta):
             if event.finish_reason in ("error", "abort"):
                 # The completion ends the attempt: it says why.
-                event = TokenDelta(event.stream_id, event.index, event.token_ids)
+                event = dataclasses.replace(event, finish_reason=None)
             self.finished = event.finish_reason is not None
+            self.needs_abort = not self.finished
         elif isinstance(event, Completion):
             if event.finish_reason in ("stop", "length"):
                 return  # the last delta ends the attempt, in order with the tokens before it
             self.finished = True
+            self.needs_abort = False
         else:
-            self.finished = True
+            self.finished = True  # only out of sight: the replica itself may be well
         self._events.append(event)
         self._ready.set()
 

@@ -27,7 +27,16 @@ class GenerationRequest:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None  # log-probabilities of the tokens, and of so many likeliest ones
     seed: int | None = None
+    n: int = 1  # samples; each ends with its own finish reason
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -40,6 +49,24 @@ class GenerationRequest:
     deadline_s: float | None = None  # seconds left when the request arrived
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token and its log-probability in the model's own distribution."""
+
+    token_id: int
+    logprob: float
+    text: str  # by itself: bytes that are no whole character are U+FFFD
+    utf8: bytes  # what it adds to the text, byte by byte
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """One output token and the likeliest ones in its place, best first."""
+
+    token: ScoredToken
+    top: tuple[ScoredToken, ...]
+
+
 @dataclass(slots=True)
 class OutputDelta:
     """What is new since the last delta. `finish_reason` is set on the last one only."""
@@ -50,6 +77,8 @@ class OutputDelta:
     stop_reason: str | int | None = (
         None  # the stop string or stop token id that ended it; None for EOS
     )
+    logprobs: list[TokenScores] | None = None  # one for each of token_ids, when asked for
+    choice: int = 0  # which of the request's n samples this belongs to
 
 
 @dataclass(slots=True)
@@ -116,7 +145,7 @@ class GenerationStream(Protocol):
 
     Closing it early (`aclose`, also on cancellation of the consumer) aborts the request on its replica.
     `usage` and `explain` are complete when the iteration has ended; `usage.prompt_tokens` and
-    `explain.replica` already at the first delta.
+    `explain.replica` already at the first delta. With `n` > 1 the deltas of all choices come in one iteration.
     """
 
     request_id: str

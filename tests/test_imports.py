@@ -39,10 +39,12 @@ TORCH_MODULES = {
     "quire.replica.linear",
     "quire.replica.tiles",
     "quire.replica.loader",
+    "quire.replica.logprobs",
     "quire.replica.runner",
     "quire.replica.runtime",
     "quire.replica.sampler",
     "quire.replica.sizing",
+    "quire.replica.token_counts",
 }
 # transformers loads torch and triton when one of its models is imported.
 HEAVY = {"ray": "ray", "torch": "torch", "triton": "torch", "transformers": "torch"}

@@ -21,12 +21,25 @@ from quire.router.types import (
     OutputDelta,
     Readiness,
     ReplicaStatus,
+    ScoredToken,
+    TokenScores,
     Usage,
 )
 
 VOCAB = [f"word{i} " for i in range(97)] + ["naïve ", "日本 ", '"quoted"\n']
 MODEL = "acme/tiny"
 MAX_MODEL_LEN = 512
+
+
+def scores(token_id: int, num_top: int) -> TokenScores:
+    """A function of the id; the likeliest is a part of a character."""
+
+    def scored(i: int) -> ScoredToken:
+        text = VOCAB[i]
+        return ScoredToken(i, -(1.5 + i), text, text.encode())
+
+    top = [ScoredToken(98, -0.5, "\ufffd", b"\xe6"), *map(scored, range(20))]
+    return TokenScores(scored(token_id), tuple(top[:num_top]))
 
 
 class FakeStream:
@@ -44,7 +57,7 @@ class FakeStream:
         self.closed = threading.Event()
         self._service = service
         self._sampling = sampling
-        self._stop = StopMatcher(request.stop, include_stop=request.include_stop_str_in_output)
+        self._request = request
         self._deltas = self._generate()
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
@@ -54,25 +67,42 @@ class FakeStream:
         self.closed.set()
 
     async def _generate(self) -> AsyncIterator[OutputDelta]:
-        service, sampling = self._service, self._sampling
-        rng = random.Random(sampling.seed * 1009 + self.usage.prompt_tokens)
         self.usage.cached_tokens = self.explain.cached_tokens = min(48, self.usage.prompt_tokens)
         self.explain.queue_s = 0.002
+        running = [self._choice(choice) for choice in range(self._request.n)]
+        while running:  # one token of each in turn
+            for deltas in list(running):
+                try:
+                    yield await anext(deltas)
+                except StopAsyncIteration:
+                    running.remove(deltas)
+
+    async def _choice(self, choice: int) -> AsyncIterator[OutputDelta]:
+        async for delta in self._tokens(choice):
+            delta.choice = choice
+            if self._sampling.logprobs is not None:
+                delta.logprobs = [scores(i, self._sampling.logprobs) for i in delta.token_ids]
+            yield delta
+
+    async def _tokens(self, choice: int) -> AsyncIterator[OutputDelta]:
+        service, sampling, request = self._service, self._sampling, self._request
+        matcher = StopMatcher(request.stop, include_stop=request.include_stop_str_in_output)
+        rng = random.Random((sampling.seed + choice) * 1009 + self.usage.prompt_tokens)
         for i in range(sampling.max_tokens):
             await asyncio.sleep(service.token_s)
             if i == service.fail_at:
                 raise service.failure
             token_id = rng.randrange(len(VOCAB))
             last = i == sampling.max_tokens - 1
-            text, matched = self._stop.feed(VOCAB[token_id])
-            self.usage.completion_tokens = i + 1
+            text, matched = matcher.feed(VOCAB[token_id])
+            self.usage.completion_tokens += 1
             if matched is None and token_id in sampling.stop_token_ids:
                 matched, text = token_id, ""
             if matched is not None:
                 yield OutputDelta(text, [token_id], "stop", matched)
                 return
             if last:
-                yield OutputDelta(text + self._stop.flush(), [token_id], service.last_reason)
+                yield OutputDelta(text + matcher.flush(), [token_id], service.last_reason)
                 return
             yield OutputDelta(text, [token_id])
 

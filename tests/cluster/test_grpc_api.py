@@ -180,7 +180,16 @@ def test_every_field_reaches_the_router(service) -> None:
             "top_p": 0.5,
             "top_k": 3,
             "seed": 2**64 - 1,
+            "min_p": 0.25,
+            "repetition_penalty": 1.5,
+            "presence_penalty": -1.0,
+            "frequency_penalty": 0.5,
+            "logit_bias": {12: 1.5, 7: -100.0},
+            "allowed_token_ids": [5, 7, 12],
+            "bad_words": ["x", "y"],
         },
+        n=2,
+        logprobs=4,
         stop=["a", "b"],
         stop_token_ids=[1],
         ignore_eos=True,
@@ -204,11 +213,45 @@ def test_every_field_reaches_the_router(service) -> None:
     )
     sampling = (full.max_tokens, full.min_tokens, full.temperature, full.top_p, full.top_k)
     assert sampling == (7, 2, 0.0, 0.5, 3) and full.seed == 2**64 - 1
+    assert (full.n, full.logprobs, bare.n, bare.logprobs) == (2, 4, 1, None)
+    assert (full.min_p, full.repetition_penalty) == (0.25, 1.5)
+    assert (full.presence_penalty, full.frequency_penalty) == (-1.0, 0.5)
+    assert full.logit_bias == ((7, -100.0), (12, 1.5))
+    assert (full.allowed_token_ids, full.bad_words) == ((5, 7, 12), ("x", "y"))
+    assert (bare.min_p, bare.logit_bias, bare.allowed_token_ids) == (None, (), ())
     assert (full.stop, full.stop_token_ids) == (("a", "b"), (1,))
     assert full.ignore_eos and full.include_stop_str_in_output and not full.skip_special_tokens
     assert (full.tenant, full.session, full.priority) == ("tenant", "session", -2)
     unset = (bare.model, bare.min_tokens, bare.temperature, bare.top_p, bare.top_k, bare.seed)
     assert unset == (None,) * 6 and bare.skip_special_tokens and bare.stop == ()
+
+
+def test_choices_and_logprobs_are_the_same_streamed_and_whole(service) -> None:
+    asked = request(prompt="once upon", sampling={"max_tokens": 5, "seed": 5}, n=3, logprobs=2)
+
+    async def body(clients: Clients) -> None:
+        whole = await clients.generation.GenerateOnce(asked)
+        choices = [whole, *whole.more_choices]
+        assert len({choice.text for choice in choices}) == 3
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (9, 15)
+        responses = [response async for response in clients.generation.Generate(asked)]
+        for i, choice in enumerate(choices):
+            mine = [response for response in responses if response.choice == i]
+            assert "".join(r.text for r in mine) == choice.text
+            assert [t for r in mine for t in r.token_ids] == list(choice.token_ids)
+            assert [r.index for r in mine] == list(range(5))
+            assert [s for r in mine for s in r.logprobs] == list(choice.logprobs)
+            assert [bool(r.finish_reason) for r in mine] == [False] * 4 + [True]
+            assert len(choice.logprobs) == 5
+            for scores, token_id in zip(choice.logprobs, choice.token_ids, strict=True):
+                assert scores.token.token_id == token_id and scores.token.logprob == -1.5 - token_id
+                assert [top.utf8 for top in scores.top] == [b"\xe6", b"word0 "]
+        assert [r.HasField("usage") for r in responses] == [False] * 14 + [True]
+        assert responses[-1].usage == whole.usage
+        plain = await clients.generation.GenerateOnce(request(prompt="x"))
+        assert not plain.logprobs and not plain.more_choices
+
+    run(service, "direct", body)
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateOnce"])
@@ -261,6 +304,11 @@ INVALID = [
     (request(prompt="x", sampling={"temperature": float("nan")}), "temperature", "invalid_request"),
     (request(prompt="x", sampling={"top_p": float("inf")}), "top_p", "invalid_request"),
     (request(prompt="x", sampling={"top_k": -2}), "top_k", "invalid_request"),
+    (request(prompt="x", sampling={"min_p": 2.0}), "min_p", "invalid_request"),
+    (request(prompt="x", sampling={"logit_bias": {100: 1.0}}), "logit_bias[0]", "invalid_request"),
+    (request(prompt="x", n=0), "n", "invalid_request"),
+    (request(prompt="x", n=33), "n", "invalid_request"),
+    (request(prompt="x", logprobs=21), "logprobs", "invalid_request"),
     (request(prompt="x", stop=[""]), "stop[0]", "invalid_request"),
     (request(prompt="x", stop_token_ids=[100]), "stop_token_ids[0]", "invalid_request"),
     (request(prompt="x", request_id="a\nb"), "request_id", "invalid_request"),

@@ -188,6 +188,81 @@ def test_echo_puts_the_prompt_first(http: httpx.Client, stream: bool) -> None:
     assert text == "Once " + plain
 
 
+def events_of(response: httpx.Response) -> list[dict]:
+    events = response.text.removesuffix("\n\n").split("\n\n")[:-1]
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def test_several_choices_are_one_answer(client: openai.OpenAI) -> None:
+    asked = {"model": "acme/tiny", "messages": MESSAGES, "seed": 5, "max_tokens": 9, "n": 3}
+    whole = client.chat.completions.create(**asked)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) == 3 and {c.finish_reason for c in whole.choices} == {"length"}
+    assert whole.usage.prompt_tokens == len("hello there")
+    assert whole.usage.completion_tokens == 27
+    single = client.chat.completions.create(**{**asked, "n": 1})
+    assert single.choices[0].message.content == texts[0]
+
+    options = {"include_usage": True}
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True))
+    *chunks, last = chunks
+    assert last.usage == whole.usage
+    deltas = [chunk.choices[0] for chunk in chunks]
+    for i in range(3):
+        mine = [delta for delta in deltas if delta.index == i]
+        assert [delta.delta.role for delta in mine].count("assistant") == 1
+        assert mine[0].delta.role == "assistant"
+        assert "".join(delta.delta.content or "" for delta in mine) == texts[i]
+        assert [delta.finish_reason for delta in mine].count("length") == 1
+
+
+def test_logprobs_of_a_chat_are_openais(client: openai.OpenAI) -> None:
+    asked = {"model": "acme/tiny", "messages": MESSAGES, "seed": 5, "max_tokens": 6}
+    asked |= {"logprobs": True, "top_logprobs": 3}
+    choice = client.chat.completions.create(**asked).choices[0]
+    content = choice.logprobs.content
+    assert "".join(token.token for token in content) == choice.message.content
+    assert b"".join(bytes(token.bytes) for token in content).decode() == choice.message.content
+    assert all(len(token.top_logprobs) == 3 and token.logprob < 0 for token in content)
+    assert bytes(content[0].top_logprobs[0].bytes) == b"\xe6"
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(exclude_unset=True))
+    streamed = [c.choices[0].logprobs.content for c in chunks if c.choices[0].logprobs]
+    assert [token for tokens in streamed for token in tokens] == content
+    plain = client.chat.completions.create(**{**asked, "top_logprobs": 0}).choices[0].logprobs
+    assert all(token.top_logprobs == [] for token in plain.content)
+    del asked["logprobs"], asked["top_logprobs"]
+    assert client.chat.completions.create(**asked).choices[0].logprobs is None
+
+
+def test_logprobs_of_a_completion_are_openais(http: httpx.Client) -> None:
+    body = {"prompt": "x", "seed": 4, "max_tokens": 6, "logprobs": 2}
+    answer = http.post(COMPLETIONS, json=body).json()
+    Completion.model_validate(answer)
+    choice = answer["choices"][0]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    starts = [
+        choice["text"].find(t, o)
+        for t, o in zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+    ]
+    assert starts == logprobs["text_offset"] and starts[-1] > 0
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == logprob and top["bytes:\\xe6"] == -0.5 and len(top) in (2, 3)
+    streamed = [
+        e["choices"][0] for e in events_of(http.post(COMPLETIONS, json={**body, "stream": True}))
+    ]
+    for name in logprobs:
+        parts = [part for chunk in streamed for part in chunk["logprobs"][name]]
+        assert parts == logprobs[name]
+
+
 def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> None:
     body = {
         "model": "acme/tiny",
@@ -201,6 +276,16 @@ def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> N
         "temperature": 0,
         "top_p": 0.5,
         "top_k": 3,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"7": -100, "12": 1.5},
+        "allowed_token_ids": [5, 7, 12],
+        "bad_words": ["x", "y"],
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 4,
         "seed": 9,
         "stop": ["a", "b"],
         "stop_token_ids": [1],
@@ -215,10 +300,12 @@ def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> N
     request = service.requests[0]
     assert [m["role"] for m in request.messages] == ["system", "user", "assistant"]
     assert request.messages[1]["name"] == "ann"
-    served = {
-        name: getattr(request, name)
-        for name in ("model", "min_tokens", "temperature", "top_p", "top_k", "seed")
-    }
+    names = ("model", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+    names += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    served = {name: getattr(request, name) for name in names}
+    assert (request.n, request.logprobs) == (2, 4)
+    assert request.logit_bias == ((7, -100.0), (12, 1.5))
+    assert (request.allowed_token_ids, request.bad_words) == ((5, 7, 12), ("x", "y"))
     assert served == {name: body[name] for name in served}
     assert request.max_tokens == 7 and request.request_id == "r1"
     assert request.stop == ("a", "b") and request.stop_token_ids == (1,)
@@ -293,6 +380,32 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "x", "stop": ["a"] * 17}, "invalid_request", "stop"),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [100]}, "invalid_request", "stop_token_ids[0]"),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": ["1"]}, "invalid_request", "stop_token_ids[0]"),
+    (COMPLETIONS, {"prompt": "x", "min_p": 1.5}, "invalid_request", "min_p"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "repetition_penalty": 0},
+        "invalid_request",
+        "repetition_penalty",
+    ),
+    (COMPLETIONS, {"prompt": "x", "presence_penalty": 3}, "invalid_request", "presence_penalty"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "frequency_penalty": "1"},
+        "invalid_request",
+        "frequency_penalty",
+    ),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": [1]}, "invalid_request", "logit_bias"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, "invalid_request", "logit_bias"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"100": 1}}, "invalid_request", "logit_bias[0]"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 101}}, "invalid_request", "logit_bias[0]"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "logit_bias": {"1": 1, "01": 1}},
+        "invalid_request",
+        "logit_bias",
+    ),
+    (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, "invalid_request", "allowed_token_ids"),
+    (COMPLETIONS, {"prompt": "x", "bad_words": [""]}, "invalid_request", "bad_words[0]"),
     (COMPLETIONS, {"prompt": "x", "stream": "yes"}, "invalid_request", "stream"),
     (COMPLETIONS, {"prompt": "x", "stream_options": {}}, "invalid_request", "stream_options"),
     (
@@ -302,9 +415,21 @@ REFUSED = [
         "stream_options.usage",
     ),
     (COMPLETIONS, {"prompt": "x", "max_token": 5}, "unsupported_field", "max_token"),
-    (COMPLETIONS, {"prompt": "x", "n": 2}, "unsupported_field", "n"),
-    (COMPLETIONS, {"prompt": "x", "n": True}, "unsupported_field", "n"),
-    (COMPLETIONS, {"prompt": "x", "logprobs": 0}, "unsupported_field", "logprobs"),
+    (COMPLETIONS, {"prompt": "x", "n": 0}, "invalid_request", "n"),
+    (COMPLETIONS, {"prompt": "x", "n": 33}, "invalid_request", "n"),
+    (COMPLETIONS, {"prompt": "x", "n": True}, "invalid_request", "n"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "invalid_request", "logprobs"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": True}, "invalid_request", "logprobs"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": 0, "echo": True}, "unsupported_field", "echo"),
+    (COMPLETIONS, {"prompt": "x", "top_logprobs": 2}, "unsupported_field", "top_logprobs"),
+    (CHAT, {"messages": MESSAGES, "logprobs": 1}, "invalid_request", "logprobs"),
+    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "invalid_request", "top_logprobs"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21},
+        "invalid_request",
+        "top_logprobs",
+    ),
     (COMPLETIONS, [], "invalid_request", None),
     (COMPLETIONS, "prompt", "invalid_request", None),
     (CHAT, {}, "invalid_request", "messages"),

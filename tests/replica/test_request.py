@@ -97,6 +97,14 @@ def test_a_ragged_prompt_is_refused():
         ("stop_token_ids", (100,), "ids must be in [0, 100), got 100"),
         ("stop_token_ids", (-1,), "ids must be in [0, 100), got -1"),
         ("stop_token_ids", ("a",), "must be integers, got 'a'"),
+        ("logprobs", 21, "must be in [0, 20], got 21"),
+        ("min_p", 1.5, "must be a number in [0, 1], got 1.5"),
+        ("presence_penalty", -2.5, "must be a number in [-2, 2], got -2.5"),
+        ("frequency_penalty", float("nan"), "must be a number in [-2, 2], got nan"),
+        ("repetition_penalty", 0, "must be a number in (0, 100], got 0"),
+        ("logit_bias", ((100, 1.0),), "ids must be in [0, 100), got 100"),
+        ("logit_bias", ((1, 1.0), (1, 2.0)), "must have each id once"),
+        ("allowed_token_ids", (-1,), "ids must be in [0, 100), got -1"),
         (
             "stop_token_ids",
             (1,) * (MAX_STOP_TOKEN_IDS + 1),
@@ -115,6 +123,17 @@ def test_masking_the_whole_vocabulary_is_refused():
     assert refusal(make(stop_token_ids=everything, min_tokens=1)).field == "min_tokens"
     validate(make(stop_token_ids=everything), CONFIG)
     validate(make(stop_token_ids=everything[:3], ignore_eos=True, min_tokens=1), CONFIG)
+
+
+def test_constraints_that_leave_no_first_token_are_refused():
+    validate(make(allowed_token_ids=(5, 6), bad_words=((5,), (6, 6))), CONFIG)
+    words = dict(allowed_token_ids=(5, 6), bad_words=((5,), (6,)))
+    assert refusal(make(**words)).field == "allowed_token_ids"
+    ending = dict(allowed_token_ids=(5, 6), stop_token_ids=(5, 6))
+    validate(make(**ending), CONFIG)
+    assert refusal(make(**ending, min_tokens=1)).field == "allowed_token_ids"
+    assert refusal(make(bad_words=((1,), ()))).field == "bad_words[1]"
+    assert refusal(make(logit_bias=((1, 101.0),))).field == "logit_bias[1]"
 
 
 @pytest.mark.parametrize(

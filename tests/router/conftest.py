@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from tokenizers import (
     AddedToken,
@@ -13,6 +16,9 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+# Tests run with --import-mode=importlib, which leaves their folder off the path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 CORPUS = ["hello world, this is some text about cats and dogs 你好 😀 naïve café\n"] * 20
 

@@ -182,3 +182,14 @@ def test_the_event_loop_runs_on_while_a_long_text_is_encoded(byte_level, tmp_pat
     total_s, longest_s, ids = asyncio.run(main())
     assert tokenizer.decode(ids) == text
     assert longest_s < max(0.1, total_s / 2)
+
+
+def test_bad_words_are_forbidden_at_the_start_and_after_a_space():
+    from quire.replica.embedded import CHECKPOINT
+
+    tokenizer = TextTokenizer.load(CHECKPOINT)
+    ids = tokenizer.bad_word_ids((" quire", "."))
+    assert all(ids) and len(set(ids)) == len(ids)
+    texts = [tokenizer.decode(list(word)).strip() for word in ids]
+    assert set(texts) == {"quire", "."}
+    assert tokenizer.bad_word_ids(()) == ()

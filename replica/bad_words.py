@@ -1,0 +1,42 @@
+"""Token sequences that an output must not contain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class BadWords:
+    """Finds the ids that would complete a forbidden sequence.
+
+    Parameters
+    ----------
+    words
+        Non-empty sequences of token ids.
+    """
+
+    def __init__(self, words: Sequence[Sequence[int]]):
+        self.single_ids = tuple(sorted({word[0] for word in words if len(word) == 1}))
+        self._last_ids: dict[tuple[int, ...], list[int]] = {}  # beginning of a word to its last ids
+        for word in words:
+            if len(word) > 1:
+                self._last_ids.setdefault(tuple(word[:-1]), []).append(word[-1])
+        self._lengths = sorted({len(beginning) for beginning in self._last_ids})
+
+    @property
+    def context_len(self) -> int:
+        """How many of the newest output tokens `excluded` looks at."""
+        return self._lengths[-1] if self._lengths else 0
+
+    def excluded(self, newest: Sequence[int]) -> tuple[int, ...]:
+        """Ids that must not come next.
+
+        Parameters
+        ----------
+        newest
+            The last `context_len` tokens of the output, or all of it if it has fewer.
+        """
+        ids = list(self.single_ids)
+        for length in self._lengths:
+            if length <= len(newest):
+                ids += self._last_ids.get(tuple(newest[len(newest) - length :]), ())
+        return tuple(ids)

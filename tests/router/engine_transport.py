@@ -1,0 +1,123 @@
+"""A `Transport` without Ray: real engines in this process, and a switch that loses streams."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+from quire.protos.wire import Completion, Frame, Hello, Submit, TokenDelta
+from quire.replica.embedded import CHECKPOINT
+from quire.replica.engine import Engine
+from quire.replica.loop import LoopOutput
+from quire.replica.request import Request
+from quire.router.chat_template import ChatTemplate
+from quire.router.index import PrefixIndex
+from quire.router.params import GenerationDefaults, Limits
+from quire.router.policy import SloPolicy
+from quire.router.replicas import ReplicaTable
+from quire.router.service import ModelFacts, RouterService
+from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
+from quire.router.transport import Attempt, Lost
+
+
+class EngineTransport:
+    """One engine under several names: a stream that is lost on one continues on the next.
+
+    Use within one event loop at a time, after `enter`.
+    """
+
+    def __init__(self, names: tuple[str, ...] = ("r1", "r2", "r3")):
+        self.engine = Engine(
+            num_blocks=256, max_model_len=512, on_output=self._on_output, num_threads=1
+        )
+        self.table = ReplicaTable(PrefixIndex(), lost_after_s=1e9)
+        self.names = names
+        self.submits: list[Submit] = []
+        self.lose_after: list[int] = []  # of the next attempts: tokens until the stream is lost
+        self._attempts: dict[int, tuple[Attempt, int | None]] = {}
+        self._ids = itertools.count(1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def enter(self) -> None:
+        """Deliver to the running loop; all replicas are ready."""
+        self._loop = asyncio.get_running_loop()
+        self.submits.clear()
+        for name in self.names:
+            if name not in self.table:
+                self.table.add(name, self.engine.epoch)
+                self.table.on_frame(name, Frame(self.engine.epoch), time.monotonic())
+
+    @property
+    def hellos(self) -> dict[str, Hello]:
+        return {name: self.engine.hello(name) for name in self.names}
+
+    def next_stream_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, submit: Submit, route: list[str]) -> Attempt:
+        submit = Submit.decode(submit.encode())
+        self.submits.append(submit)
+        attempt = Attempt(submit.stream_id, route[0], on_cancel=self._cancel)
+        budget = self.lose_after.pop(0) if self.lose_after else None
+        self._attempts[submit.stream_id] = (attempt, budget)
+        self.engine.submit(
+            Request(
+                submit.stream_id,
+                submit.prompt_ids,
+                submit.params,
+                num_emitted=submit.num_emitted,
+                tenant=submit.tenant,
+            )
+        )
+        return attempt
+
+    def _cancel(self, attempt: Attempt) -> None:
+        self._attempts.pop(attempt.stream_id, None)
+        if not attempt.finished:
+            self.engine.abort(attempt.stream_id)
+
+    def _on_output(self, output: LoopOutput) -> None:
+        deltas = [
+            (
+                TokenDelta(
+                    d.key,
+                    d.index,
+                    d.token_ids,
+                    d.finish_reason,
+                    d.num_cached_tokens,
+                    d.queue_s,
+                    d.logprobs,
+                ),
+                d.error,
+            )
+            for d in output.deltas
+        ]
+        self._loop.call_soon_threadsafe(self._deliver, deltas)
+
+    def _deliver(self, deltas: list) -> None:
+        frame = Frame.decode(Frame("e", deltas=[delta for delta, _ in deltas]).encode())
+        for delta, (_, error) in zip(frame.deltas, deltas, strict=True):
+            attempt, budget = self._attempts.get(delta.stream_id, (None, None))
+            if attempt is None:
+                continue
+            attempt.put(delta)
+            if error is not None:
+                attempt.put(Completion("error", 0, 0, 0, error=error.to_wire()))
+            elif budget is not None and delta.index + len(delta.token_ids) >= budget:
+                attempt.put(Lost(attempt.replica, "lost on purpose"))
+                self.engine.abort(delta.stream_id)
+
+
+def make_service(transport: EngineTransport) -> RouterService:
+    """The real lifecycle over `transport`; call it in the event loop that will use it."""
+    transport.enter()
+    return RouterService(
+        ModelFacts(name="embedded", created_s=0, defaults=GenerationDefaults(), limits=Limits()),
+        router_id="router",
+        tokenizer=AsyncTokenizer(TextTokenizer.load(CHECKPOINT)),
+        template=ChatTemplate.load(CHECKPOINT, None),
+        table=transport.table,
+        policy=SloPolicy(),
+        transport=transport,
+    )

@@ -1,0 +1,712 @@
+"""The life of a request from `RouterService` to real engines and back, through the real bus; only Ray is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from local_serve import (
+    LocalCluster,
+    LocalReplica,
+    assert_idle,
+    perfect,
+    start_replica,
+    until,
+)
+from ray.exceptions import RayActorError
+
+from quire.protos.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineError,
+    ModelNotFound,
+    Overloaded,
+    QuireError,
+    Unavailable,
+)
+from quire.protos.wire import Frame, SamplingParams
+from quire.replica import Engine
+from quire.replica.embedded import CHECKPOINT
+from quire.router import bus as bus_module
+from quire.router.chat_template import ChatTemplate
+from quire.router.index import PrefixIndex
+from quire.router.params import GenerationDefaults, Limits
+from quire.router.policy import make_policy
+from quire.router.replicas import ReplicaState, ReplicaTable
+from quire.router.service import MAX_ATTEMPTS, ModelFacts, Observer, RequestStream, RouterService
+from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
+from quire.router.types import Explain, GenerationRequest, OutputDelta, Usage
+
+LIMITS = dict(
+    model="embedded",
+    device="cpu",
+    num_blocks=128,
+    block_size=16,
+    max_batch_tokens=128,
+    max_model_len=1024,
+    num_threads=1,
+)
+PROMPT = "Once upon a time"
+LONG = 150  # tokens: more than a test with an early end waits for
+GREEDY = dict(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = dict(temperature=0.9, top_p=0.95, seed=1234, max_tokens=24, ignore_eos=True)
+TOKENIZER = TextTokenizer.load(CHECKPOINT)
+
+
+class Records(Observer):
+    def __init__(self) -> None:
+        self.ends: list[tuple[Usage, Explain]] = []
+        self.num_first = self.num_later = 0
+
+    def on_first_token(self, ttft_s: float) -> None:
+        self.num_first += 1
+
+    def on_inter_token(self, itl_s: float) -> None:
+        self.num_later += 1
+
+    def on_end(self, usage: Usage, explain: Explain) -> None:
+        self.ends.append((usage, explain))
+
+
+class Stack:
+    """A router over some replicas."""
+
+    def __init__(self, replicas: list[LocalReplica], **table: float):
+        self.cluster = LocalCluster(replicas, ReplicaTable(PrefixIndex(), **table))
+        self.observer = Records()
+        self.service = RouterService(
+            ModelFacts(name="quire", created_s=0, defaults=GenerationDefaults(), limits=Limits()),
+            router_id=self.cluster.router_id,
+            tokenizer=AsyncTokenizer(TOKENIZER, num_threads=1),
+            template=ChatTemplate.load(CHECKPOINT, None),
+            table=self.cluster.table,
+            policy=make_policy("slo"),
+            transport=self.cluster.bus,
+            observer=self.observer,
+        )
+
+    async def open(self, prompt: str | tuple[int, ...] = PROMPT, **fields: object) -> RequestStream:
+        return await self.service.generate(
+            GenerationRequest(request_id="test", prompt=prompt, **(GREEDY | fields))
+        )
+
+    async def answer(self, *args: object, **fields: object) -> Answer:
+        return await read(await self.open(*args, **fields))
+
+
+@dataclasses.dataclass
+class Answer:
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    stream: RequestStream
+    deltas: list[OutputDelta]
+
+
+async def read(stream: RequestStream) -> Answer:
+    deltas = [delta async for delta in stream]
+    assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+    return Answer(
+        "".join(d.text for d in deltas),
+        [i for d in deltas for i in d.token_ids],
+        deltas[-1].finish_reason,
+        deltas[-1].stop_reason,
+        stream,
+        deltas,
+    )
+
+
+@pytest.fixture(scope="module")
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One event loop for the module: the replicas live in it."""
+    before = torch.get_num_threads()
+    with asyncio.Runner() as runner:
+        yield runner
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def module_replicas(runner, patch) -> Iterator[list[LocalReplica]]:
+    async def start() -> list[LocalReplica]:
+        return [await start_replica(name, patch, **LIMITS) for name in "ab"]
+
+    replicas = runner.run(start())
+    yield replicas
+    for replica in replicas:
+        replica.engine.close()
+
+
+@pytest.fixture
+def replicas(module_replicas) -> Iterator[list[LocalReplica]]:
+    for replica in module_replicas:
+        replica.engine.call(lambda scheduler: scheduler.clear_cache()).result(10)
+    yield module_replicas
+    for replica in module_replicas:
+        replica.dead = replica.hanging = False
+        replica.network = perfect
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[Engine]:
+    with Engine(**LIMITS) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def stack_of(replicas: list[LocalReplica], **table: float) -> AsyncIterator[Stack]:
+    stack = Stack(replicas, **table)
+    await stack.cluster.start()
+    try:
+        yield stack
+    finally:
+        await stack.cluster.stop()
+
+
+def expected(engine: Engine, prompt: str = PROMPT, **params: object):
+    (output,) = engine.generate([TOKENIZER.encode(prompt).tolist()], SamplingParams(**params))
+    return output
+
+
+# -- answers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_an_answer_is_that_of_an_engine_alone(runner, replicas, reference, params):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            answers = await asyncio.gather(*(stack.answer(**params) for _ in range(3)))
+            whole = expected(reference, **params)
+            for answer in answers:
+                assert answer.token_ids == whole.token_ids
+                assert answer.text == whole.text
+                assert (answer.finish_reason, answer.stop_reason) == ("length", None)
+                usage = answer.stream.usage
+                assert usage.prompt_tokens == len(whole.prompt_token_ids)
+                assert usage.completion_tokens == 24
+                assert answer.stream.explain.attempts == 1
+            observer = stack.observer
+            assert len(observer.ends) == observer.num_first == 3
+            assert observer.num_later == sum(len(answer.deltas) - 1 for answer in answers)
+
+    runner.run(run())
+
+
+def test_the_seed_that_was_drawn_gives_the_answer_again(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            fields = SAMPLED | dict(seed=None)
+            first, other = await stack.answer(**fields), await stack.answer(**fields)
+            again = await stack.answer(**(fields | dict(seed=first.stream.seed)))
+            assert again.token_ids == first.token_ids
+            assert other.token_ids != first.token_ids
+
+    runner.run(run())
+
+
+def test_a_chat_is_rendered_by_the_template_and_ends_at_eos(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            request = GenerationRequest(
+                request_id="chat",
+                messages=({"role": "user", "content": "What is a quire?"},),
+                temperature=0.0,
+                skip_special_tokens=False,
+            )
+            answer = await read(await stack.service.generate(request))
+            eos = set(stack.service.model_info().eos_token_ids)
+            assert answer.finish_reason == "stop" and answer.stop_reason is None
+            assert answer.token_ids[-1] in eos
+            assert answer.stream.usage.completion_tokens == len(answer.token_ids)
+            # The ending token counts and is told, its text is not, even if special tokens show.
+            assert answer.text == TOKENIZER.decode(answer.token_ids[:-1], False)
+            assert "<|" not in answer.text and answer.text
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_end_the_text_and_free_the_engine(runner, replicas, reference, include):
+    async def run() -> None:
+        whole = expected(reference, **(GREEDY | dict(max_tokens=60)))
+        stop = whole.text[30:36]  # spans tokens
+        async with stack_of(replicas) as stack:
+            answer = await stack.answer(
+                stop=("never there", stop), include_stop_str_in_output=include, max_tokens=LONG
+            )
+            end = whole.text.index(stop) + len(stop)
+            assert answer.text == whole.text[: end if include else end - len(stop)]
+            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+            count = len(answer.token_ids)
+            assert answer.token_ids == whole.token_ids[:count]
+            assert answer.stream.usage.completion_tokens == count
+            assert stop in TOKENIZER.decode(answer.token_ids)
+            assert stop not in TOKENIZER.decode(answer.token_ids[:-1])
+            await until(lambda: all(r.engine.load().blocks_in_use == 0 for r in replicas))
+
+    runner.run(run())
+
+
+def test_no_stop_before_min_tokens(runner, replicas, reference):
+    async def run() -> None:
+        whole = expected(reference, **GREEDY)
+        async with stack_of(replicas) as stack:
+            stop = whole.text[3:6]
+            answer = await stack.answer(stop=(stop,), min_tokens=15)
+            assert len(answer.token_ids) >= 15
+            assert answer.text.startswith(whole.text[:20])
+
+    runner.run(run())
+
+
+def test_stop_token_ids_are_named_as_the_reason(runner, replicas, reference):
+    async def run() -> None:
+        whole = expected(reference, **GREEDY)
+        stop = whole.token_ids[12]
+        count = whole.token_ids.index(stop) + 1
+        async with stack_of(replicas) as stack:
+            answer = await stack.answer(stop_token_ids=(stop,))
+            assert answer.token_ids == whole.token_ids[:count]
+            assert answer.text == TOKENIZER.decode(whole.token_ids[: count - 1])
+            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+
+    runner.run(run())
+
+
+def test_explain_tells_prediction_and_truth(runner, replicas):
+    async def run() -> None:
+        prompt = tuple(5 + i % 200 for i in range(200))
+        async with stack_of(replicas) as stack:
+            first = await stack.answer(prompt, max_tokens=1)
+            where = first.stream.explain.replica
+            table = stack.cluster.table
+            await until(lambda: any(s.indexed_blocks == 3 for s in table.statuses(0.0)))
+            second = await stack.answer(prompt, max_tokens=1)
+            explain = second.stream.explain
+            assert explain.replica == where
+            assert {explain.replica, explain.runner_up} == {"a", "b"}
+            assert (explain.predicted_cached_tokens, explain.cached_tokens) == (192, 192)
+            assert second.stream.usage.cached_tokens == 192
+            assert (
+                first.stream.explain.predicted_cached_tokens,
+                first.stream.usage.cached_tokens,
+            ) == (0, 0)
+            other_tenant = await stack.answer(prompt, max_tokens=1, tenant="other")
+            assert other_tenant.stream.explain.predicted_cached_tokens == 0
+            assert other_tenant.stream.usage.cached_tokens == 0
+
+    runner.run(run())
+
+
+# -- refusals --------------------------------------------------------------------------------------------
+
+
+def test_bad_requests_cost_the_replicas_nothing(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            for error, fields in (
+                (ModelNotFound, dict(model="other")),
+                (ContextLengthExceeded, dict(max_tokens=1024)),
+                (QuireError, dict(temperature=-1.0)),
+                (QuireError, dict(prompt=(10**6,))),
+            ):
+                with pytest.raises(error):
+                    await stack.open(**fields)
+            assert stack.observer.ends == []
+
+    runner.run(run())
+
+
+def test_no_replica_is_unavailable_for_now(runner):
+    async def run() -> None:
+        async with stack_of([]) as stack:
+            with pytest.raises(Unavailable) as caught:
+                await stack.open()
+            assert caught.value.retry_after_s > 0
+            assert not stack.service.readiness().ready
+
+    runner.run(run())
+
+
+def test_a_full_queue_is_told_with_a_time_to_retry(runner, patch):
+    async def run() -> None:
+        limits = LIMITS | dict(max_running_requests=1, max_waiting_requests=1)
+        replica = await start_replica("small", patch, **limits)
+        try:
+            async with stack_of([replica]) as stack:
+                running = await stack.open(max_tokens=LONG)
+                waiting = asyncio.create_task(stack.open(max_tokens=2))
+                await until(lambda: replica.engine.load().num_waiting == 1)
+                with pytest.raises(Overloaded, match="max_waiting_requests") as caught:
+                    await stack.open()
+                assert caught.value.retry_after_s >= 1
+                await running.aclose()
+                assert len((await read(await waiting)).token_ids) == 2
+        finally:
+            replica.engine.close()
+
+    runner.run(run())
+
+
+def test_attempts_are_bounded(runner, replicas, monkeypatch):
+    calls: Counter[str] = Counter()
+
+    async def run() -> None:
+        for replica in replicas:
+
+            def refuse(request: object, name: str = replica.name) -> None:
+                calls[name] += 1
+                raise Unavailable("the engine is closed")
+
+            monkeypatch.setattr(replica.engine, "submit", refuse)
+        async with stack_of(replicas) as stack:
+            with pytest.raises(Unavailable, match=f"failed on {MAX_ATTEMPTS} replicas") as caught:
+                await stack.open()
+            assert caught.value.retry_after_s > 0
+            assert stack.observer.ends[0][1].attempts == MAX_ATTEMPTS
+
+    runner.run(run())
+    assert calls.total() == MAX_ATTEMPTS
+    assert set(calls) == {"a", "b"}  # the other one is tried before the same one again
+
+
+# -- deadlines and cancellation --------------------------------------------------------------------------
+
+
+def test_the_deadline_goes_to_the_engine_and_ends_the_request_there(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stream = await stack.open(max_tokens=900, deadline_s=0.2)
+            began_s = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                await read(stream)
+            assert time.monotonic() - began_s < 5
+            assert 0 < stream.usage.completion_tokens < 900
+            with pytest.raises(DeadlineExceeded):
+                await stack.open(deadline_s=1e-6)
+
+    runner.run(run())
+
+
+def test_a_client_that_leaves_before_the_first_token_frees_the_engine(runner, replicas):
+    async def withhold(frame: Frame) -> list[Frame | bytes]:
+        return [dataclasses.replace(frame, deltas=[])]
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            for replica in replicas:
+                replica.network = withhold
+            task = asyncio.create_task(stack.open(max_tokens=900))
+            await until(lambda: sum(r.engine.load().num_running for r in replicas) == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: all(r.engine.load().blocks_in_use == 0 for r in replicas))
+            assert stack.observer.num_first == 0 and len(stack.observer.ends) == 1
+
+    runner.run(run())
+
+
+def test_a_client_that_leaves_in_the_middle_frees_the_engine(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stream = await stack.open(max_tokens=900)
+            for _ in range(5):
+                await anext(stream)
+            await stream.aclose()
+            await stream.aclose()
+            await until(lambda: all(r.engine.load().blocks_in_use == 0 for r in replicas))
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            assert stream.usage.completion_tokens == 5
+            reading = asyncio.create_task(read(await stack.open(max_tokens=900)))
+            await asyncio.sleep(0.05)
+            reading.cancel()
+            await asyncio.wait([reading])
+            await until(lambda: all(r.engine.load().blocks_in_use == 0 for r in replicas))
+            assert len(stack.observer.ends) == 2
+
+    runner.run(run())
+
+
+# -- faults ----------------------------------------------------------------------------------------------
+
+
+def at_token(index: int, fault) -> object:
+    """A network that calls `fault` once, instead of delivering the frame with the token of this index."""
+    done = False
+
+    async def network(frame: Frame) -> list[Frame | bytes]:
+        nonlocal done
+        if not done and any(d.index >= index for d in frame.deltas):
+            done = True
+            return await fault(frame)
+        return [frame]
+
+    return network
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("index", [0, 11, 23])
+@pytest.mark.parametrize("kind", ["stream breaks", "replica dies"])
+def test_a_stream_goes_on_elsewhere_with_the_same_tokens(
+    runner, replicas, reference, params, index, kind
+):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            faulty: list[str] = []
+
+            def install(replica: LocalReplica) -> None:
+                async def fault(frame: Frame) -> list[Frame | bytes]:
+                    for other in replicas:
+                        other.network = perfect
+                    faulty.append(replica.name)
+                    if kind == "replica dies":
+                        asyncio.get_running_loop().create_task(replica.die())
+                        return []
+                    raise RayActorError()
+
+                replica.network = at_token(index, fault)
+
+            for replica in replicas:
+                install(replica)
+            answer = await stack.answer(**params)
+            whole = expected(reference, **params)
+            assert answer.token_ids == whole.token_ids  # each once, in order
+            assert answer.text == whole.text
+            assert answer.finish_reason == "length"
+            explain, usage = answer.stream.explain, answer.stream.usage
+            assert explain.attempts == 2
+            assert faulty and explain.replica != faulty[0]
+            assert usage.prompt_tokens == len(whole.prompt_token_ids)
+            assert usage.completion_tokens == 24
+
+    runner.run(run())
+
+
+def test_stop_strings_and_text_span_a_move(runner, replicas, reference):
+    async def run() -> None:
+        whole = expected(reference, **(GREEDY | dict(max_tokens=60)))
+        stop = whole.text[50:62]
+        # Break the stream inside the stop string.
+        ids = whole.token_ids
+        index = next(i for i in range(60) if len(TOKENIZER.decode(ids[: i + 1])) > 55)
+        async with stack_of(replicas) as stack:
+
+            async def fault(frame: Frame) -> list[Frame | bytes]:
+                for replica in replicas:
+                    replica.network = perfect
+                raise RayActorError()
+
+            for replica in replicas:
+                replica.network = at_token(index, fault)
+            answer = await stack.answer(stop=(stop,), max_tokens=60)
+            assert answer.stream.explain.attempts == 2
+            assert answer.text == whole.text[: whole.text.index(stop)]
+            assert answer.stop_reason == stop
+
+    runner.run(run())
+
+
+def test_repeated_and_late_frames_change_nothing(runner, replicas, reference):
+    earlier: list[Frame] = []
+
+    async def network(frame: Frame) -> list[Frame | bytes]:
+        if not any(d.finish_reason is None for d in frame.deltas):
+            return [frame]
+        earlier.append(frame)
+        return [frame, frame, earlier[len(earlier) // 2]]  # twice, and one of long ago
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            for replica in replicas:
+                replica.network = network
+            answer = await stack.answer(**SAMPLED)
+            whole = expected(reference, **SAMPLED)
+            assert (answer.token_ids, answer.text) == (whole.token_ids, whole.text)
+            assert len(earlier) > 15
+
+    runner.run(run())
+
+
+def test_a_gap_in_the_tokens_is_an_error_and_nothing_leaks(runner, replicas):
+    async def drop(frame: Frame) -> list[Frame | bytes]:
+        return [dataclasses.replace(frame, deltas=[])]
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            for replica in replicas:
+                replica.network = at_token(5, drop)
+            stream = await stack.open(max_tokens=LONG)
+            with pytest.raises(EngineError, match="tokens 5 to 5 of the stream are missing"):
+                await read(stream)
+
+    runner.run(run())
+
+
+def test_a_lost_last_frame_is_noticed(runner, replicas, reference, monkeypatch):
+    """The unary call says that all is well; the frame with the last token never comes."""
+    monkeypatch.setattr(bus_module, "LAST_FRAME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(bus_module, "WATCH_PERIOD_S", 0.05)
+
+    async def drop(frame: Frame) -> list[Frame | bytes]:
+        for replica in replicas:
+            replica.network = perfect
+        return [dataclasses.replace(frame, deltas=[])]
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            for replica in replicas:
+                replica.network = at_token(23, drop)
+            answer = await stack.answer(**GREEDY)
+            assert answer.token_ids == expected(reference, **GREEDY).token_ids
+            assert answer.stream.explain.attempts == 2
+
+    runner.run(run())
+
+
+def test_a_replica_that_hangs_is_left(runner, replicas, reference, monkeypatch):
+    monkeypatch.setattr(bus_module, "WATCH_PERIOD_S", 0.05)
+
+    async def run() -> None:
+        async with stack_of(replicas, lost_after_s=0.6) as stack:
+            stream = await stack.open(**GREEDY)
+            name = stream.explain.replica
+            stack.cluster.replicas[name].hanging = True
+            answer = await read(stream)
+            assert answer.token_ids == expected(reference, **GREEDY).token_ids
+            assert stack.cluster.replicas[name].hanging and stream.explain.replica != name
+            # Back to life: attached anew, and used again.
+            stack.cluster.replicas[name].hanging = False
+            await until(lambda: stack.cluster.table.num_ready() == 2)
+
+    runner.run(run())
+
+
+def test_an_unreadable_frame_does_not_end_the_bus(runner, replicas, reference):
+    async def garble(frame: Frame) -> list[Frame | bytes]:
+        for replica in replicas:
+            replica.network = perfect
+        return [b"\x93\x7f\x01\x02"]
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            for replica in replicas:
+                replica.network = at_token(9, garble)
+            answer = await stack.answer(**GREEDY)
+            assert answer.token_ids == expected(reference, **GREEDY).token_ids
+            await until(lambda: stack.cluster.table.num_ready() == 2)
+
+    runner.run(run())
+
+
+# -- membership ------------------------------------------------------------------------------------------
+
+
+def test_a_request_finishes_on_a_draining_replica_which_is_then_left(runner, replicas, reference):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            cluster = stack.cluster
+            stream = await stack.open(**(GREEDY | dict(max_tokens=60)))
+            name = stream.explain.replica
+            cluster.membership.update(frozenset("ab") - {name})
+            await until(lambda: cluster.table.state(name) is ReplicaState.DRAINING)
+            answer = await read(stream)
+            assert stream.explain.attempts == 1 and stream.explain.replica == name
+            assert (
+                answer.token_ids == expected(reference, **(GREEDY | dict(max_tokens=60))).token_ids
+            )
+            await until(lambda: name not in cluster.table)
+            await assert_idle(
+                cluster.replicas[name], cluster.router_id
+            )  # detached: Serve may end it
+            assert (await stack.answer(max_tokens=2)).stream.explain.replica != name
+            cluster.membership.update(frozenset("ab"))
+            await until(lambda: cluster.table.num_ready() == 2)
+
+    runner.run(run())
+
+
+def test_a_replica_listed_again_while_it_drains_is_used_again(runner, replicas, reference):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            cluster = stack.cluster
+            stream = await stack.open(**(GREEDY | dict(max_tokens=70)))
+            name = stream.explain.replica
+            cluster.membership.update(frozenset("ab") - {name})
+            await until(lambda: cluster.table.state(name) is ReplicaState.DRAINING)
+            cluster.membership.update(frozenset("ab"))
+            await until(lambda: cluster.table.num_ready() == 2)
+            answer = await read(stream)
+            whole = expected(reference, **(GREEDY | dict(max_tokens=70)))
+            assert answer.token_ids == whole.token_ids
+
+    runner.run(run())
+
+
+def test_a_call_that_serve_gives_to_another_replica_does_not_disturb_its_attachment(
+    runner, replicas, reference
+):
+    """Serve offers others when the replica of the route is gone or full."""
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            cluster = stack.cluster
+            streams = [await stack.open(**(GREEDY | dict(max_tokens=70))) for _ in range(4)]
+            cluster.membership.update(frozenset({"a", "b", "ghost"}))
+            answers = await asyncio.gather(*(read(stream) for stream in streams))
+            whole = expected(reference, **(GREEDY | dict(max_tokens=70)))
+            for answer in answers:
+                assert answer.token_ids == whole.token_ids
+                assert answer.stream.explain.attempts == 1
+            assert "ghost" not in cluster.table
+            cluster.handle.passes_over.add("a")
+            answer = await stack.answer(**GREEDY)
+            assert answer.stream.explain.replica == "b"
+            cluster.handle.passes_over.clear()
+
+    runner.run(run())
+
+
+def test_two_routers_share_the_replicas(runner, replicas, reference):
+    async def run() -> None:
+        whole = expected(reference, **GREEDY)
+        async with stack_of(replicas) as one, stack_of(replicas) as two:
+            answers = await asyncio.gather(
+                *(stack.answer(**GREEDY) for stack in (one, two) for _ in range(6))
+            )
+            assert all(answer.token_ids == whole.token_ids for answer in answers)
+            # Each knows the whole cache, whoever sent the requests.
+            prompt = tuple(5 + i % 200 for i in range(200))
+            await one.answer(prompt, max_tokens=1)
+            for stack in (one, two):
+                table = stack.cluster.table
+                await until(lambda t=table: sum(s.indexed_blocks for s in t.statuses(0.0)) == 3)
+
+    runner.run(run())
+
+
+def test_a_closed_bus_stays_detached(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stream = await stack.open(max_tokens=LONG)
+            await stack.cluster.bus.close()
+            stack.cluster.membership.update(frozenset("a"))
+            stack.cluster.membership.update(frozenset("ab"))
+            await asyncio.sleep(0.3)
+            assert all(len(r.actor._attachments) == 0 for r in replicas)
+            await stream.aclose()
+
+    runner.run(run())
