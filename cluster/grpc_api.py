@@ -25,6 +25,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from quire.cluster import structured_output
 from quire.cluster.front_end import (
     Answer,
     collect,
@@ -37,7 +38,7 @@ from quire.cluster.front_end import (
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest, QuireError
-from quire.protos.wire import Load
+from quire.protos.wire import Grammar, Load
 from quire.router.types import (
     GenerationRequest,
     ReplicaStatus,
@@ -291,6 +292,7 @@ def _generation_request(request: generation.GenerateRequest, context: Context) -
         **given,
         n=request.n if request.HasField("n") else 1,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
+        grammar=_grammar(request),
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
@@ -313,6 +315,28 @@ def _input(request: generation.GenerateRequest) -> dict[str, Any]:
     if kind == "messages":
         return {"messages": tuple(map(_turn, range(1 << 31), request.messages.messages))}
     raise InvalidRequest("input: one of prompt, token_ids and messages is required", field="input")
+
+
+def _grammar(request: generation.GenerateRequest) -> Grammar | None:
+    if not request.HasField("structured_output"):
+        return None
+    asked = request.structured_output
+    kind = asked.WhichOneof("kind")
+    field = f"structured_output.{kind}"
+    if kind == "json_schema":
+        return structured_output.json_schema(asked.json_schema, field)
+    if kind == "json_object" and asked.json_object:
+        return structured_output.json_object(field)
+    if kind == "choice":
+        return structured_output.choice(list(asked.choice.texts), field)
+    if kind == "regex":
+        return Grammar("regex", asked.regex, field)
+    if kind == "grammar":
+        return Grammar("lark", asked.grammar, field)
+    raise InvalidRequest(
+        "structured_output: one of json_schema, json_object, regex, choice and grammar is required",
+        field="structured_output",
+    )
 
 
 def _turn(i: int, message: generation.ChatMessage) -> dict[str, str]:

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from quire.cluster import structured_output
 from quire.cluster.front_end import served_role
 from quire.protos.errors import InvalidRequest, UnsupportedField
-from quire.protos.wire import MAX_LOGPROBS
+from quire.protos.wire import MAX_LOGPROBS, Grammar
 from quire.router.types import GenerationRequest
 
 # --------------------------------------------------------------------------------------------------
@@ -52,6 +53,45 @@ class StreamOptions(_Strict):
     )
 
 
+class StructuredOutputs(_Strict):
+    """Exactly one of these."""
+
+    json_schema: dict[str, Any] | str | None = Field(
+        None, alias="json", description="A JSON schema, or its text."
+    )
+    json_object: bool | None = Field(None, description="Any JSON object.")
+    regex: str | None = Field(None, description="A regular expression for all of the text.")
+    choice: _Texts | None = Field(None, description="One of these texts.")
+    grammar: str | None = Field(None, description="A Lark grammar, as llguidance reads it.")
+
+    def to_grammar(self) -> Grammar:
+        """The router's form.
+
+        Raises
+        ------
+        InvalidRequest
+            None of the fields is given, or several are.
+        """
+        given = [
+            name for name in type(self).model_fields if getattr(self, name) not in (None, False)
+        ]
+        if len(given) != 1:
+            raise InvalidRequest(
+                "structured_outputs must have exactly one of json, json_object, regex, choice, "
+                f"grammar, got {len(given)}",
+                field="structured_outputs",
+            )
+        if self.json_schema is not None:
+            return structured_output.json_schema(self.json_schema, "structured_outputs.json")
+        if self.json_object:
+            return structured_output.json_object("structured_outputs.json_object")
+        if self.regex is not None:
+            return Grammar("regex", self.regex, "structured_outputs.regex")
+        if self.choice is not None:
+            return structured_output.choice(self.choice, "structured_outputs.choice")
+        return Grammar("lark", self.grammar, "structured_outputs.grammar")
+
+
 class _GenerationBody(_Strict):
     """Fields that completions and chat completions share. null is the same as absent."""
 
@@ -83,6 +123,14 @@ class _GenerationBody(_Strict):
     allowed_token_ids: _Ids | None = Field(None, description="No other tokens (vLLM).")
     bad_words: _Texts | None = Field(
         None, description="Words whose token sequences the answer never contains (vLLM)."
+    )
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description="`type` text, json_object, or json_schema with the schema in "
+        "`json_schema.schema`. The answer is of this form by construction, unless max_tokens cuts it.",
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="A language that the answer must be in (vLLM)."
     )
     seed: int | None = Field(
         None, description="Same prompt, parameters and seed: same tokens. Default: drawn."
@@ -133,6 +181,19 @@ class _GenerationBody(_Strict):
             )
         return tuple(self.allowed_token_ids or ())
 
+    def _grammar(self) -> Grammar | None:
+        formatted = None
+        if self.response_format is not None:
+            formatted = structured_output.of_response_format(self.response_format)
+        if self.structured_outputs is None:
+            return formatted
+        if formatted is not None:
+            raise InvalidRequest(
+                "structured_outputs and response_format both say what the answer must be; give one",
+                field="structured_outputs",
+            )
+        return self.structured_outputs.to_grammar()
+
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens to tell with each token; None for no log-probabilities."""
         return None
@@ -156,6 +217,7 @@ class _GenerationBody(_Strict):
             allowed_token_ids=self._allowed_token_ids(),
             bad_words=tuple(self.bad_words or ()),
             logprobs=self.num_logprobs(),
+            grammar=self._grammar(),
             seed=self.seed,
             n=1 if self.n is None else self.n,
             stop=stop,
@@ -357,10 +419,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none",),

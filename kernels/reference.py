@@ -79,3 +79,85 @@ def uniform_noise(token_id: int, key_low: int, key_high: int) -> float:
 
     x = mix((token_id * 0x9E3779B1 + key_low) & 0xFFFFFFFF) ^ key_high
     return ((mix(x) >> 9) + 0.5) * 2.0**-23
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, gemma: bool = False
+) -> torch.Tensor:
+    """x / rms(x) * weight (Gemma: * (1 + weight)) of each row, float32, nothing rounded to the dtype of x."""
+    y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return y * (1 + weight.float() if gemma else weight.float())
+
+
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """Rotary embedding in the half-split layout: x [tokens, heads, head_dim], tables [positions, rotary_dim]."""
+    x, rest = x.float().split([cos.shape[1], x.shape[2] - cos.shape[1]], dim=-1)
+    low, high = x.chunk(2, dim=-1)
+    turned = torch.cat([-high, low], dim=-1)
+    cos, sin = (table[positions.long()][:, None] for table in (cos, sin))
+    return torch.cat([x * cos + turned * sin, rest], dim=-1)
+
+
+def quantise_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, head_dim] / scale [heads], clamped, as float8_e4m3fn."""
+    return (x.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def write_pages(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store x [tokens, kv_heads, head_dim] at slots >= 0 of [blocks, kv_heads, block_size, head_dim]."""
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, cache.shape[2])
+            cache[block, :, offset] = x[token].to(cache.dtype)
+
+
+def gated(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+    """silu(gate) * up, or gelu_tanh(gate) * up, float32."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    activate = torch.nn.functional.gelu if gelu else torch.nn.functional.silu
+    return (activate(gate, approximate="tanh") if gelu else activate(gate)) * up
+
+
+def edit_logits(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    output_count: torch.Tensor,
+    bias: torch.Tensor,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> torch.Tensor:
+    """One row of logits [vocab] after bias and penalties; `output_count` < 0: the id is not in the history."""
+    logits = logits.float().clone()
+    for i, token_id in enumerate(ids.tolist()):
+        x, count = logits[token_id] + bias[i], int(output_count[i])
+        if count >= 0:
+            x = x / repetition if x > 0 else x * repetition
+        if count > 0:
+            x = x - frequency * count - presence
+        logits[token_id] = x
+    return logits
+
+
+def kept_ids(
+    logits: torch.Tensor, top_k: int, top_p: float, min_p: float
+) -> tuple[list[int], float]:
+    """What min-p, top-k and top-p (in that order) leave of one row [vocab] of logits over the temperature.
+
+    Equal logits are kept in the order of their ids. Sums are float64. Returns the ids by falling probability, and how
+    far (relative) the sum that decided top-p was from p: below 1e-5 another order of additions may decide otherwise.
+    """
+    x = logits.double()
+    values, order = x.sort(descending=True, stable=True)
+    count = int((values > float("-inf")).sum())
+    if min_p > 0 and count:
+        count = int((values[:count] >= values[0] + torch.tensor(min_p).double().log()).sum())
+    count = min(count, top_k) if top_k > 0 else count
+    margin = 1.0
+    if top_p < 1.0 and count:
+        before = torch.softmax(values[:count], dim=0).cumsum(0)
+        margin = float((before / top_p - 1).abs().min())
+        count = min(int((before < top_p).sum()) + 1, count)
+    return order[:count].tolist(), margin

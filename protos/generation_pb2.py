@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dquire/protos/generation.proto\x12\x08quire.v1\"\xe0\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x04 \x01(\x0b\x32\x16.quire.v1.ChatMessagesH\x00\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.quire.v1.SamplingOptions\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0b \x01(\x08H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x0f\n\x07session\x18\r \x01(\t\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x0e\n\x01n\x18\x0f \x01(\rH\x02\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x03\x88\x01\x01\x42\x07\n\x05inputB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x0b\n\t_logprobsJ\x04\x08\x11\x10\x14\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\tJ\x04\x08\x04\x10\x08\"\xc7\x04\n\x0fSamplingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\t\x88\x01\x01\x12<\n\nlogit_bias\x18\x0b \x03(\x0b\x32(.quire.v1.SamplingOptions.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\r\x12\x11\n\tbad_words\x18\r \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyJ\x04\x08\x0e\x10\x10\"\xce\x02\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\r\n\x05model\x18\n \x01(\t\x12\x0e\n\x06\x63hoice\x18\x0b \x01(\r\x12\'\n\x08logprobs\x18\x0c \x03(\x0b\x32\x15.quire.v1.TokenScoresB\r\n\x0bstop_reasonB\x07\n\x05_seedJ\x04\x08\r\x10\x10\"\xcd\x02\n\x14GenerateOnceResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x05 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x06 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12\'\n\x08logprobs\x18\n \x03(\x0b\x32\x15.quire.v1.TokenScores\x12&\n\x0cmore_choices\x18\x0b \x03(\x0b\x32\x10.quire.v1.ChoiceB\r\n\x0bstop_reasonJ\x04\x08\x0c\x10\x0f\"\xc0\x01\n\x06\x43hoice\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x05 \x01(\rH\x00\x12\'\n\x08logprobs\x18\x06 \x03(\x0b\x32\x15.quire.v1.TokenScoresB\r\n\x0bstop_reason\"W\n\x0bTokenScores\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.quire.v1.ScoredToken\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.quire.v1.ScoredToken\">\n\x0bScoredToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04utf8\x18\x03 \x01(\x0c\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9c\x01\n\nGeneration\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12I\n\x0cGenerateOnce\x12\x19.quire.v1.GenerateRequest\x1a\x1e.quire.v1.GenerateOnceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dquire/protos/generation.proto\x12\x08quire.v1\"\x97\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x04 \x01(\x0b\x32\x16.quire.v1.ChatMessagesH\x00\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.quire.v1.SamplingOptions\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\n \x01(\x08\x12 \n\x13skip_special_tokens\x18\x0b \x01(\x08H\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0c \x01(\t\x12\x0f\n\x07session\x18\r \x01(\t\x12\x10\n\x08priority\x18\x0e \x01(\x05\x12\x0e\n\x01n\x18\x0f \x01(\rH\x02\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x03\x88\x01\x01\x12\x35\n\x11structured_output\x18\x11 \x01(\x0b\x32\x1a.quire.v1.StructuredOutputB\x07\n\x05inputB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x0b\n\t_logprobsJ\x04\x08\x12\x10\x14\"\x8f\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12!\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x0f.quire.v1.TextsH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\tJ\x04\x08\x04\x10\x08\"\xc7\x04\n\x0fSamplingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x01H\t\x88\x01\x01\x12<\n\nlogit_bias\x18\x0b \x03(\x0b\x32(.quire.v1.SamplingOptions.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\r\x12\x11\n\tbad_words\x18\r \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyJ\x04\x08\x0e\x10\x10\"\xce\x02\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\r\n\x05model\x18\n \x01(\t\x12\x0e\n\x06\x63hoice\x18\x0b \x01(\r\x12\'\n\x08logprobs\x18\x0c \x03(\x0b\x32\x15.quire.v1.TokenScoresB\r\n\x0bstop_reasonB\x07\n\x05_seedJ\x04\x08\r\x10\x10\"\xcd\x02\n\x14GenerateOnceResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x05 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x06 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12\'\n\x08logprobs\x18\n \x03(\x0b\x32\x15.quire.v1.TokenScores\x12&\n\x0cmore_choices\x18\x0b \x03(\x0b\x32\x10.quire.v1.ChoiceB\r\n\x0bstop_reasonJ\x04\x08\x0c\x10\x0f\"\xc0\x01\n\x06\x43hoice\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x05 \x01(\rH\x00\x12\'\n\x08logprobs\x18\x06 \x03(\x0b\x32\x15.quire.v1.TokenScoresB\r\n\x0bstop_reason\"W\n\x0bTokenScores\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.quire.v1.ScoredToken\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.quire.v1.ScoredToken\">\n\x0bScoredToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04utf8\x18\x03 \x01(\x0c\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9c\x01\n\nGeneration\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12I\n\x0cGenerateOnce\x12\x19.quire.v1.GenerateRequest\x1a\x1e.quire.v1.GenerateOnceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,32 +33,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2363
-  _globals['_FINISHREASON']._serialized_end=2458
+  _globals['_FINISHREASON']._serialized_start=2588
+  _globals['_FINISHREASON']._serialized_end=2683
   _globals['_GENERATEREQUEST']._serialized_start=44
-  _globals['_GENERATEREQUEST']._serialized_end=524
-  _globals['_TOKENIDS']._serialized_start=526
-  _globals['_TOKENIDS']._serialized_end=549
-  _globals['_CHATMESSAGES']._serialized_start=551
-  _globals['_CHATMESSAGES']._serialized_end=606
-  _globals['_CHATMESSAGE']._serialized_start=608
-  _globals['_CHATMESSAGE']._serialized_end=672
-  _globals['_SAMPLINGOPTIONS']._serialized_start=675
-  _globals['_SAMPLINGOPTIONS']._serialized_end=1258
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=1053
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=1101
-  _globals['_GENERATERESPONSE']._serialized_start=1261
-  _globals['_GENERATERESPONSE']._serialized_end=1595
-  _globals['_GENERATEONCERESPONSE']._serialized_start=1598
-  _globals['_GENERATEONCERESPONSE']._serialized_end=1931
-  _globals['_CHOICE']._serialized_start=1934
-  _globals['_CHOICE']._serialized_end=2126
-  _globals['_TOKENSCORES']._serialized_start=2128
-  _globals['_TOKENSCORES']._serialized_end=2215
-  _globals['_SCOREDTOKEN']._serialized_start=2217
-  _globals['_SCOREDTOKEN']._serialized_end=2279
-  _globals['_USAGE']._serialized_start=2281
-  _globals['_USAGE']._serialized_end=2361
-  _globals['_GENERATION']._serialized_start=2461
-  _globals['_GENERATION']._serialized_end=2617
+  _globals['_GENERATEREQUEST']._serialized_end=579
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=582
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=725
+  _globals['_TEXTS']._serialized_start=727
+  _globals['_TEXTS']._serialized_end=749
+  _globals['_TOKENIDS']._serialized_start=751
+  _globals['_TOKENIDS']._serialized_end=774
+  _globals['_CHATMESSAGES']._serialized_start=776
+  _globals['_CHATMESSAGES']._serialized_end=831
+  _globals['_CHATMESSAGE']._serialized_start=833
+  _globals['_CHATMESSAGE']._serialized_end=897
+  _globals['_SAMPLINGOPTIONS']._serialized_start=900
+  _globals['_SAMPLINGOPTIONS']._serialized_end=1483
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=1278
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=1326
+  _globals['_GENERATERESPONSE']._serialized_start=1486
+  _globals['_GENERATERESPONSE']._serialized_end=1820
+  _globals['_GENERATEONCERESPONSE']._serialized_start=1823
+  _globals['_GENERATEONCERESPONSE']._serialized_end=2156
+  _globals['_CHOICE']._serialized_start=2159
+  _globals['_CHOICE']._serialized_end=2351
+  _globals['_TOKENSCORES']._serialized_start=2353
+  _globals['_TOKENSCORES']._serialized_end=2440
+  _globals['_SCOREDTOKEN']._serialized_start=2442
+  _globals['_SCOREDTOKEN']._serialized_end=2504
+  _globals['_USAGE']._serialized_start=2506
+  _globals['_USAGE']._serialized_end=2586
+  _globals['_GENERATION']._serialized_start=2686
+  _globals['_GENERATION']._serialized_end=2842
 # @@protoc_insertion_point(module_scope)

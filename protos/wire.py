@@ -11,8 +11,12 @@ instead of guessing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgpack
@@ -29,6 +33,18 @@ class WireError(ValueError):
 # ----------------------------------------------------------------------------------------------------------
 # Sampling parameters
 # ----------------------------------------------------------------------------------------------------------
+
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+GRAMMAR_KINDS = ("json_schema", "regex", "choice", "lark")
+
+
+class Grammar(NamedTuple):
+    """A language that the output must be in."""
+
+    kind: str  # one of GRAMMAR_KINDS
+    text: str  # a JSON schema, a regular expression, a JSON list of strings, or a Lark grammar
+    field: str  # where the client gave it, for errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +77,7 @@ class SamplingParams:
     # Log-probabilities of the model's distribution, before anything above shapes it: of each token, and of
     # so many of the likeliest in its place, at most MAX_LOGPROBS; None = none at all.
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def to_wire(self) -> list[Any]:
         return [getattr(self, f.name) for f in dataclasses.fields(self)]
@@ -75,6 +92,8 @@ class SamplingParams:
             kwargs[name] = tuple(kwargs[name])
         for name in ("logit_bias", "bad_words"):
             kwargs[name] = tuple(tuple(item) for item in kwargs[name])
+        if kwargs["grammar"] is not None:
+            kwargs["grammar"] = Grammar(*kwargs["grammar"])
         return cls(**kwargs)
 
 
@@ -84,16 +103,59 @@ class SamplingParams:
 
 ROUTING_BLOCK_TOKENS = 64
 _U64 = np.uint64
-_WEIGHTS_CHUNK = 1 << 15
+_MIN_WEIGHTS = 1 << 15
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64 bits that mixes all of them."""
-    with np.errstate(over="ignore"):
-        x = x + _U64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-        return x ^ (x >> _U64(31))
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64 bits that mixes all of them.
+
+    Of arrays, not of scalars: numpy wraps the former around in silence.
+    """
+    x = x + _U64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
+
+
+@functools.lru_cache(maxsize=8)
+def _weight_table(num_bits: int) -> np.ndarray:
+    """The first 2^num_bits weights, [2^num_bits / 64, 64] uint64: one table for all hashers of a process."""
+    weights = _splitmix64(np.arange(1 << num_bits, dtype=_U64)) | _U64(1)
+    weights.setflags(write=False)
+    return weights.reshape(-1, ROUTING_BLOCK_TOKENS)
+
+
+def _weights(num_tokens: int) -> np.ndarray:
+    """[blocks, 64] uint64, the weights of at least `num_tokens` positions."""
+    return _weight_table((max(num_tokens, _MIN_WEIGHTS) - 1).bit_length())
+
+
+def routing_block_sums(starts: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    """What routing blocks add to the running sums of their sequences, any number of them in one pass.
+
+    Parameters
+    ----------
+    starts
+        [n] integers, absolute position of each block's first token; multiples of 64.
+    token_ids
+        [n, 64] any integer dtype, non-negative.
+
+    Returns
+    -------
+    [n] uint64.
+    """
+    if not len(starts):
+        return np.empty(0, _U64)
+    weights = _weights(int(starts.max()) + ROUTING_BLOCK_TOKENS)
+    terms = token_ids.astype(_U64)
+    terms += _U64(1)
+    terms *= weights.take(starts // ROUTING_BLOCK_TOKENS, axis=0)
+    return terms.sum(axis=1, dtype=_U64)
+
+
+def routing_hashes(running_sums: np.ndarray, chain_seeds: np.ndarray) -> np.ndarray:
+    """[n] uint64, the hashes of prefixes with these sums, [n] uint64, in chains with these seeds."""
+    return _splitmix64(running_sums ^ chain_seeds)
 
 
 class RoutingHasher:
@@ -105,6 +167,9 @@ class RoutingHasher:
     before it, so equal hashes mean equal prefixes up to a chance of 2^-64 for prompts not made to collide; a
     collision costs a detour, not a wrong answer, because the engine reuses KV by its own keyed BLAKE2b.
 
+    The engine, which extends many sequences at once by a block each, calls `routing_block_sums` and
+    `routing_hashes` itself.
+
     Parameters
     ----------
     model, revision, tenant
@@ -115,7 +180,6 @@ class RoutingHasher:
         key = "\x00".join((model, revision, tenant)).encode()
         digest = hashlib.blake2b(key, digest_size=8, person=b"quire-route").digest()
         self.chain_seed = _U64(int.from_bytes(digest, "little"))
-        self._weights = _weights(0, _WEIGHTS_CHUNK)
 
     def hashes(self, token_ids: np.ndarray) -> np.ndarray:
         """Hash every whole routing block's prefix.
@@ -150,20 +214,13 @@ class RoutingHasher:
         blocks = len(token_ids) // ROUTING_BLOCK_TOKENS
         if blocks == 0:
             return np.empty(0, _U64), running_sum
-        end = start + blocks * ROUTING_BLOCK_TOKENS
-        while end > len(self._weights):
-            more = _weights(len(self._weights), len(self._weights))
-            self._weights = np.concatenate([self._weights, more])
-        ids = np.asarray(token_ids[: blocks * ROUTING_BLOCK_TOKENS]).astype(_U64)
-        with np.errstate(over="ignore"):
-            terms = (ids + _U64(1)) * self._weights[start:end]
-            sums = terms.reshape(blocks, ROUTING_BLOCK_TOKENS).sum(axis=1, dtype=_U64)
-            sums = np.cumsum(sums, dtype=_U64) + running_sum
-        return _splitmix64(sums ^ self.chain_seed), sums[-1]
-
-
-def _weights(start: int, count: int) -> np.ndarray:
-    return _splitmix64(np.arange(start, start + count, dtype=_U64)) | _U64(1)
+        tokens = blocks * ROUTING_BLOCK_TOKENS
+        starts = np.arange(start, start + tokens, ROUTING_BLOCK_TOKENS)
+        ids = np.asarray(token_ids[:tokens]).reshape(blocks, ROUTING_BLOCK_TOKENS)
+        sums = routing_block_sums(starts, ids)
+        sums[:1] += running_sum
+        sums = np.cumsum(sums, dtype=_U64)
+        return routing_hashes(sums, self.chain_seed), sums[-1]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -285,9 +342,13 @@ class TokenLogprob(NamedTuple):
     top_logprobs: list[float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenDelta:
-    """New tokens of one stream: `token_ids[i]` has the absolute output index `index + i`."""
+    """New tokens of one stream: `token_ids[i]` has the absolute output index `index + i`.
+
+    Treat it as frozen. It is not, because one is made for every token: that takes three times as long when
+    each field goes through `object.__setattr__`.
+    """
 
     stream_id: int
     index: int
@@ -310,6 +371,40 @@ class TokenDelta:
             *others, logprobs = values
             return cls(*others, [TokenLogprob(*of_token) for of_token in logprobs])
         return cls(*values)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """One new token for each of n streams, and nothing else to say about them: all but the first and the
+    last delta of a stream, as columns, so that a token costs the replica no Python."""
+
+    stream_ids: np.ndarray  # [n] int64
+    index: np.ndarray  # [n] int32, absolute output index
+    token_ids: np.ndarray  # [n] int32
+
+    def __len__(self) -> int:
+        return len(self.stream_ids)
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        tokens = self.token_ids[:, None].tolist()
+        return map(TokenDelta, self.stream_ids.tolist(), self.index.tolist(), tokens)
+
+    def to_wire(self) -> list[bytes]:
+        return [
+            self.stream_ids.astype("<i8", copy=False).tobytes(),
+            self.index.astype("<i4", copy=False).tobytes(),
+            self.token_ids.astype("<i4", copy=False).tobytes(),
+        ]
+
+    @classmethod
+    def from_wire(cls, values: list[bytes]) -> TokenColumns:
+        stream_ids, index, token_ids = map(np.frombuffer, values, ("<i8", "<i4", "<i4"))
+        if not len(stream_ids) == len(index) == len(token_ids):
+            raise WireError(
+                f"TokenColumns: {len(stream_ids)} stream ids, {len(index)} indices and "
+                f"{len(token_ids)} tokens"
+            )
+        return cls(stream_ids, index, token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,13 +444,19 @@ class Load:
     num_compiles: int = 0  # kernels or graphs built since ready: stays 0
     num_preemptions: int = 0
 
-    def to_wire(self) -> list[Any]:
-        return [getattr(self, f.name) for f in dataclasses.fields(self)]
+    def to_wire(self) -> tuple[Any, ...]:
+        return _load_fields(self)
+
+
+_load_fields = attrgetter(*(f.name for f in dataclasses.fields(Load)))
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     """What a replica sends to one router after a step, or as a heartbeat.
+
+    A step's tokens are in `columns`, or in `deltas` where there is more to say than one token: a stream is in
+    one of the two.
 
     `events_seq` is the seq of the last cache event the replica has produced, with or without events in this
     frame, and `digest` the XOR of all routing hashes it holds at that point: a router whose own replay
@@ -370,6 +471,11 @@ class Frame:
     load: Load = field(default_factory=Load)
     snapshot: np.ndarray | None = None  # [n] uint64: a page of all hashes held at `events_seq`
     snapshot_more: bool = False  # another page follows
+    columns: TokenColumns | None = None
+
+    def token_deltas(self) -> Iterator[TokenDelta]:
+        """Every stream's news, whichever way it travelled."""
+        return itertools.chain(self.deltas, self.columns or ())
 
     def encode(self) -> bytes:
         snapshot = None if self.snapshot is None else _hash_bytes(self.snapshot)
@@ -384,12 +490,13 @@ class Frame:
                 self.load.to_wire(),
                 snapshot,
                 self.snapshot_more,
+                None if self.columns is None else self.columns.to_wire(),
             ]
         )
 
     @classmethod
     def decode(cls, data: bytes) -> Frame:
-        epoch, deltas, events, seq, digest, load, snapshot, more = _open(data, 8, "Frame")
+        epoch, deltas, events, seq, digest, load, snapshot, more, columns = _open(data, 9, "Frame")
         return cls(
             epoch,
             [TokenDelta.from_wire(d) for d in deltas],
@@ -399,6 +506,7 @@ class Frame:
             Load(*load),
             None if snapshot is None else np.frombuffer(snapshot, "<u8"),
             more,
+            None if columns is None else TokenColumns.from_wire(columns),
         )
 
 

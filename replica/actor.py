@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -55,6 +56,9 @@ class Replica:
         self._engine = await asyncio.to_thread(
             Engine, EngineArgs(**engine_args), on_output=self._on_output
         )
+        # What is loaded stays: no collection walks torch and the model again in the middle of a step.
+        gc.collect()
+        gc.freeze()
         self._attachments = Attachments(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )
@@ -102,7 +106,8 @@ class Replica:
         finished = asyncio.get_running_loop().create_future()
         self._finished[key] = finished
         try:
-            self._engine.submit(_engine_request(key, request))
+            source = self._attachments.source(request.router_id)
+            self._engine.submit(_engine_request(key, source, request))
             return (await finished).encode()
         except QuireError as error:
             return _failed(error, request).encode()
@@ -166,7 +171,7 @@ class Replica:
     def _publish(self, output: LoopOutput) -> None:
         self._attachments.publish(output)
         self._metrics.on_output(output)
-        for delta in output.deltas:
+        for delta in output.deltas.whole:
             if delta.finish_reason is not None:
                 future = self._finished.get(delta.key)
                 if future is not None and not future.done():
@@ -185,7 +190,7 @@ class Replica:
         self._attachments.send_snapshot(router_id, *snapshot)
 
 
-def _engine_request(key: StreamKey, submit: Submit) -> Request:
+def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
     now = time.monotonic()
     return Request(
         key,
@@ -193,6 +198,8 @@ def _engine_request(key: StreamKey, submit: Submit) -> Request:
         submit.params,
         num_emitted=submit.num_emitted,
         tenant=submit.tenant,
+        source=source,
+        stream_id=submit.stream_id,
         arrival_s=now,
         deadline_s=None if submit.deadline_s is None else now + submit.deadline_s,
         priority=submit.priority,
@@ -252,7 +259,8 @@ class ReplicaMetrics:
 
     def on_output(self, output: LoopOutput) -> None:
         pending = self._pending
-        for delta in output.deltas:
+        pending["quire_output_tokens"] += output.deltas.num_single
+        for delta in output.deltas.whole:
             pending["quire_output_tokens"] += len(delta.token_ids)
             if delta.finish_reason is not None:
                 pending["quire_prompt_tokens"] += delta.num_prompt_tokens

@@ -15,14 +15,16 @@ replica lives.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents, Frame, Load, TokenDelta
+from quire.protos.wire import CacheEvents, Frame, Load, TokenColumns, TokenDelta
 from quire.replica.loop import LoopOutput
+from quire.replica.request import DeltaBatch
 
 SNAPSHOT_PAGE_HASHES = 65_536  # 512 KiB a frame
 MAX_QUEUED_FRAMES = (
@@ -33,7 +35,14 @@ MAX_QUEUED_FRAMES = (
 class _Attachment:
     """The frames on their way to one router, and when it gets a heartbeat if there are none."""
 
-    def __init__(self, clock: Callable[[], float], heartbeat_s: float, max_heartbeat_s: float):
+    def __init__(
+        self,
+        source: int,
+        clock: Callable[[], float],
+        heartbeat_s: float,
+        max_heartbeat_s: float,
+    ):
+        self.source = source
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._max_heartbeat_s = max_heartbeat_s
@@ -108,6 +117,7 @@ class Attachments:
         self._max_heartbeat_s = max_heartbeat_s
         self._clock = clock
         self._by_router: dict[str, _Attachment] = {}
+        self._sources = itertools.count(1)
         self._last = LoopOutput()
 
     def __contains__(self, router_id: str) -> bool:
@@ -115,6 +125,11 @@ class Attachments:
 
     def __len__(self) -> int:
         return len(self._by_router)
+
+    def source(self, router_id: str) -> int:
+        """The number of a router's attachment: what requests are marked with that it sends from now on
+        (`Request.source`), so that the tokens of an earlier attachment's requests reach nobody."""
+        return self._by_router[router_id].source
 
     def publish(self, output: LoopOutput) -> None:
         """Queue what a step did: to each router its own deltas, to all of them the events and the load.
@@ -124,7 +139,7 @@ class Attachments:
         """
         self._last = output
         by_router: dict[str, list[TokenDelta]] = {}
-        for delta in output.deltas:
+        for delta in output.deltas.whole:
             router_id, stream_id = delta.key
             by_router.setdefault(router_id, []).append(
                 TokenDelta(
@@ -140,8 +155,9 @@ class Attachments:
         events = [] if output.events is None else [output.events]
         for router_id, attachment in list(self._by_router.items()):
             deltas = by_router.get(router_id, [])
-            if deltas or events:
-                attachment.put(self._frame(deltas, events))
+            columns = _columns_of(attachment.source, output.deltas)
+            if deltas or columns is not None or events:
+                attachment.put(self._frame(deltas, events, columns=columns))
             else:
                 attachment.touch()
             if attachment.is_too_slow():
@@ -171,7 +187,9 @@ class Attachments:
         earlier = self._by_router.get(router_id)
         if earlier is not None:
             self._detach(router_id, earlier)
-        attachment = _Attachment(self._clock, self._heartbeat_s, self._max_heartbeat_s)
+        attachment = _Attachment(
+            next(self._sources), self._clock, self._heartbeat_s, self._max_heartbeat_s
+        )
         self._by_router[router_id] = attachment
         try:
             while True:
@@ -194,7 +212,11 @@ class Attachments:
             attachment.close()
 
     def _frame(
-        self, deltas: list[TokenDelta], events: list[CacheEvents], load: Load | None = None
+        self,
+        deltas: list[TokenDelta],
+        events: list[CacheEvents],
+        load: Load | None = None,
+        columns: TokenColumns | None = None,
     ) -> Frame:
         return Frame(
             self._epoch,
@@ -203,6 +225,7 @@ class Attachments:
             self._last.events_seq,
             self._last.digest,
             self._last.load if load is None else load,
+            columns=columns,
         )
 
     def _snapshot_frames(self, seq: int, hashes: np.ndarray) -> list[Frame]:
@@ -219,3 +242,14 @@ class Attachments:
             )
             for start in starts
         ]
+
+
+def _columns_of(source: int, deltas: DeltaBatch) -> TokenColumns | None:
+    """The single tokens of one router's streams."""
+    mine = deltas.sources == source
+    count = np.count_nonzero(mine)
+    if count == 0:
+        return None
+    if count == len(mine):
+        return TokenColumns(deltas.stream_ids, deltas.index, deltas.token_ids)
+    return TokenColumns(deltas.stream_ids[mine], deltas.index[mine], deltas.token_ids[mine])

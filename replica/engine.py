@@ -13,18 +13,20 @@ step's output through one callback; `generate` and `stream` are the offline fron
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quire.protos.errors import EngineError, Unavailable
+from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavailable
 from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import EngineArgs, EngineConfig
+from quire.replica.grammar import GrammarCompiler, GrammarState
 from quire.replica.loop import EngineLoop, LoopOutput
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
-from quire.replica.request import Request, validate
+from quire.replica.request import FinishReason, Request, validate
 from quire.replica.scheduler import Scheduler
 
 # So many failed steps in a row are the device's fault (a CUDA error sticks), not that of a request. Without a limit
@@ -74,6 +76,11 @@ class Engine:
         self.epoch: str = scheduler.events.epoch
         self._offline = None if on_output is not None else OfflineFront(self)
         self._loop = EngineLoop(scheduler, runtime.runner, on_output or self._offline.on_output)
+        self._grammars = GrammarCompiler(
+            self.checkpoint / "tokenizer.json", self.config.vocab_size, self.config.eos_token_ids
+        )
+        self._compiling_lock = threading.Lock()
+        self._compiling: dict[Hashable, Request] = {}  # not yet the scheduler's
         self._loop.start()
 
     def submit(self, request: Request) -> None:
@@ -86,12 +93,20 @@ class Engine:
             request's only delta.
         """
         validate(request, self.config)
-        self._loop.post(lambda scheduler: scheduler.add(request))
+        if request.params.grammar is None:
+            self._loop.post(lambda scheduler: scheduler.add(request))
+        else:
+            self._compile(request)
 
     def abort(self, key: Hashable) -> None:
         """End a request if it is still alive; its last delta says `abort`."""
         with contextlib.suppress(Unavailable):  # a closed engine has ended it
-            self._loop.post(lambda scheduler: scheduler.abort(key))
+            compiling = self._take_compiling(key)
+            if compiling is not None:
+                ended = compiling.delta(compiling.num_emitted, [], FinishReason.ABORT)
+                self._loop.post(lambda scheduler: ended)
+            else:
+                self._loop.post(lambda scheduler: scheduler.abort(key))
 
     def call(self, action: Callable[[Scheduler], T]) -> Future[T]:
         """Run `action` on the scheduler between two steps."""
@@ -155,6 +170,9 @@ class Engine:
 
     def close(self) -> None:
         """Stop the loop; requests still alive end with `abort`."""
+        for key in list(self._compiling):
+            self.abort(key)
+        self._grammars.close()
         self._loop.close()
 
     def __enter__(self) -> Engine:
@@ -162,6 +180,36 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _take_compiling(self, key: Hashable, expected: Request | None = None) -> Request | None:
+        """Remove and return the request with this key whose grammar is being compiled, if it is `expected`:
+        whoever gets it, the compiler's thread or an abort, says what becomes of it."""
+        with self._compiling_lock:
+            request = self._compiling.get(key)
+            if request is None or (expected is not None and request is not expected):
+                return None
+            return self._compiling.pop(key)
+
+    def _compile(self, request: Request) -> None:
+        """Queue the request once its grammar is compiled; a failure is its only delta."""
+        if self._compiling.setdefault(request.key, request) is not request:
+            raise InvalidRequest(f"request_id: {request.key!r} is in use", field="request_id")
+
+        def on_done(outcome: GrammarState | QuireError) -> None:
+            if not self._take_compiling(request.key, request):
+                return  # aborted meanwhile; another request may have the key by now
+            if isinstance(outcome, QuireError):
+                self._loop.post(lambda scheduler: request.refusal(outcome))
+                return
+            request.grammar = outcome
+            self._loop.post(lambda scheduler: scheduler.add(request))
+
+        emitted_ids = request.token_ids[request.num_prompt_tokens :].tolist()
+        try:
+            self._grammars.submit(request.params.grammar, emitted_ids, on_done)
+        except QuireError:
+            self._take_compiling(request.key, request)
+            raise
 
     def _front(self) -> OfflineFront:
         if self._offline is None:

@@ -13,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from quire.protos.errors import EngineError, Unavailable
 from quire.protos.wire import CacheEvents, Load
 from quire.replica.plan import RequestDelta, StepPlan, StepResult
+from quire.replica.request import DeltaBatch
 from quire.replica.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class StepRunner(Protocol):
 class LoopOutput:
     """What one turn of the loop sends out."""
 
-    deltas: list[RequestDelta] = field(default_factory=list)
+    deltas: DeltaBatch = field(default_factory=lambda: DeltaBatch([]))
     events: CacheEvents | None = None
     events_seq: int = 0
     digest: int = 0
@@ -75,7 +76,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._closing = False
         self.num_failed_in_a_row = 0  # steps, since the last one that did not fail
-        self._deltas: list[RequestDelta] = []  # of this turn, from mail and from the step
+        self._deltas: list[RequestDelta] = []  # of this turn, without those of a committed step
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
 
     def start(self) -> None:
@@ -95,7 +96,7 @@ class EngineLoop:
 
     def load(self) -> Load:
         """What the router's cost needs; a reading from another thread may be one step old."""
-        return replace(self._scheduler.load(), num_compiles=self._runner.num_compiles)
+        return self._scheduler.load(self._runner.num_compiles)
 
     def post(self, action: Callable[[Scheduler], RequestDelta | None]) -> None:
         """Run `action` in the loop between two steps; a delta it returns is sent like any other.
@@ -148,11 +149,9 @@ class EngineLoop:
                 self._drain_mailbox()
                 plan = self._scheduler.plan(self._clock())
                 if plan is not None:
-                    self._step(plan)
+                    self._send(self._step(plan))
                 else:
-                    self._deltas.extend(self._scheduler.take_ended())
-                self._send()
-                if plan is None:
+                    self._send(DeltaBatch(self._scheduler.take_ended()))
                     self._sleep()
         except Exception:
             logger.exception("the engine's loop failed")
@@ -165,11 +164,11 @@ class EngineLoop:
         try:
             self._drain_mailbox()
             self._deltas.extend(self._scheduler.abort_all())
-            self._send()
+            self._send(DeltaBatch([]))
         except Exception:  # after a failed turn the scheduler may be in any state
             logger.exception("the engine's loop could not end its requests")
 
-    def _step(self, plan: StepPlan) -> None:
+    def _step(self, plan: StepPlan) -> DeltaBatch:
         try:
             result = self._runner.collect(self._runner.launch(plan))
         except Exception as error:
@@ -177,20 +176,21 @@ class EngineLoop:
             logger.exception("step %d failed", plan.step)
             self.num_failed_in_a_row += 1
             message = f"the engine failed in step {plan.step} ({type(error).__name__})"
-            self._deltas.extend(self._scheduler.fail_step(plan, EngineError(message)))
-            return
+            return DeltaBatch(self._scheduler.fail_step(plan, EngineError(message)))
         self.num_failed_in_a_row = 0
-        self._deltas.extend(self._scheduler.commit(plan, result, self._clock()))
+        return self._scheduler.commit(plan, result, self._clock())
 
     def _drain_mailbox(self) -> None:
         while self._mail:
             self._mail.popleft()()
 
-    def _send(self) -> None:
+    def _send(self, deltas: DeltaBatch) -> None:
         events = self._scheduler.events
         batch = events.flush()
-        deltas, self._deltas = self._deltas, []
-        if not deltas and batch is None:
+        if self._deltas:
+            deltas.whole[:0] = self._deltas
+            self._deltas = []
+        if not len(deltas) and batch is None:
             return
         self._on_output(LoopOutput(deltas, batch, events.seq, events.digest, self.load()))
 

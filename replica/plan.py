@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -50,6 +51,14 @@ class Penalties:
     # (row, prompt ids, output ids) of those that have sampled nothing since they got their row
 
 
+class TokenMask(Protocol):
+    """Where a row is in its grammar."""
+
+    def mask(self) -> np.ndarray:
+        """[ceil(vocab / 32)] int32, bit i of word w set: id 32 * w + i may come next."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """Columns for the rows that sample a token in this step, in the order of the rows. S of them."""
@@ -69,12 +78,17 @@ class SamplingBatch:
     min_p: np.ndarray | None = None  # [S] float32, 0 = off
     rules: tuple[tuple[int, TokenRules], ...] = ()  # (index in [0, S), what holds there)
     penalties: Penalties | None = None
+    # (index in [0, S), its grammar): the sampler asks for the masks once the forward pass is launched
+    grammars: tuple[tuple[int, TokenMask], ...] = ()
     logprobs: tuple[tuple[int, int], ...] = ()  # (index in [0, S), number of likeliest ids wanted)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step for the runner. `num_rows` = n, T tokens."""
+    """One step for the runner. `num_rows` = n, T tokens.
+
+    `block_tables` lies in one of two buffers: valid until the second plan after this one is made.
+    """
 
     step: int  # counts up from 1
     num_decode_rows: int  # the first rows have one token each

@@ -34,13 +34,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, RoutingHasher
+from quire.protos.wire import (
+    ROUTING_BLOCK_TOKENS,
+    RoutingHasher,
+    routing_block_sums,
+    routing_hashes,
+)
 from quire.replica.blocks import IntegrityError
 from quire.replica.events import EventLog
 from quire.replica.groups import FULL_ATTENTION, LayerGroup
 
-# Routing hashers kept, one per tenant: each holds a table of 256 KiB.
-_MAX_HASHERS = 32
+# Tenants whose chain seeds are kept: the key of a routing hash costs microseconds to make.
+_MAX_SEEDS = 1024
+_MASK64 = 2**64 - 1
 _ROOT = bytes(16)
 
 
@@ -88,14 +94,14 @@ class Entry:
 
     def __init__(
         self,
-        num_groups: int,
+        blocks: list[int | None],
         digest: bytes,
         token_bytes: bytes,
         tenant: str,
         parent: Entry | None,
     ):
         self.alive = True  # in the index
-        self.blocks: list[int | None] = [None] * num_groups
+        self.blocks = blocks  # [G]
         self.digest = digest
         self.token_bytes = token_bytes  # block_size int32
         self.tenant = tenant
@@ -103,8 +109,9 @@ class Entry:
         self.depth = 0 if parent is None else parent.depth + 1
         self.num_children = 0  # entries that continue this one
         self.num_rows = 0  # running rows whose last indexed block this is
-        self.routing_hashes: list[int] = []  # of the routing blocks that end in this block
-        self.routing_sum = np.uint64(0) if parent is None else parent.routing_sum
+        # Of the routing blocks that end in this block, once they are hashed.
+        self.routing_hashes: Sequence[int] = ()
+        self.routing_sum = 0  # at the block's end, if that ends a routing block
 
     def is_content(self, token_bytes: bytes, tenant: str, parent: Entry | None) -> bool:
         return self.parent is parent and self.token_bytes == token_bytes and self.tenant == tenant
@@ -164,9 +171,16 @@ class PrefixCache:
         self._events = events
         self._by_digest: dict[bytes, Entry] = {}
         self._by_block: list[Entry | None] = [None] * num_blocks
-        self._hasher = functools.lru_cache(_MAX_HASHERS)(
-            functools.partial(RoutingHasher, model_name, revision)
-        )
+        self._unhashed: list[Entry] = []  # end a routing block that is not hashed yet, in order
+        # Entries whose tokens make up a routing block, and routing blocks in an entry.
+        self._span = max(1, ROUTING_BLOCK_TOKENS // block_size)
+        self._routing_blocks = max(1, block_size // ROUTING_BLOCK_TOKENS)
+
+        @functools.lru_cache(_MAX_SEEDS)
+        def chain_seed(tenant: str) -> int:
+            return int(RoutingHasher(model_name, revision, tenant).chain_seed)
+
+        self._chain_seed = chain_seed
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -230,11 +244,13 @@ class PrefixCache:
         self,
         blocks: Sequence[int],
         parent: Entry | None,
-        token_ids: np.ndarray,
+        token_bytes: bytes,
         chain: ContentChain,
         i: int,
     ) -> Entry | None:
         """Index the i-th blocks of a sequence, whose KV the step being planned will complete.
+
+        Its routing hash is told by the next `hash_new`.
 
         Parameters
         ----------
@@ -242,8 +258,8 @@ class PrefixCache:
             [G] the sequence's own block in each group.
         parent
             What this returned for the block before; None for the first.
-        token_ids
-            [block_size] int32, the block's own tokens.
+        token_bytes
+            The block's own tokens, block_size int32.
         chain
             Names of the sequence's blocks, at least the first i of them.
 
@@ -255,22 +271,74 @@ class PrefixCache:
         """
         if (i > 0) != (parent is not None) or (parent is not None and not parent.alive):
             return None
-        token_bytes = token_ids.astype(np.int32, copy=False).tobytes()
-        digest = chain.digests[i] if i < len(chain.digests) else chain.extend(token_bytes)
+        digests = chain.digests
+        digest = digests[i] if i < len(digests) else chain.extend(token_bytes)
         entry = self._by_digest.get(digest)
         if entry is None:
-            entry = Entry(len(self.groups), digest, token_bytes, chain.tenant, parent)
+            entry = Entry(list(blocks), digest, token_bytes, chain.tenant, parent)
             if parent is not None:
                 parent.num_children += 1
             self._by_digest[digest] = entry
-            self._hold_routing_hashes(entry)
-        elif not entry.is_content(token_bytes, chain.tenant, parent):
+            if (i + 1) % self._span == 0:
+                self._unhashed.append(entry)
+            for block in blocks:
+                self._by_block[block] = entry
+            return entry
+        if not entry.is_content(token_bytes, chain.tenant, parent):
             return None
         for g, block in enumerate(blocks):
             if entry.blocks[g] is None:
                 entry.blocks[g] = block
                 self._by_block[block] = entry
         return entry
+
+    @property
+    def num_unhashed(self) -> int:
+        """Entries that end a routing block whose hash has not been told."""
+        return len(self._unhashed)
+
+    def hash_new(self) -> None:
+        """Hash the routing blocks that end with the blocks registered since the last call, all in one pass,
+        and tell the events.
+
+        An entry leaves the index only after all that continue it, so the routing block's last entry is the
+        first of its entries to go: the hash lives and dies with that one.
+        """
+        if not self._unhashed:
+            return
+        entries, self._unhashed = self._unhashed, []
+        parts: list[bytes] = []  # tokens of the routing blocks
+        before: list[Entry | None] = []  # the entry before each routing block
+        starts: list[int] = []
+        seeds: list[int] = []
+        for entry in entries:
+            run, first = [entry.token_bytes], entry
+            for _ in range(self._span - 1):
+                first = first.parent
+                run.append(first.token_bytes)
+            parts.extend(reversed(run))
+            before.append(first.parent)
+            starts.append(first.depth * self.block_size)
+            seeds.append(self._chain_seed(entry.tenant))
+        per_entry = self._routing_blocks
+        begin, keys = np.array(starts), np.array(seeds, np.uint64)
+        if per_entry > 1:
+            begin = (begin[:, None] + np.arange(0, self.block_size, ROUTING_BLOCK_TOKENS)).ravel()
+            keys = np.repeat(keys, per_entry)
+        ids = np.frombuffer(b"".join(parts), np.int32).reshape(-1, ROUTING_BLOCK_TOKENS)
+        added = iter(routing_block_sums(begin, ids).tolist())
+        sums: list[int] = []
+        for entry, parent in zip(entries, before, strict=True):
+            # Parents come before their children, so theirs is complete.
+            running = 0 if parent is None else parent.routing_sum
+            for _ in range(per_entry):
+                running = (running + next(added)) & _MASK64
+                sums.append(running)
+            entry.routing_sum = running
+        hashes = routing_hashes(np.array(sums, np.uint64), keys).tolist()
+        for n, entry in enumerate(entries):
+            entry.routing_hashes = hashes[n * per_entry : (n + 1) * per_entry]
+        self._events.hold(hashes)
 
     def forget(self, block: int) -> None:
         """Drop a block from the index.
@@ -297,6 +365,12 @@ class PrefixCache:
         if entry is not None:
             entry.num_rows += 1
 
+    def advance_entry(self, entry: Entry) -> None:
+        """A running row's last indexed block is this entry's, and was that of the entry before, if any."""
+        entry.num_rows += 1
+        if entry.parent is not None:
+            entry.parent.num_rows -= 1  # it stays: this entry continues it
+
     def release_entry(self, entry: Entry | None) -> None:
         """It no longer is."""
         if entry is not None:
@@ -308,6 +382,7 @@ class PrefixCache:
         while entry is not None and not (
             entry.num_children or entry.num_rows or any(b is not None for b in entry.blocks)
         ):
+            self.hash_new()  # or it would be hashed, and held, after it is gone
             entry.alive = False
             del self._by_digest[entry.digest]
             self._events.drop(entry.routing_hashes)
@@ -323,6 +398,7 @@ class PrefixCache:
         for entry in self._by_digest.values():
             entry.alive = False
         self._by_digest.clear()
+        self._unhashed.clear()
         self._events.clear()
         return blocks
 
@@ -353,25 +429,3 @@ class PrefixCache:
             raise IntegrityError("a block is indexed that no entry has")
         if holders != self._events.held():
             raise IntegrityError("the routing hashes held are not those of the indexed blocks")
-
-    def _hold_routing_hashes(self, entry: Entry) -> None:
-        """Hash the routing blocks that end with this block.
-
-        An entry leaves the index only after all that continue it, so the routing block's last entry is the
-        first of its entries to go: the hash lives and dies with that one.
-        """
-        end = (entry.depth + 1) * self.block_size
-        if end % ROUTING_BLOCK_TOKENS:
-            return
-        span = max(1, ROUTING_BLOCK_TOKENS // self.block_size)
-        parts: list[bytes] = []
-        part: Entry | None = entry
-        while part is not None and len(parts) < span:
-            parts.append(part.token_bytes)
-            part = part.parent
-        token_ids = np.frombuffer(b"".join(reversed(parts)), np.int32)
-        hashes, entry.routing_sum = self._hasher(entry.tenant).extend(
-            entry.routing_sum, end - len(token_ids), token_ids
-        )
-        entry.routing_hashes = hashes.tolist()
-        self._events.hold(entry.routing_hashes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import overload
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from quire.replica.config import EngineConfig
 from quire.replica.plan import RequestDelta
 from quire.replica.prefix import ContentChain, Entry
 from quire.replica.sampling_checks import check_int, is_real, refuse, validate_distribution
+
+if TYPE_CHECKING:
+    from quire.replica.grammar import GrammarState
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TEMPERATURE = 1e6  # already uniform for any logits; keeps float32 arithmetic finite
@@ -67,6 +70,9 @@ class Request:
         first new token has this index.
     tenant
         Cache key: tenants never share blocks.
+    source, stream_id
+        Numbers of who gets the tokens and of the stream there: what a frame is sorted and labelled by, so
+        that no step looks at the keys.
     arrival_s, deadline_s
         Absolute times of the clock that `Scheduler.plan` is called with, in seconds. Without an arrival the
         queue time is reported as 0.
@@ -82,6 +88,8 @@ class Request:
         *,
         num_emitted: int = 0,
         tenant: str = "",
+        source: int = 0,
+        stream_id: int = 0,
         arrival_s: float | None = None,
         deadline_s: float | None = None,
         priority: int = 0,
@@ -90,6 +98,8 @@ class Request:
         self.params = params
         self.num_emitted = num_emitted
         self.tenant = tenant
+        self.source = source
+        self.stream_id = stream_id
         self.arrival_s = arrival_s
         self.deadline_s = deadline_s
         self.priority = priority
@@ -101,6 +111,7 @@ class Request:
         self.num_indexed = 0  # of its leading blocks, while it has a row
         self.tip: Entry | None = None  # of the last of them
         self.num_cached_tokens = 0  # of the prompt, at first admission
+        self.grammar: GrammarState | None = None  # compiled before the scheduler sees the request
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         try:
@@ -108,6 +119,7 @@ class Request:
         except ValueError as error:  # lists of different lengths
             raise InvalidRequest("prompt: must be a flat list", field="prompt") from error
         self.num_tokens = self._tokens.size
+        self._newest: list[bytes] = []  # int32, not yet in the array
         # What the client sent: without the output of an earlier attempt.
         self.num_prompt_tokens = self.num_tokens - num_emitted
 
@@ -115,6 +127,8 @@ class Request:
     def token_ids(self) -> np.ndarray:
         """[num_tokens] prompt and output so far; a view. A running request's newest tokens, less than a
         block of them, are in the row table until `RowTable.flush`."""
+        if self._newest:
+            self._join()
         return self._tokens[: self.num_tokens]
 
     @property
@@ -130,15 +144,21 @@ class Request:
         eos = () if self.params.ignore_eos else eos_token_ids
         self.stop_ids = frozenset(self.params.stop_token_ids).union(eos)
 
-    def append(self, token_ids: np.ndarray) -> None:
-        """Append generated tokens, [n] int32; the array doubles when it is full."""
-        end = self.num_tokens + len(token_ids)
+    def append(self, token_bytes: bytes) -> None:
+        """Append generated tokens, int32. Few requests are ever read back, so it only takes them down."""
+        self._newest.append(token_bytes)
+        self.num_tokens += len(token_bytes) // 4
+
+    def _join(self) -> None:
+        """Put the newest tokens into the array, which doubles when it is full."""
+        newest = np.frombuffer(b"".join(self._newest), np.int32)
+        self._newest.clear()
+        begin, end = self.num_tokens - len(newest), self.num_tokens
         if end > len(self._tokens):
             grown = np.empty(min(max(2 * len(self._tokens), end), self.max_length), dtype=np.int32)
-            grown[: self.num_tokens] = self.token_ids
+            grown[:begin] = self._tokens[:begin]
             self._tokens = grown
-        self._tokens[self.num_tokens : end] = token_ids
-        self.num_tokens = end
+        self._tokens[begin:end] = newest
 
     def enter(self, phase: Phase) -> None:
         """Change phase.
@@ -151,6 +171,25 @@ class Request:
         if phase not in ALLOWED_TRANSITIONS[self.phase]:
             raise ValueError(f"request {self.key!r} cannot go from {self.phase} to {phase}")
         self.phase = phase
+
+    def refusal(self, error: QuireError) -> RequestDelta:
+        """The only delta of a request that was never queued."""
+        return self.delta(self.num_emitted, [], FinishReason.ERROR, error)
+
+    def stuck_error(self, index: int) -> InvalidRequest:
+        """Why no token may come at output index `index`."""
+        if self.grammar is not None and self.grammar.error:
+            field = self.params.grammar.field
+            return InvalidRequest(
+                f"{field}: failed at output index {index}: {self.grammar.error}", field=field
+            )
+        fields = ["allowed_token_ids", "bad_words", "min_tokens"]
+        if self.params.grammar is not None:
+            fields.append(self.params.grammar.field)
+        return InvalidRequest(
+            f"{', '.join(fields)} together leave no token to choose from at output index {index}",
+            field="allowed_token_ids",
+        )
 
     def delta(
         self,
@@ -178,45 +217,68 @@ def _elapsed_s(start_s: float | None, end_s: float | None) -> float:
     return 0.0 if start_s is None or end_s is None else max(0.0, end_s - start_s)
 
 
-class DeltaBatch(Sequence[RequestDelta]):
-    """The deltas of one step as columns: a `RequestDelta` is made only for whoever asks for it.
+_NO_KEYS = np.empty(0, object)
+_NO_NUMBERS = np.empty(0, np.int32)
 
-    Most rows of a step only gain one token. Making an object for each of them would cost more than all the
-    rest of `commit`, so the batch keeps (key, index, token) columns, and complete deltas for the rows whose
-    first or last token this is.
+
+class DeltaBatch(Sequence[RequestDelta]):
+    """The deltas of one step: complete ones, and columns for the rows that only gained one token.
+
+    Most rows of a step are of the second kind. An object for each of them would cost more than all the rest
+    of `commit`, so a `RequestDelta` is made only for whoever iterates.
 
     Parameters
     ----------
+    whole
+        First or last deltas of their requests, in the order of events.
     keys
         [n] owners' names.
+    sources, stream_ids
+        [n] int32 and [n] int64, see `Request`.
     index
         [n] int32, absolute output index of the token.
     token_ids
-        [n] int64, one new token per row.
-    complete
-        Position in [0, n) to the delta that replaces the columns there.
-    others
-        Deltas of requests that ended without a token in this step; they come first.
+        [n] integers, one new token per row.
     """
 
-    __slots__ = ("_complete", "_index", "_keys", "_others", "_token_ids")
+    __slots__ = ("index", "keys", "sources", "stream_ids", "token_ids", "whole")
 
     def __init__(
         self,
-        keys: np.ndarray,
-        index: np.ndarray,
-        token_ids: np.ndarray,
-        complete: dict[int, RequestDelta],
-        others: list[RequestDelta],
+        whole: list[RequestDelta],
+        keys: np.ndarray = _NO_KEYS,
+        sources: np.ndarray = _NO_NUMBERS,
+        stream_ids: np.ndarray = _NO_NUMBERS,
+        index: np.ndarray = _NO_NUMBERS,
+        token_ids: np.ndarray = _NO_NUMBERS,
     ):
-        self._keys = keys
-        self._index = index
-        self._token_ids = token_ids
-        self._complete = complete
-        self._others = others
+        self.whole = whole
+        self.keys = keys
+        self.sources = sources
+        self.stream_ids = stream_ids
+        self.index = index
+        self.token_ids = token_ids
+
+    @property
+    def num_single(self) -> int:
+        """Rows in the columns."""
+        return len(self.keys)
+
+    def without(self, positions: Iterable[int]) -> DeltaBatch:
+        """The batch without these rows of its columns."""
+        keep = np.ones(len(self.keys), bool)
+        keep[list(positions)] = False
+        return DeltaBatch(
+            self.whole,
+            self.keys[keep],
+            self.sources[keep],
+            self.stream_ids[keep],
+            self.index[keep],
+            self.token_ids[keep],
+        )
 
     def __len__(self) -> int:
-        return len(self._others) + len(self._keys)
+        return len(self.whole) + len(self.keys)
 
     @overload
     def __getitem__(self, i: int) -> RequestDelta: ...
@@ -228,21 +290,9 @@ class DeltaBatch(Sequence[RequestDelta]):
         return list(self)[i]
 
     def __iter__(self) -> Iterator[RequestDelta]:
-        yield from self._others
-        if not self._complete:
-            tokens = self._token_ids[:, None].tolist()
-            yield from map(RequestDelta, self._keys.tolist(), self._index.tolist(), tokens)
-            return
-        columns = zip(
-            range(len(self._keys)),
-            self._keys.tolist(),
-            self._index.tolist(),
-            self._token_ids.tolist(),
-            strict=True,
-        )
-        for i, key, index, token in columns:
-            delta = self._complete.get(i)
-            yield RequestDelta(key, index, [token]) if delta is None else delta
+        yield from self.whole
+        tokens = self.token_ids[:, None].tolist()
+        yield from map(RequestDelta, self.keys.tolist(), self.index.tolist(), tokens)
 
 
 def validate(request: Request, config: EngineConfig) -> None:

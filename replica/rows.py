@@ -1,8 +1,8 @@
 """The row table: what a step needs of every running request, as columns.
 
 A request keeps its row from admission to its end or soft reset. Whatever happens to every decoding row in
-every step is a numpy operation over columns; Python runs for a row only when a block of it fills up, when a
-new block is needed, or when it ends.
+every step is a numpy operation over columns; Python runs for a row only when a block of it fills up or when it ends.
+What stays the same while no row comes or goes is gathered once (`DecodeRows`), not in every step.
 
 ```
  position of a row      0 ........ num_tokens ...... length        max_length
@@ -10,8 +10,8 @@ new block is needed, or when it ends.
                         0 ... num_computed (KV written once the planned step has run)
 ```
 
-The newest tokens wait in `tail`, one block wide, until their block is full: so a token costs no Python, and a
-request's own array is written once a block.
+The block that a row is writing lies in `tail`, whole, prompt tokens included; its generated tokens are handed
+to the request when it is full: so a token costs no Python.
 
 Of each layer group a row owns the blocks in [first_block, num_blocks) of its table: those before were given back
 when they fell out of the reach of every query to come, those after are allocated when their tokens are.
@@ -19,7 +19,8 @@ when they fell out of the reach of every query to come, those after are allocate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,57 @@ from quire.replica.request import FinishReason, Phase, Request
 
 # Below this the distribution is a point for any logits that differ by more than float32 rounding.
 GREEDY_TEMPERATURE = 1e-5
+
+
+@dataclass(slots=True)
+class DecodeRows:
+    """The decoding rows, D of them: columns gathered when a row came or went, and where each row stands.
+
+    Arrays are replaced, never written to, so plans and delta batches may keep them.
+    """
+
+    ids: np.ndarray  # [D] int64
+    cu_q: np.ndarray  # [D + 1] int32
+    keys: np.ndarray  # [D] object
+    sources: np.ndarray  # [D] int32
+    stream_ids: np.ndarray  # [D] int64
+    num_prompt_tokens: np.ndarray  # [D] int32
+    max_length: np.ndarray  # [D] int32
+    temperature: np.ndarray  # [D] float32
+    top_k: np.ndarray  # [D] int32
+    top_p: np.ndarray  # [D] float32
+    seed: np.ndarray  # [D] uint64
+    choice: np.ndarray  # [D] int32
+    table_begin: np.ndarray  # [D] int64, where the row begins in the flattened tables of a group
+    tail_begin: np.ndarray  # [D] int64, where it begins in the flattened tails
+    is_plain: bool  # no row has a minimum of tokens, a constraint, a penalty, min_p or log-probs
+    # Where the next step computes each row's token; `RowTable.decode_rows` sets them.
+    position: np.ndarray  # [D] int32
+    block_index: np.ndarray  # [D] int32, in the row's table
+    offset: np.ndarray  # [D] int32, in the block
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+_SPARE_COLUMNS = (
+    8  # of a planned table: it is gathered anew when the longest row has so many more blocks
+)
+
+
+@dataclass(slots=True)
+class _PlannedTables:
+    """The block tables of one of the last two plans, brought up to date for the next but one.
+
+    While no row comes or goes only the rows whose blocks changed are copied: gathering all of them would cost
+    half a megabyte a step for 1024 rows of 4096 tokens.
+    """
+
+    tables: np.ndarray = field(
+        default_factory=lambda: np.empty((0, 0, 0), np.int32)
+    )  # [G, n, width + spare]
+    decodes: DecodeRows | None = None  # whose tables these are; None: of a mixed plan
+    changed: list[np.ndarray] = field(default_factory=list)  # decoding rows with other blocks since
 
 
 class RowTable:
@@ -66,6 +118,8 @@ class RowTable:
         self.sliding = [g for g, group in enumerate(groups) if not group.is_full]
         self.requests: list[Request | None] = [None] * max_rows
         self.keys = np.empty(max_rows, dtype=object)  # [R] owners' names
+        self.sources = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.source`
+        self.stream_ids = np.zeros(max_rows, dtype=np.int64)  # [R] `Request.stream_id`
         self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
         self.decoding = np.zeros(max_rows, dtype=bool)  # [R] its phase is DECODING
         self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
@@ -92,6 +146,7 @@ class RowTable:
         self._penalised = np.zeros(max_rows, dtype=bool)
         self._ruled = np.zeros(max_rows, dtype=bool)
         self._has_bad_words = np.zeros(max_rows, dtype=bool)
+        self._has_grammar = np.zeros(max_rows, dtype=bool)
         num_groups = len(self.groups)
         self.first_block = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
         self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
@@ -100,6 +155,10 @@ class RowTable:
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
         self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
         self._free = list(range(max_rows - 1, -1, -1))
+        self._decode_rows: DecodeRows | None = None  # None: a row came or went
+        self._planned = [_PlannedTables(), _PlannedTables()]
+        self.num_decode_tokens = 0  # KV of the decoding rows
+        self.num_missing_tokens = 0  # that the prefilling rows still have to compute
 
     @property
     def num_free(self) -> int:
@@ -122,6 +181,8 @@ class RowTable:
         request.row = row
         self.requests[row] = request
         self.keys[row] = request.key
+        self.sources[row] = request.source
+        self.stream_ids[row] = request.stream_id
         self.active[row] = True
         self.decoding[row] = False
         self.arrival_index[row] = request.arrival_index
@@ -137,6 +198,7 @@ class RowTable:
         self.seed[row] = params.seed
         self.choice[row] = params.choice
         self._claim_constraints(row, params)
+        self._has_grammar[row] = request.grammar is not None
         self.stop_ids[row] = tuple(sorted(request.stop_ids))
         self._num_enders[list(request.stop_ids)] += 1
         for g, (group, own) in enumerate(zip(self.groups, blocks, strict=True)):
@@ -144,6 +206,9 @@ class RowTable:
             self.first_block[g, row] = first
             self.num_blocks[g, row] = first + len(own)
             self.block_tables[g, row, first : first + len(own)] = own
+        full = request.num_tokens - request.num_tokens % self.block_size
+        self._tail[row, : request.num_tokens - full] = request.token_ids[full:]
+        self.num_missing_tokens += request.num_tokens - num_computed
         return row
 
     def _claim_constraints(self, row: int, params: SamplingParams) -> None:
@@ -160,6 +225,12 @@ class RowTable:
         self.bad_words[row] = BadWords(params.bad_words) if params.bad_words else None
         self._has_bad_words[row] = bool(params.bad_words)
 
+    def begin_decoding(self, rows: np.ndarray) -> None:
+        """These prefilling rows have sampled their first token and decode from now on."""
+        self.decoding[rows] = True
+        self._decode_rows = None
+        self.num_decode_tokens += int(self.num_computed[rows].sum())
+
     def vacate(self, row: int) -> list[int]:
         """Take the row from its request, whose tokens are complete afterwards.
 
@@ -171,6 +242,11 @@ class RowTable:
         self.flush(row)
         request = self.request(row)
         blocks = self.blocks(row)
+        if self.decoding[row]:
+            self._decode_rows = None
+            self.num_decode_tokens -= int(self.num_computed[row])
+        else:
+            self.num_missing_tokens -= int(self.length[row] - self.num_computed[row])
         request.row = -1
         self.requests[row] = None
         self.keys[row] = None
@@ -199,13 +275,13 @@ class RowTable:
         return self.block_tables[:, row, :end].T[owned].tolist()
 
     def flush(self, row: int) -> None:
-        """Move the row's newest tokens to its request. They never span two blocks: a full block is flushed
+        """Hand the row's newest tokens to its request. They never span two blocks: a full block is flushed
         in the step that computes its last token."""
         request = self.request(row)
         count = int(self.length[row]) - request.num_tokens
         if count:
             start = request.num_tokens % self.block_size
-            request.append(self._tail[row, start : start + count])
+            request.append(self._tail[row, start : start + count].tobytes())
 
     def newest_output(self, row: int, count: int) -> tuple[int, ...]:
         """The last `count` tokens of the row's output, or all of it if it has fewer."""
@@ -217,24 +293,96 @@ class RowTable:
 
     # -- planning ----------------------------------------------------------------------------------------
 
-    def decode_rows(self) -> np.ndarray:
-        """[D] int64, the rows that are decoding."""
-        return np.flatnonzero(self.decoding)
+    def decode_rows(self) -> DecodeRows:
+        """The rows that are decoding, and where they stand now."""
+        decodes = self._decode_rows
+        if decodes is None:
+            decodes = self._decode_rows = self._gather_decode_rows()
+        decodes.position = self.num_computed[decodes.ids]
+        decodes.block_index = decodes.position // self.block_size
+        decodes.offset = decodes.position - decodes.block_index * self.block_size
+        return decodes
 
-    def lacking_block(self, rows: np.ndarray) -> np.ndarray:
-        """Those of `rows` whose next token has no block yet."""
+    def _gather_decode_rows(self) -> DecodeRows:
+        ids = np.flatnonzero(self.decoding)
+        num_prompt_tokens = self.num_prompt_tokens[ids]
+        nowhere = np.empty(0, np.int32)
+        return DecodeRows(
+            ids=ids,
+            cu_q=np.arange(len(ids) + 1, dtype=np.int32),
+            keys=self.keys[ids],
+            sources=self.sources[ids],
+            stream_ids=self.stream_ids[ids],
+            num_prompt_tokens=num_prompt_tokens,
+            max_length=self.max_length[ids],
+            temperature=self.temperature[ids],
+            top_k=self.top_k[ids],
+            top_p=self.top_p[ids],
+            seed=self.seed[ids],
+            choice=self.choice[ids],
+            table_begin=ids * self.block_tables.shape[2],
+            tail_begin=ids * self.block_size,
+            is_plain=not self._is_special(ids, num_prompt_tokens).any(),
+            position=nowhere,
+            block_index=nowhere,
+            offset=nowhere,
+        )
+
+    def _is_special(self, rows: np.ndarray, num_prompt_tokens: np.ndarray) -> np.ndarray:
+        """[n] bool, the rows that need more than temperature, top-k, top-p and noise."""
+        return (
+            (self.min_length[rows] > num_prompt_tokens)
+            | self._penalised[rows]
+            | self._ruled[rows]
+            | self._has_bad_words[rows]
+            | self._has_grammar[rows]
+            | (self.logprobs[rows] >= 0)
+            | (self.min_p[rows] > 0)
+        )
+
+    def are_unchanged(self, decodes: DecodeRows) -> bool:
+        """Whether no decoding row has come or gone since `decodes` was handed out."""
+        return self._decode_rows is decodes
+
+    def lacking_block(self, decodes: DecodeRows) -> np.ndarray:
+        """[n] int64, those of the rows whose next token has no block yet."""
         # A decoding row has as many blocks in every group.
-        return rows[self.num_computed[rows] >= self.num_blocks[0, rows] * self.block_size]
+        return decodes.ids[decodes.block_index >= self.num_blocks[0][decodes.ids]]
 
-    def completing_block(self, rows: np.ndarray) -> np.ndarray:
-        """Those of `rows` whose next token fills its block."""
-        return rows[(self.num_computed[rows] + 1) % self.block_size == 0]
+    def fill_blocks(
+        self, decodes: DecodeRows
+    ) -> Iterator[tuple[int, Request, int, list[int], bytes]]:
+        """Flush the rows whose next token fills its block.
+
+        Yields
+        ------
+        Row, its request, the block's index in the row's tables, the block of each group, and its tokens as
+        int32.
+        """
+        filled = decodes.offset == self.block_size - 1
+        if not np.count_nonzero(filled):
+            return
+        full = filled.nonzero()[0]
+        rows, index = decodes.ids[full], decodes.block_index[full]
+        blocks = self.block_tables[:, rows, index].T.tolist()
+        raw = self._tail[rows].tobytes()
+        width = 4 * self.block_size
+        requests = self.requests
+        begin = 0
+        for row, i, own in zip(rows.tolist(), index.tolist(), blocks, strict=True):
+            token_bytes = raw[begin : begin + width]
+            begin += width
+            request = requests[row]
+            known = request.num_tokens - i * self.block_size  # the request has the block's head
+            request.append(token_bytes[4 * known :] if known else token_bytes)
+            yield row, request, i, own, token_bytes
 
     def append_blocks(self, rows: np.ndarray, blocks: Sequence[int]) -> None:
         """Append one block of each group to the tables of each row; [G * len(rows)] blocks."""
         shape = (len(self.groups), len(rows))
         self.block_tables[:, rows, self.num_blocks[0, rows]] = np.reshape(blocks, shape)
         self.num_blocks[:, rows] += 1
+        self._tables_changed(rows)
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append equally many blocks to each sliding group's table of a row."""
@@ -257,7 +405,20 @@ class RowTable:
                 freed += table.tolist()
                 table[:] = 0
                 self.first_block[g, row] = end
+            self._tables_changed(rows[stale][self.decoding[rows[stale]]])
         return freed
+
+    def replace_block(self, g: int, row: int, i: int, block: int) -> None:
+        """Put another block with the same content in the i-th place of the row's table of group g."""
+        self.block_tables[g, row, i] = block
+        if self.decoding[row]:
+            self._tables_changed(np.array([row]))
+
+    def _tables_changed(self, rows: np.ndarray) -> None:
+        """These decoding rows have other blocks than the last plans."""
+        if len(rows):
+            for planned in self._planned:
+                planned.changed.append(rows)
 
     def newest(self) -> Request:
         """The running request that was submitted last."""
@@ -265,14 +426,16 @@ class RowTable:
         return self.request(int(rows[np.argmax(self.arrival_index[rows])]))
 
     def build(
-        self, step: int, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]]
+        self, step: int, decodes: DecodeRows, chunks: Sequence[tuple[int, int]]
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
         """Write a step down and count its tokens as computed.
 
+        The block tables of a plan may be overwritten by the second plan after it.
+
         Parameters
         ----------
-        decode_rows
-            [D] rows that compute their last token.
+        decodes
+            Rows that compute their last token: as `decode_rows` has just returned them.
         chunks
             (row, tokens) of each prefill.
 
@@ -281,43 +444,97 @@ class RowTable:
         The plan, [n] its rows, and [S] the rows of them that sample.
         """
         if chunks:
-            rows = np.concatenate([decode_rows, np.array([row for row, _ in chunks], np.int64)])
-            num_q = np.ones(len(rows), np.int32)
-            num_q[len(decode_rows) :] = [count for _, count in chunks]
-            cu_q = np.zeros(len(rows) + 1, np.int32)
-            np.cumsum(num_q, out=cu_q[1:])
+            return self._build_mixed(step, decodes.ids, chunks)
+        rows, kv_len = decodes.ids, decodes.position + 1
+        # Flat indices: twice as fast as pairs of them.
+        tables = self.block_tables.reshape(len(self.groups), -1)
+        slots = tables.take(decodes.table_begin + decodes.block_index, axis=1).astype(np.int64)
+        slots *= self.block_size
+        slots += decodes.offset
+        if decodes.is_plain:
+            sampling = SamplingBatch(
+                token_index=decodes.cu_q[:-1],
+                temperature=decodes.temperature,
+                top_k=decodes.top_k,
+                top_p=decodes.top_p,
+                seed=decodes.seed,
+                choice=decodes.choice,
+                position=kv_len.astype(np.int64),
+            )
         else:
-            rows, num_q = decode_rows, np.int32(1)
-            cu_q = np.arange(len(rows) + 1, dtype=np.int32)
+            sampling = self._sampling(rows, decodes.cu_q[:-1])
+        plan = StepPlan(
+            step=step,
+            num_decode_rows=len(rows),
+            token_ids=self.last_token[rows],
+            positions=decodes.position,
+            cu_q=decodes.cu_q,
+            kv_len=kv_len,
+            block_tables=self._plan_tables(rows, int(decodes.block_index.max()) + 1, decodes),
+            slots=slots,
+            sampling=sampling,
+        )
+        self.num_computed[rows] = kv_len
+        self.num_decode_tokens += len(rows)
+        return plan, rows, rows
+
+    def _build_mixed(
+        self, step: int, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]]
+    ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
+        rows = np.concatenate([decode_rows, np.array([row for row, _ in chunks], np.int64)])
+        num_q = np.ones(len(rows), np.int32)
+        num_q[len(decode_rows) :] = [count for _, count in chunks]
+        cu_q = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(num_q, out=cu_q[1:])
         start = self.num_computed[rows]
         kv_len = start + num_q
-        if chunks:
-            positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(cu_q[:-1] - start, num_q)
-            row_of_token = np.repeat(rows, num_q)
-            token_ids = self._chunk_tokens(decode_rows, chunks, cu_q)
-            samples = np.flatnonzero(kv_len == self.length[rows])
-            sample_rows, token_index = rows[samples], cu_q[samples + 1] - 1
-        else:
-            positions, row_of_token, token_ids = start, rows, self.last_token[rows]
-            sample_rows, token_index = rows, cu_q[:-1]
+        positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(cu_q[:-1] - start, num_q)
+        samples = np.flatnonzero(kv_len == self.length[rows])
+        sample_rows = rows[samples]
         block_size = self.block_size
-        width = (int(kv_len.max()) + block_size - 1) // block_size
-        slots = self.block_tables[:, row_of_token, positions // block_size].astype(np.int64)
+        block_index = positions // block_size
+        slots = self.block_tables[:, np.repeat(rows, num_q), block_index].astype(np.int64)
         slots *= block_size
-        slots += positions % block_size
+        slots += positions - block_index * block_size
         plan = StepPlan(
             step=step,
             num_decode_rows=len(decode_rows),
-            token_ids=token_ids,
+            token_ids=self._chunk_tokens(decode_rows, chunks, cu_q),
             positions=positions,
             cu_q=cu_q,
             kv_len=kv_len,
-            block_tables=self.block_tables[:, :, :width].take(rows, axis=1),
+            block_tables=self._plan_tables(rows, -(-int(kv_len.max()) // block_size)),
             slots=slots,
-            sampling=self._sampling(sample_rows, token_index),
+            sampling=self._sampling(sample_rows, cu_q[samples + 1] - 1),
         )
         self.num_computed[rows] = kv_len
+        self.num_decode_tokens += len(decode_rows)
+        self.num_missing_tokens -= int(cu_q[-1]) - len(decode_rows)
         return plan, rows, sample_rows
+
+    def _plan_tables(
+        self, rows: np.ndarray, width: int, decodes: DecodeRows | None = None
+    ) -> np.ndarray:
+        """[G, rows, width] int32, the rows' tables in the older of the two buffers.
+
+        Parameters
+        ----------
+        decodes
+            Given when the rows are exactly these.
+        """
+        planned = self._planned[0]
+        self._planned.reverse()
+        tables = planned.tables
+        if decodes is None or planned.decodes is not decodes or width > tables.shape[2]:
+            spare = 0 if decodes is None else _SPARE_COLUMNS
+            planned.tables = tables = self.block_tables[:, :, : width + spare].take(rows, axis=1)
+            planned.decodes = decodes
+        elif planned.changed:
+            changed = np.concatenate(planned.changed)
+            at = np.searchsorted(rows, changed)
+            tables[:, at] = self.block_tables[:, changed, : tables.shape[2]]
+        planned.changed.clear()
+        return tables[:, :, :width]
 
     def _chunk_tokens(
         self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray
@@ -348,6 +565,7 @@ class RowTable:
             ),
             penalties=self._penalties(rows),
             logprobs=self._logprobs(rows),
+            grammars=tuple((i, self.request(int(rows[i])).grammar) for i in self._grammars(rows)),
         )
 
     def _suppressed(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -364,6 +582,10 @@ class RowTable:
             if ids := bad_words.excluded(newest):
                 suppressed.append((i, ids))
         return tuple(suppressed)
+
+    def _grammars(self, rows: np.ndarray) -> list[int]:
+        """Which of `rows` have a grammar."""
+        return np.flatnonzero(self._has_grammar[rows]).tolist()
 
     def _logprobs(self, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
         num_top = self.logprobs[rows]
@@ -390,30 +612,59 @@ class RowTable:
 
     # -- after the step ----------------------------------------------------------------------------------
 
-    def record(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+    def record(
+        self, rows: np.ndarray, token_ids: np.ndarray, tail_begin: np.ndarray | None = None
+    ) -> np.ndarray:
         """Append one sampled token to each row.
 
         Parameters
         ----------
         rows, token_ids
-            [S] rows without repetition, and [S] their tokens.
+            [S] rows without repetition, and [S] int32, their tokens.
+        tail_begin
+            `DecodeRows.tail_begin` when the rows are those.
+
+        Returns
+        -------
+        [S] int32, the lengths of the rows with it.
         """
         position = self.length[rows]
-        self._tail[rows, position % self.block_size] = token_ids
+        if tail_begin is None:
+            tail_begin = rows * self.block_size
+        self._tail.reshape(-1)[tail_begin + position % self.block_size] = token_ids
         self.last_token[rows] = token_ids
-        self.length[rows] = position + 1
+        length = position + 1
+        self.length[rows] = length
+        return length
 
-    def ended(self, rows: np.ndarray, token_ids: np.ndarray) -> dict[int, FinishReason]:
-        """Which rows end with the token just recorded: index in `rows` to the reason."""
-        length = self.length[rows]
-        reasons = dict.fromkeys(
-            np.flatnonzero(length >= self.max_length[rows]).tolist(), FinishReason.LENGTH
-        )
+    def ended(
+        self, rows: np.ndarray, token_ids: np.ndarray, length: np.ndarray, max_length: np.ndarray
+    ) -> dict[int, FinishReason]:
+        """Which rows end with the token just recorded, which grammars take in: index in `rows` to the reason.
+
+        Call it once for each token.
+
+        Parameters
+        ----------
+        rows, token_ids, length, max_length
+            [S] each; the lengths as `record` returned them.
+        """
+        # Both are empty in most steps: counting is the cheapest way to find that out.
+        full = length >= max_length
+        reasons: dict[int, FinishReason] = {}
+        if np.count_nonzero(full):
+            reasons = dict.fromkeys(full.nonzero()[0].tolist(), FinishReason.LENGTH)
         # Only ids that end some running request can end one: few rows get past this look-up.
-        for i in np.flatnonzero(self._num_enders[token_ids]).tolist():
-            row = int(rows[i])
-            if length[i] > self.min_length[row] and int(token_ids[i]) in self.request(row).stop_ids:
-                reasons[i] = FinishReason.STOP
+        enders = self._num_enders[token_ids]
+        if np.count_nonzero(enders):
+            for i in enders.nonzero()[0].tolist():
+                row, token_id = int(rows[i]), int(token_ids[i])
+                if length[i] > self.min_length[row] and token_id in self.request(row).stop_ids:
+                    reasons[i] = FinishReason.STOP
+        for i in self._grammars(rows):
+            grammar = self.request(int(rows[i])).grammar
+            if grammar.advance(int(token_ids[i])):
+                reasons[i] = FinishReason.STOP  # nothing can follow, not even where EOS is none
         return reasons
 
     # -- inspection --------------------------------------------------------------------------------------
@@ -448,6 +699,15 @@ class RowTable:
         owners
             [num_blocks] as `num_owners` counts them.
         """
+        computed = self.num_computed
+        decode = int(computed[self.decoding].sum())
+        prefilling = self.active & ~self.decoding
+        missing = int((self.length - computed)[prefilling].sum())
+        if (decode, missing) != (self.num_decode_tokens, self.num_missing_tokens):
+            raise IntegrityError(
+                f"{self.num_decode_tokens} decoding and {self.num_missing_tokens} missing tokens are "
+                f"counted, there are {decode} and {missing}"
+            )
         for row, request in enumerate(self.requests):
             if bool(self.active[row]) != (request is not None):
                 raise IntegrityError(f"row {row} is active: {self.active[row]}, request: {request}")

@@ -1,7 +1,7 @@
 """From logits to tokens: one vectorised pass over the rows that sample.
 
-Order, as vLLM documents it: allowed ids, suppressed ids (bad words; EOS and stop ids before min_tokens), logit
-bias, penalties, temperature, min-p, top-k, top-p, then the draw. The draw is
+Order, as vLLM documents it: grammar masks, allowed ids, suppressed ids (bad words; EOS and stop ids before
+min_tokens), logit bias, penalties, temperature, min-p, top-k, top-p, then the draw. The draw is
 argmax(logits + Gumbel noise) with noise that is a function of (seed, choice, position, token id), see
 `quire.kernels.noise`. A row's result depends on nothing but its own logits, columns and history. Work that no row
 asks for is not done: a greedy batch is one argmax, a batch without top-k and top-p is never sorted.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from quire.kernels.noise import gumbel, noise_keys
-from quire.replica.plan import NO_TOKEN, SamplingBatch, TokenRules
+from quire.replica.plan import NO_TOKEN, SamplingBatch, TokenMask, TokenRules
 from quire.replica.token_counts import TokenCounts
 
 _NEVER = float("-inf")
@@ -58,6 +58,8 @@ def sample(
 
 def _constrain(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     """Mask and bias ids; returns the rows that have a mask, [C] int64."""
+    if batch.grammars:
+        _apply_grammars(logits, batch.grammars)
     allowed = [(i, rules.allowed_ids) for i, rules in batch.rules if rules.allowed_ids is not None]
     if allowed:
         index = _index(allowed, logits.device)
@@ -69,7 +71,17 @@ def _constrain(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     biased = [(i, rules) for i, rules in batch.rules if rules.bias_ids is not None]
     if biased:
         _add_bias(logits, biased)
-    return np.unique([i for i, _ in (*allowed, *batch.suppressed)]).astype(np.int64)
+    masked = (*batch.grammars, *allowed, *batch.suppressed)
+    return np.unique([i for i, _ in masked]).astype(np.int64)
+
+
+def _apply_grammars(logits: torch.Tensor, grammars: Sequence[tuple[int, TokenMask]]) -> None:
+    device = logits.device
+    packed = torch.from_numpy(np.stack([grammar.mask() for _, grammar in grammars])).to(device)
+    ids = torch.arange(logits.shape[1], device=device)
+    allowed = (packed[:, ids // 32] >> (ids % 32)) & 1  # [G, vocab] int32
+    rows = torch.tensor([i for i, _ in grammars], device=device)
+    logits[rows] = logits[rows].masked_fill_(allowed == 0, _NEVER)
 
 
 def _add_bias(logits: torch.Tensor, biased: list[tuple[int, TokenRules]]) -> None:

@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import MAX_LOGPROBS, SamplingParams
+from quire.protos.wire import GRAMMAR_KINDS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
 
 MAX_PENALTY = 2.0  # of presence and frequency, either sign
 MAX_REPETITION_PENALTY = 100.0
@@ -46,8 +46,24 @@ def validate_distribution(params: SamplingParams, vocab_size: int, ending: set[i
         refuse("logit_bias", "must have each id once")
     if params.logprobs is not None:
         check_int("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    if params.grammar is not None:
+        _check_grammar(params)
     _check_bad_words(params.bad_words, vocab_size)
     _check_allowed(params, vocab_size, ending)
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    kind, text, field = params.grammar
+    if kind not in GRAMMAR_KINDS:
+        refuse(field, f"must be one of {', '.join(GRAMMAR_KINDS)}, got {kind!r}")
+    if len(text.encode()) > MAX_GRAMMAR_BYTES:
+        refuse(field, f"at most {MAX_GRAMMAR_BYTES} bytes, got {len(text.encode())}")
+    # Where the grammar is complete only EOS may come: one that does not count would come for ever, one that
+    # may not come yet leaves no token.
+    if params.ignore_eos:
+        refuse("ignore_eos", f"must be false together with {field}, got true")
+    if params.min_tokens:
+        refuse("min_tokens", f"must be 0 together with {field}, got {params.min_tokens}")
 
 
 def _check_bad_words(words: Sequence[Sequence[int]], vocab_size: int) -> None:

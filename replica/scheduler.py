@@ -42,8 +42,14 @@ from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
 from quire.replica.prefix import Hit, PrefixCache
 from quire.replica.queues import Deadlines, WaitingQueue
 from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
-from quire.replica.rows import RowTable
+from quire.replica.rows import DecodeRows, RowTable
 from quire.replica.speed import StepSpeed
+
+# Decoding rows fill a few routing blocks a step, and a pass over one costs as much as over ten: so they are told
+# after so many steps or when so many have gathered. A prompt's blocks are told in the step that computes them.
+_HASH_STEPS = 8
+_HASH_BLOCKS = 16
+_NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -51,8 +57,9 @@ class _Step:
     """What the scheduler remembers of the step in flight."""
 
     number: int
-    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [n]
-    sample_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [S]
+    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n]
+    sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]
+    decodes: DecodeRows | None = None  # the rows, if all of them decode
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
     registered: list[int] = field(default_factory=list)  # blocks, parents before children
     # (group, row, index in its table, its own block, the block that is indexed for the same content)
@@ -131,6 +138,8 @@ class Scheduler:
             A field is out of its bounds, or the key names a live request. See `request.validate`.
         """
         validate(request, self.config)
+        if request.params.grammar is not None and request.grammar is None:
+            raise EngineError("the request's grammar has not been compiled")
         if request.key in self._requests:
             raise InvalidRequest(f"request_id: {request.key!r} is in use", field="request_id")
 
@@ -140,7 +149,7 @@ class Scheduler:
             self.validate(request)
             self._check_room()
         except QuireError as error:
-            return request.delta(request.num_emitted, [], FinishReason.ERROR, error)
+            return request.refusal(error)
         request.accept(self.config.eos_token_ids)
         request.arrival_index = self._num_submitted
         self._num_submitted += 1
@@ -226,57 +235,64 @@ class Scheduler:
         if self._step is not None:
             raise RuntimeError(f"step {self._step.number} is still in flight")
         self._expire(now_s)
-        step, decode_rows = self._compose(now_s)
-        while not len(decode_rows) and not step.chunks:
+        step, decodes = self._compose(now_s)
+        while not len(decodes) and not step.chunks:
             if not self._prefilling:
+                self.prefix.hash_new()
                 return None
             # They wait for each other's sliding blocks; ends as in `_grow_decodes`.
             self._soft_reset(self.rows.newest())
-            step, decode_rows = self._compose(now_s)
-        plan, step.rows, step.sample_rows = self.rows.build(step.number, decode_rows, step.chunks)
+            step, decodes = self._compose(now_s)
+        plan, step.rows, step.sample_rows = self.rows.build(step.number, decodes, step.chunks)
+        step.decodes = None if step.chunks else decodes
+        gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
+        if gathered or step.chunks or step.number % _HASH_STEPS == 0:
+            self.prefix.hash_new()
         self._adopt(step)
         self._step = step
         self.num_steps = step.number
         return plan
 
-    def _compose(self, now_s: float) -> tuple[_Step, np.ndarray]:
-        """Choose the work of a step and give it its blocks; also [D] the rows that decode."""
+    def _compose(self, now_s: float) -> tuple[_Step, DecodeRows]:
+        """Choose the work of a step and give it its blocks; also the rows that decode."""
         if stale := self.rows.trim():
             self.blocks.release(stale)
             self._num_changes += 1
-        may_admit = self._grow_decodes()
+        decodes, may_admit = self._grow_decodes()
         step = _Step(self.num_steps + 1)
-        decode_rows = self.rows.decode_rows()
-        for row in self.rows.completing_block(decode_rows).tolist():
-            self.rows.flush(row)
-            self._register_blocks(step, row, 1)
-        budget = self.config.max_batch_tokens - len(decode_rows)
+        for row, request, i, blocks, token_bytes in self.rows.fill_blocks(decodes):
+            if self.config.prefix_caching:
+                self._register(step, row, request, i, blocks, token_bytes)
+        budget = self.config.max_batch_tokens - len(decodes)
         for request in self._prefilling.values():
             budget -= self._schedule_chunk(step, request, budget)
         if may_admit:
             self._admit(step, budget, now_s)
-        return step, decode_rows
+        return step, decodes
 
-    def _grow_decodes(self) -> bool:
+    def _grow_decodes(self) -> tuple[DecodeRows, bool]:
         """Give a block of each group to every decoding row that needs one, if it must be from the newest
         requests.
 
         Returns
         -------
-        Whether there was room: after a soft reset nothing is admitted in the same step.
+        The decoding rows, and whether there was room for all: after a soft reset nothing is admitted in the
+        same step.
         """
-        lacking = self.rows.lacking_block(self.rows.decode_rows())
+        decodes = self.rows.decode_rows()
+        lacking = self.rows.lacking_block(decodes)
         if not len(lacking):
-            return True
+            return decodes, True
         roomy = True
         num_groups = len(self.config.groups)
         while (blocks := self.blocks.allocate(len(lacking) * num_groups)) is None:
             # Ends: a request alone always fits, or it would have been refused.
             self._soft_reset(self.rows.newest())
-            lacking = self.rows.lacking_block(self.rows.decode_rows())
+            decodes = self.rows.decode_rows()
+            lacking = self.rows.lacking_block(decodes)
             roomy = False
         self.rows.append_blocks(lacking, blocks)
-        return roomy
+        return decodes, roomy
 
     def _soft_reset(self, request: Request) -> None:
         """Back to the head of the queue; what it generated joins what it must prefill."""
@@ -397,26 +413,42 @@ class Scheduler:
         start = int(self.rows.num_computed[row])
         first, end = start // block_size, (start + count) // block_size
         request = self.rows.request(row)
-        token_ids, tables = request.token_ids, self.rows.block_tables
-        for i in range(first, end):
-            if i != request.num_indexed:
-                break  # nothing can be indexed behind a block that is not
-            own = tables[:, row, i].tolist()
-            tokens = token_ids[i * block_size : (i + 1) * block_size]
-            entry = self.prefix.register(own, request.tip, tokens, request.chain, i)
-            if entry is None:
+        if end == first:
+            return False
+        width = 4 * block_size
+        raw = request.token_ids[first * block_size : end * block_size].tobytes()
+        blocks = self.rows.block_tables[:, row, first:end].T.tolist()
+        for i, own in enumerate(blocks, first):
+            begin = (i - first) * width
+            if not self._register(step, row, request, i, own, raw[begin : begin + width]):
                 break
-            for g, (block, indexed) in enumerate(zip(own, entry.blocks, strict=True)):
-                if indexed == block:
-                    self.blocks.mark_content(block)
-                    step.registered.append(block)
-                else:
-                    self.blocks.retain([indexed])
-                    step.duplicates.append((g, row, i, block, indexed))
-            self.prefix.retain_entry(entry)
-            self.prefix.release_entry(request.tip)
-            request.tip, request.num_indexed = entry, i + 1
-        return end > first
+        return True
+
+    def _register(
+        self,
+        step: _Step,
+        row: int,
+        request: Request,
+        i: int,
+        blocks: Sequence[int],
+        token_bytes: bytes,
+    ) -> bool:
+        """Index a row's i-th block of each group; returns whether its content is indexed."""
+        if i != request.num_indexed:
+            return False  # nothing can be indexed behind a block that is not
+        entry = self.prefix.register(blocks, request.tip, token_bytes, request.chain, i)
+        if entry is None:
+            return False
+        for g, (block, indexed) in enumerate(zip(blocks, entry.blocks, strict=True)):
+            if indexed == block:
+                self.blocks.mark_content(block)
+                step.registered.append(block)
+            else:
+                self.blocks.retain([indexed])
+                step.duplicates.append((g, row, i, block, indexed))
+        self.prefix.advance_entry(entry)
+        request.tip, request.num_indexed = entry, i + 1
+        return True
 
     def _adopt(self, step: _Step) -> None:
         """Swap blocks whose content was already indexed for the indexed ones, and free the duplicates.
@@ -426,12 +458,12 @@ class Scheduler:
         blocks before it too, which demotion leaf-first rests on (see `BlockManager`).
         """
         for g, row, i, own, indexed in step.duplicates:
-            self.rows.block_tables[g, row, i] = indexed
+            self.rows.replace_block(g, row, i, indexed)
             self.blocks.release([own])
 
     # -- after the step ----------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> Sequence[RequestDelta]:
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
         """Take the sampled tokens in; end and release what is finished.
 
         A result that cannot be right (wrong length, ids out of the vocabulary) fails the step.
@@ -444,23 +476,36 @@ class Scheduler:
         tokens = np.asarray(result.token_ids)
         error = self._result_error(step, tokens)
         if error is not None:
-            return self.fail_step(plan, error)
+            return DeltaBatch(self.fail_step(plan, error))
         self._step = None
-        rows = step.sample_rows
-        alive = self.rows.active[rows]
-        logprobs = {int(step.sample_rows[i]): lp for i, lp in result.logprobs.items()}  # by row
-        if not alive.all():  # aborted while in flight
-            rows, tokens = rows[alive], tokens[alive]
-        if (tokens == NO_TOKEN).any():
-            rows, tokens = self._end_stuck(rows, tokens)
-        keys = self.rows.keys[rows]
-        index = self.rows.length[rows] - self.rows.num_prompt_tokens[rows]
-        self.rows.record(rows, tokens)
-        complete = self._end_prefills(rows, index, tokens, now_s)
-        for i, reason in self.rows.ended(rows, tokens).items():
-            request = self.rows.request(int(rows[i]))
+        table, rows, decodes = self.rows, step.sample_rows, step.decodes
+        has_stuck = bool((tokens == NO_TOKEN).any())
+        if decodes is not None and not has_stuck and table.are_unchanged(decodes):
+            tokens = tokens.astype(np.int32, copy=False)
+            length = table.record(rows, tokens, decodes.tail_begin)
+            max_length = decodes.max_length
+            index = length - 1 - decodes.num_prompt_tokens
+            columns = (decodes.keys, decodes.sources, decodes.stream_ids, index, tokens)
+            complete: dict[int, RequestDelta] = {}
+        else:
+            alive = table.active[rows]
+            if not alive.all():  # aborted while in flight
+                rows, tokens = rows[alive], tokens[alive]
+            if has_stuck:
+                rows, tokens = self._end_stuck(rows, tokens)
+            tokens = tokens.astype(np.int32, copy=False)
+            length = table.record(rows, tokens)
+            max_length = table.max_length[rows]
+            index = length - 1 - table.num_prompt_tokens[rows]
+            owners = (table.keys[rows], table.sources[rows], table.stream_ids[rows])
+            columns = (*owners, index, tokens)
+            complete = self._end_prefills(rows, index, tokens, now_s)
+        for i, reason in table.ended(rows, tokens, length, max_length).items():
+            request = table.request(int(rows[i]))
             complete[i] = self._release(request, reason, [int(tokens[i])])
-        if logprobs:
+        if result.logprobs:
+            logprobs = {int(step.sample_rows[i]): lp for i, lp in result.logprobs.items()}  # by row
+            keys = columns[0]
             for i, row in enumerate(rows.tolist()):
                 if row in logprobs:
                     delta = complete.setdefault(
@@ -469,19 +514,16 @@ class Scheduler:
                     delta.logprobs = [logprobs[row]]
         num_prefill = plan.num_tokens - plan.num_decode_rows
         self.speed.observe(num_prefill, plan.num_decode_rows, result.duration_s)
-        return DeltaBatch(keys, index, tokens, complete, self.take_ended())
+        batch = DeltaBatch([*self.take_ended(), *complete.values()], *columns)
+        return batch.without(complete) if complete else batch
 
     def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """End the rows whose constraints left no token; returns the others and their tokens."""
         stuck = tokens == NO_TOKEN
         for row in rows[stuck].tolist():
             index = int(self.rows.length[row] - self.rows.num_prompt_tokens[row])
-            error = InvalidRequest(
-                "allowed_token_ids, bad_words and min_tokens together leave no token to choose "
-                f"from at output index {index}",
-                field="allowed_token_ids",
-            )
             request = self.rows.request(row)
+            error = request.stuck_error(index)
             self._ended.append(self._release(request, FinishReason.ERROR, error=error))
         return rows[~stuck], tokens[~stuck]
 
@@ -512,8 +554,11 @@ class Scheduler:
             return EngineError(
                 f"step {step.number} sampled {tokens.shape}, planned {step.sample_rows.shape}"
             )
-        chosen = tokens[tokens != NO_TOKEN]
-        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self.config.vocab_size:
+        # Negative ids are huge ones when read as unsigned: one pass finds both. NO_TOKEN is the one allowed.
+        if len(tokens) and tokens.astype(np.uint64).max() >= self.config.vocab_size:
+            chosen = tokens[tokens != NO_TOKEN]
+            if not len(chosen) or 0 <= chosen.min() <= chosen.max() < self.config.vocab_size:
+                return None
             return EngineError(f"step {step.number} sampled an id out of the vocabulary")
         return None
 
@@ -522,28 +567,33 @@ class Scheduler:
     ) -> dict[int, RequestDelta]:
         """Rows whose last chunk was in this step decode from now on; complete deltas for them."""
         complete: dict[int, RequestDelta] = {}
-        for i in np.flatnonzero(~self.rows.decoding[rows]).tolist():
+        prefilled = np.flatnonzero(~self.rows.decoding[rows])
+        for i in prefilled.tolist():
             request = self.rows.request(int(rows[i]))
             del self._prefilling[request.key]
             request.enter(Phase.DECODING)
             if request.first_token_s is None:
                 request.first_token_s = now_s
             complete[i] = request.delta(int(index[i]), [int(tokens[i])])
-        self.rows.decoding[rows] = True
+        if len(prefilled):
+            self.rows.begin_decoding(rows[prefilled])
         return complete
 
     # -- seen from outside -------------------------------------------------------------------------------
 
-    def load(self) -> Load:
-        """What the router's cost needs; a reading from another thread may be one step old."""
-        rows = self.rows
-        computed, decoding = rows.num_computed, rows.decoding
-        missing = np.where(rows.active & ~decoding, rows.length - computed, 0)
+    def load(self, num_compiles: int = 0) -> Load:
+        """What the router's cost needs; a reading from another thread may be one step old.
+
+        Parameters
+        ----------
+        num_compiles
+            The runner's, which the scheduler does not know.
+        """
         return Load(
-            num_running=rows.num_active,
+            num_running=self.rows.num_active,
             num_waiting=len(self._waiting),
-            queued_prefill_tokens=self._waiting.num_tokens + int(missing.sum()),
-            num_decode_tokens=int(computed.sum(where=decoding)),
+            queued_prefill_tokens=self._waiting.num_tokens + self.rows.num_missing_tokens,
+            num_decode_tokens=self.rows.num_decode_tokens,
             blocks_free=self.blocks.num_free,
             blocks_cached=self.blocks.num_cached,
             blocks_in_use=self.blocks.num_in_use,
@@ -551,6 +601,7 @@ class Scheduler:
             prefill_s_per_token=self.speed.prefill_s_per_token,
             decode_step_s=self.speed.decode_step_s,
             num_steps=self.num_steps,
+            num_compiles=num_compiles,
             num_preemptions=self.num_preemptions,
         )
 

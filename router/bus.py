@@ -220,7 +220,7 @@ class Bus:
             logger.info("resync of %s: %s", replica, action.reason)
             from_seq = action.resync_from
             self._spawn(self._call("resync", self._router_id, from_seq, route=[replica]))
-        for delta in frame.deltas:
+        for delta in frame.token_deltas():
             attempt = self._attempts.get(delta.stream_id)
             if attempt is not None:
                 attempt.replica = replica

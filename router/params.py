@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
-from quire.protos.wire import MAX_LOGPROBS, SamplingParams
+from quire.protos.wire import GRAMMAR_KINDS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
 from quire.router.tokenizer import read_json_object, utf8_len
 from quire.router.types import GenerationRequest
 
@@ -113,6 +113,8 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
         _integer("seed", request.seed, _INT64_MIN, _UINT64_MAX)
     _integer("n", request.n, 1, limits.max_choices)
     _check_distribution(request, limits)
+    if request.grammar is not None:
+        _check_grammar(request)
     _check_stop(request.stop, limits)
     _sequence("stop_token_ids", request.stop_token_ids, limits.max_stop_token_ids, "ids")
     for i, token_id in enumerate(request.stop_token_ids):
@@ -199,6 +201,7 @@ def resolve(
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids))),
         bad_words=bad_word_ids,
         logprobs=request.logprobs,
+        grammar=request.grammar,
     )
 
 
@@ -289,6 +292,19 @@ def _check_distribution(request: GenerationRequest, limits: Limits) -> None:
         _string(f"bad_words[{i}]", word, limits.max_bad_word_bytes)
         if not word.strip():
             raise _invalid(f"bad_words[{i}]", "more than white space", word)
+
+
+def _check_grammar(request: GenerationRequest) -> None:
+    grammar = request.grammar
+    if grammar.kind not in GRAMMAR_KINDS:
+        raise _invalid("grammar", f"one of {', '.join(GRAMMAR_KINDS)}", grammar.kind)
+    _string(grammar.field, grammar.text, MAX_GRAMMAR_BYTES)
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(request, name):
+            raise InvalidRequest(
+                f"{name}: not together with {grammar.field}, got {getattr(request, name)!r}",
+                field=name,
+            )
 
 
 def _check_stop(stop: Any, limits: Limits) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quire.protos.wire import Load
+from quire.protos.wire import Grammar, Load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,7 @@ class GenerationRequest:
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None  # log-probabilities of the tokens, and of so many likeliest ones
     seed: int | None = None
+    grammar: Grammar | None = None  # a language that the text must be in
     n: int = 1  # samples; each ends with its own finish reason
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

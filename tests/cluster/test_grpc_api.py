@@ -254,6 +254,27 @@ def test_choices_and_logprobs_are_the_same_streamed_and_whole(service) -> None:
     run(service, "direct", body)
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"json_schema": '{ "type": "array"}'}, ("json_schema", '{"type":"array"}')),
+        ({"json_object": True}, ("json_schema", '{"type":"object"}')),
+        ({"regex": "a+"}, ("regex", "a+")),
+        ({"choice": generation_pb2.Texts(texts=["a", "b"])}, ("choice", '["a", "b"]')),
+        ({"grammar": "start: A"}, ("lark", "start: A")),
+    ],
+)
+def test_structured_output_reaches_the_router(service, asked, expected) -> None:
+    structured = generation_pb2.StructuredOutput(**asked)
+
+    async def body(clients: Clients) -> None:
+        await clients.generation.GenerateOnce(request(prompt="x", structured_output=structured))
+
+    run(service, "direct", body)
+    (name,) = asked
+    assert service.requests[0].grammar == (*expected, f"structured_output.{name}")
+
+
 @pytest.mark.parametrize("method", ["Generate", "GenerateOnce"])
 def test_stop_reason_is_the_string_or_the_token(service, method: str) -> None:
     async def body(clients: Clients) -> None:
@@ -306,6 +327,16 @@ INVALID = [
     (request(prompt="x", sampling={"top_k": -2}), "top_k", "invalid_request"),
     (request(prompt="x", sampling={"min_p": 2.0}), "min_p", "invalid_request"),
     (request(prompt="x", sampling={"logit_bias": {100: 1.0}}), "logit_bias[0]", "invalid_request"),
+    (
+        request(prompt="x", structured_output=generation_pb2.StructuredOutput()),
+        "structured_output",
+        "invalid_request",
+    ),
+    (
+        request(prompt="x", structured_output=generation_pb2.StructuredOutput(json_schema="[")),
+        "structured_output.json_schema",
+        "invalid_request",
+    ),
     (request(prompt="x", n=0), "n", "invalid_request"),
     (request(prompt="x", n=33), "n", "invalid_request"),
     (request(prompt="x", logprobs=21), "logprobs", "invalid_request"),

@@ -314,6 +314,69 @@ def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> N
     assert (request.tenant, request.session, request.priority) == ("tenant", "session", -2)
 
 
+@pytest.mark.parametrize(
+    ("body", "kind", "text", "field"),
+    [
+        ({"response_format": {"type": "text"}}, None, None, None),
+        (
+            {"response_format": {"type": "json_object"}},
+            "json_schema",
+            '{"type":"object"}',
+            "response_format",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": {"type": "array"}},
+                }
+            },
+            "json_schema",
+            '{"type":"array"}',
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"structured_outputs": {"json": {"type": "array"}}},
+            "json_schema",
+            '{"type":"array"}',
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json": '{ "type": "array"}', "regex": None}},
+            "json_schema",
+            '{"type":"array"}',
+            "structured_outputs.json",
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+", "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"choice": ["a", "é"]}},
+            "choice",
+            '["a", "é"]',
+            "structured_outputs.choice",
+        ),
+        (
+            {"structured_outputs": {"grammar": "start: A"}},
+            "lark",
+            "start: A",
+            "structured_outputs.grammar",
+        ),
+    ],
+)
+def test_structured_outputs_reach_the_router(http, service, body, kind, text, field) -> None:
+    response = http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1, **body})
+    assert response.status_code == 200, response.text
+    expected = None if kind is None else (kind, text, field)
+    assert service.requests[0].grammar == expected
+
+
+def test_a_schema_that_nests_deeply_is_refused(http: httpx.Client) -> None:
+    nested = b'{"a":' * 900 + b"1" + b"}" * 900
+    body = b'{"prompt": "x", "structured_outputs": {"json": %s}}' % nested
+    headers = {"content-type": "application/json"}
+    response = http.post(COMPLETIONS, content=body, headers=headers)
+    check_error(response, 400, "invalid_request", "structured_outputs.json")
+
+
 def test_null_is_the_same_as_absent_for_every_field(http: httpx.Client, service) -> None:
     names = (set(ChatCompletionRequest.model_fields) | UNSUPPORTED_FIELDS.keys()) - {"messages"}
     body = dict.fromkeys([*names, *IGNORED_FIELDS]) | {"max_tokens": 1}
@@ -406,6 +469,54 @@ REFUSED = [
     ),
     (COMPLETIONS, {"prompt": "x", "allowed_token_ids": []}, "invalid_request", "allowed_token_ids"),
     (COMPLETIONS, {"prompt": "x", "bad_words": [""]}, "invalid_request", "bad_words[0]"),
+    *(
+        (CHAT, {"messages": MESSAGES, "response_format": value}, code, f"response_format{rest}")
+        for value, code, rest in [
+            ("json", "invalid_request", ""),
+            ({}, "invalid_request", ".type"),
+            ({"type": "xml"}, "invalid_request", ".type"),
+            ({"type": "json_object", "schema": {}}, "unsupported_field", ".schema"),
+            ({"type": "json_schema"}, "invalid_request", ".json_schema.schema"),
+            (
+                {"type": "json_schema", "json_schema": {"schema": []}},
+                "invalid_request",
+                ".json_schema.schema",
+            ),
+        ]
+    ),
+    *(
+        (
+            COMPLETIONS,
+            {"prompt": "x", "structured_outputs": value},
+            code,
+            f"structured_outputs{rest}",
+        )
+        for value, code, rest in [
+            ({}, "invalid_request", ""),
+            ({"regex": "a", "json_object": True}, "invalid_request", ""),
+            ({"json": "{"}, "invalid_request", ".json"),
+            ({"json": "[]"}, "invalid_request", ".json"),
+            ({"choice": []}, "invalid_request", ".choice"),
+            ({"choice": ["a", ""]}, "invalid_request", ".choice"),
+            ({"odd": 1}, "unsupported_field", ".odd"),
+        ]
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "min_tokens": 2},
+        "invalid_request",
+        "min_tokens",
+    ),
+    (
+        COMPLETIONS,
+        {
+            "prompt": "x",
+            "structured_outputs": {"regex": "a"},
+            "response_format": {"type": "json_object"},
+        },
+        "invalid_request",
+        "structured_outputs",
+    ),
     (COMPLETIONS, {"prompt": "x", "stream": "yes"}, "invalid_request", "stream"),
     (COMPLETIONS, {"prompt": "x", "stream_options": {}}, "invalid_request", "stream_options"),
     (

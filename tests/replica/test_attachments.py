@@ -15,6 +15,7 @@ from quire.replica.attachments import Attachments
 from quire.replica.events import EventLog
 from quire.replica.loop import LoopOutput
 from quire.replica.plan import RequestDelta
+from quire.replica.request import DeltaBatch
 from quire.router.index import PrefixIndex
 from quire.router.replicas import ReplicaState, ReplicaTable
 
@@ -64,6 +65,10 @@ class Router:
         await self.stream.aclose()
 
 
+def output(deltas: list[RequestDelta], *rest: object) -> LoopOutput:
+    return LoopOutput(DeltaBatch(deltas), *rest)
+
+
 async def settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
@@ -85,8 +90,8 @@ def test_each_router_gets_its_own_tokens_and_all_events():
         assert "a" in attachments and "b" in attachments and len(attachments) == 2
         load = Load(num_running=3)
         mixed = [delta("a", 1, 0), delta("b", 1, 7), delta("gone", 1, 0), delta("a", 2, 4, "stop")]
-        attachments.publish(LoopOutput(mixed, events(1, 5, 6), 1, 3, load))
-        attachments.publish(LoopOutput([delta("b", 1, 8)], None, 1, 3, load))
+        attachments.publish(output(mixed, events(1, 5, 6), 1, 3, load))
+        attachments.publish(output([delta("b", 1, 8)], None, 1, 3, load))
         await settle()
         (first,) = a.frames
         assert [(d.stream_id, d.index, d.token_ids, d.finish_reason) for d in first.deltas] == [
@@ -110,7 +115,7 @@ def test_each_router_gets_its_own_tokens_and_all_events():
 def test_heartbeats_back_off_while_nothing_happens():
     async def run() -> None:
         attachments, _ = make(quiet=False)
-        attachments.publish(LoopOutput([], events(4, 1), 4, 77, Load()))
+        attachments.publish(output([], events(4, 1), 4, 77, Load()))
         router = Router(attachments, "a")
         await router.wait_for(4)
         await router.leave()
@@ -137,7 +142,7 @@ def test_activity_brings_the_fast_heartbeat_back(activity):
         await asyncio.sleep(0.07)
         assert len(router.frames) == 4
         key = "a" if activity == "frame" else "b"
-        attachments.publish(LoopOutput([delta(key, 1, 0)], None, 0, 0, Load()))
+        attachments.publish(output([delta(key, 1, 0)], None, 0, 0, Load()))
         at_s = time.monotonic() - router.began_s
         await router.wait_for(6)
         await router.leave()
@@ -157,7 +162,7 @@ def test_frames_in_a_row_delay_the_heartbeat():
         router = Router(attachments, "a")
         await settle()
         for i in range(8):
-            attachments.publish(LoopOutput([delta("a", 1, i)], None, 0, 0, Load()))
+            attachments.publish(output([delta("a", 1, i)], None, 0, 0, Load()))
             await asyncio.sleep(0.02)
         await router.leave()
         assert [d.index for f in router.frames for d in f.deltas] == list(range(8))
@@ -178,7 +183,7 @@ def test_a_slow_router_is_cut_off_and_the_others_are_not(monkeypatch):
         await settle()
         for i in range(7):
             both = [delta("fast", 1, i), delta("slow", 1, i)]
-            attachments.publish(LoopOutput(both, None, 0, 0, Load()))
+            attachments.publish(output(both, None, 0, 0, Load()))
             await settle()
         # It took one frame, five waited, the seventh was too many: at once, its reader being stuck.
         assert detached == ["slow"] and "slow" not in attachments
@@ -187,12 +192,12 @@ def test_a_slow_router_is_cut_off_and_the_others_are_not(monkeypatch):
             await anext(slow)
         assert detached == ["slow"]
         for i in range(7, 9):
-            attachments.publish(LoopOutput([delta("fast", 1, i)], None, 0, 0, Load()))
+            attachments.publish(output([delta("fast", 1, i)], None, 0, 0, Load()))
         await settle()
         assert [f.deltas[0].index for f in fast.frames] == list(range(9))
         again = Router(attachments, "slow")
         await settle()
-        attachments.publish(LoopOutput([delta("slow", 2, 0)], None, 0, 0, Load()))
+        attachments.publish(output([delta("slow", 2, 0)], None, 0, 0, Load()))
         await settle()
         assert len(again.frames) == 1
         for router in (again, fast):
@@ -217,7 +222,7 @@ def test_a_second_attachment_ends_the_first_and_only_the_firsts_requests():
         await first.leave()
         assert detached == ["a"]  # the first's end does not touch the second
         assert "a" in attachments
-        attachments.publish(LoopOutput([delta("a", 9, 0)], None, 0, 0, Load()))
+        attachments.publish(output([delta("a", 9, 0)], None, 0, 0, Load()))
         assert Frame.decode(await reading).deltas[0].stream_id == 9
         await second.aclose()
         assert detached == ["a", "a"]
@@ -252,11 +257,11 @@ def test_a_paged_snapshot_gives_the_router_the_whole_cache(monkeypatch, num_hash
         # A batch overtakes the snapshot, as it may between the engine's thread and the event loop.
         seq, hashes = log.snapshot()
         log.hold([1000])
-        attachments.publish(LoopOutput([], log.flush(), log.seq, log.digest, Load()))
+        attachments.publish(output([], log.flush(), log.seq, log.digest, Load()))
         attachments.send_snapshot("a", seq, hashes)
         attachments.send_snapshot("gone", seq, hashes)
         # The replay agrees with the first frame that is not older than it.
-        attachments.publish(LoopOutput([delta("a", 1, 0)], None, log.seq, log.digest, Load()))
+        attachments.publish(output([delta("a", 1, 0)], None, log.seq, log.digest, Load()))
         await settle()
         pages = [f for f in router.frames if f.snapshot is not None]
         assert len(pages) == max(1, -(-num_hashes // 4))
@@ -281,7 +286,7 @@ def test_a_router_that_missed_batches_gets_them_again():
         attachments.send_snapshot("a", *log.snapshot())
         for routing_hash in range(1, 5):
             log.hold([routing_hash])
-            attachments.publish(LoopOutput([], log.flush(), log.seq, log.digest, Load()))
+            attachments.publish(output([], log.flush(), log.seq, log.digest, Load()))
         await settle()
         table = ReplicaTable(PrefixIndex(), resync_interval_s=0.0)
         table.add("r", EPOCH)

@@ -22,10 +22,11 @@ def put(cache, token_ids, blocks, tenant=""):
     chain, parent, indexed = ContentChain(tenant), None, []
     for i in range(len(ids) // cache.block_size):
         tokens = ids[i * cache.block_size : (i + 1) * cache.block_size]
-        parent = cache.register([blocks[i]], parent, tokens, chain, i)
+        parent = cache.register([blocks[i]], parent, tokens.tobytes(), chain, i)
         indexed.append(parent and parent.blocks[0])
         if parent is None:
             break
+    cache.hash_new()
     cache.check()
     return indexed
 
@@ -72,7 +73,7 @@ def test_nothing_is_indexed_behind_a_block_that_is_not():
     chain = ContentChain()
     tokens = np.arange(16, dtype=np.int32)
     chain.extend(tokens[:8].tobytes())
-    assert cache.register([1], None, tokens[8:], chain, 1) is None
+    assert cache.register([1], None, tokens[8:].tobytes(), chain, 1) is None
     assert len(cache) == 0
 
 
@@ -196,3 +197,49 @@ def test_clearing_forgets_everything_and_says_so():
 def test_a_block_must_divide_the_routing_block_or_be_a_multiple(block_size):
     with pytest.raises(ValueError, match=f"got {block_size}"):
         PrefixCache(block_size, 4, EventLog())
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 192])
+def test_sequences_that_grow_together_are_hashed_as_if_alone(block_size):
+    """One pass over blocks of several tenants and depths, parents and children of one step among them."""
+    events = EventLog()
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(0, 1000, 1536).astype(np.int32) for _ in range(3)]
+    chains = [ContentChain(tenant) for tenant in ("", "a", "b")]
+    per_sequence = 1536 // block_size
+    tables = [[n * per_sequence + i for i in range(per_sequence)] for n in range(3)]
+    cache = PrefixCache(block_size, 3 * per_sequence, events, model_name="m", revision="r")
+    done, tips = [0, 0, 0], [None, None, None]
+    while min(done) < per_sequence:
+        for n in range(3):
+            for _ in range(int(rng.integers(0, 4))):
+                i = done[n]
+                if i == per_sequence:
+                    break
+                raw = sequences[n][i * block_size : (i + 1) * block_size].tobytes()
+                tips[n] = cache.register([tables[n][i]], tips[n], raw, chains[n], i)
+                assert tips[n].blocks == [tables[n][i]]
+                done[n] += 1
+        cache.hash_new()
+        cache.check()
+    told = set(events.flush().stored.tolist())
+    expected = [
+        RoutingHasher("m", "r", chain.tenant).hashes(tokens).tolist()
+        for chain, tokens in zip(chains, sequences, strict=True)
+    ]
+    assert told == {routing_hash for hashes in expected for routing_hash in hashes}
+    assert len(told) == 3 * 24
+
+
+def test_a_block_that_goes_before_its_hash_was_told_leaves_nothing():
+    events = EventLog()
+    cache = PrefixCache(64, 4, events)
+    cache.register([2], None, np.arange(64, dtype=np.int32).tobytes(), ContentChain(), 0)
+    assert cache.num_unhashed == 1
+    assert events.held() == set()
+    cache.check()
+    cache.forget(2)
+    assert cache.num_unhashed == 0
+    cache.check()
+    assert events.held() == set()
+    assert events.flush() is None

@@ -205,17 +205,20 @@ def test_every_phase_can_end_and_the_end_is_final():
         assert Phase.FINISHED in ALLOWED_TRANSITIONS[phase]
 
 
-@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), max_size=20))
-def test_appended_tokens_follow_the_prompt(chunks):
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), max_size=20), st.booleans())
+def test_appended_tokens_follow_the_prompt(chunks, read):
     given_ids = np.array([5, 6, 7], np.int64)
     request = make(given_ids, max_tokens=200)
     request.accept(CONFIG.eos_token_ids)
     given_ids[:] = 0
     expected = [5, 6, 7]
     for chunk in chunks:
-        request.append(np.array(chunk, np.int32))
+        request.append(np.array(chunk, np.int32).tobytes())
         expected += chunk
-        assert request.token_ids.tolist() == expected
+        if read:
+            assert request.token_ids.tolist() == expected
+        assert request.num_tokens == len(expected)
+    assert request.token_ids.tolist() == expected
     assert request.token_ids.dtype == np.int32
 
 
@@ -243,16 +246,20 @@ def test_a_batch_of_deltas_reads_like_a_list():
     keys = np.empty(3, dtype=object)
     keys[:] = ["a", ("b", 1), "c"]
     whole = make().delta(9, [4], FinishReason.LENGTH)
-    other = make().delta(0, [], FinishReason.ABORT)
-    columns = (keys, np.array([0, 5, 9], np.int32), np.array([7, 8, 4]))
-    batch = DeltaBatch(*columns, {2: whole}, [other])
-    assert len(batch) == 4
-    assert batch[0] is other
-    assert batch[-1] is whole
-    told = [(delta.key, delta.index, delta.token_ids) for delta in batch[1:3]]
-    assert told == [("a", 0, [7]), (("b", 1), 5, [8])]
+    columns = (
+        keys,
+        np.array([1, 2, 1], np.int32),
+        np.array([11, 12, 13]),
+        np.array([0, 5, 9], np.int32),
+        np.array([7, 8, 4]),
+    )
+    batch = DeltaBatch([whole], *columns)
+    assert (len(batch), batch.num_single) == (4, 3)
+    assert batch[0] is whole
+    told = [(delta.key, delta.index, delta.token_ids) for delta in batch[1:]]
+    assert told == [("a", 0, [7]), (("b", 1), 5, [8]), ("c", 9, [4])]
     assert all(type(delta.index) is int for delta in batch)
-    assert list(DeltaBatch(*columns, {}, [])) == [
-        *batch[1:3],
-        dataclasses.replace(batch[1], key="c", index=9, token_ids=[4]),
-    ]
+    fewer = batch.without([1])
+    assert list(fewer) == [batch[0], batch[1], batch[3]]
+    assert (fewer.sources.tolist(), fewer.stream_ids.tolist()) == ([1, 1], [11, 13])
+    assert list(DeltaBatch([whole])) == [whole]

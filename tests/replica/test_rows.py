@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from quire.protos.wire import SamplingParams
 from quire.replica.blocks import IntegrityError
+from quire.replica.groups import FULL_ATTENTION, LayerGroup
 from quire.replica.request import FinishReason, Phase, Request
 from quire.replica.rows import RowTable
 
@@ -18,9 +19,16 @@ def make_request(key="key", prompt=(5, 6, 7), num_emitted=0, **params):
     return request
 
 
-def decode(table, row):
-    table.request(row).enter(Phase.DECODING)
-    table.decoding[row] = True
+def decode(table, *rows):
+    for row in rows:
+        table.request(row).enter(Phase.DECODING)
+    table.begin_decoding(np.array(rows))
+
+
+def ended(table, rows, *tokens):
+    ids = np.array(tokens)
+    length = table.record(rows, ids)
+    return table.ended(rows, ids, length, table.max_length[rows])
 
 
 def test_a_ragged_step_is_written_down_token_by_token():
@@ -83,6 +91,67 @@ def test_a_plan_does_not_change_with_the_table():
 
 
 @given(
+    groups=st.sampled_from(
+        [
+            (FULL_ATTENTION,),
+            (LayerGroup(window=9),),
+            (FULL_ATTENTION, LayerGroup(window=3), LayerGroup(chunk=16)),
+        ]
+    ),
+    events=st.lists(
+        st.sampled_from(["step", "swap"] * 3 + ["come", "go", "chunk", "swap prefill"]),
+        min_size=20,
+        max_size=60,
+    ).map(lambda events: ["come", "come", *events]),
+)
+@settings(deadline=None)
+def test_planned_tables_are_those_of_the_rows_whatever_changed_between_plans(groups, events):
+    size = 8  # or every row would get a block, and be copied, in every other step
+    table = RowTable(6, 40, size, vocab_size=50, groups=groups)
+    blocks = iter(range(10_000))
+    decoding, prefilling = [], []
+
+    def claim(num_computed):
+        request = make_request(prompt=range(3, 9), max_tokens=60)
+        return table.claim(request, [[next(blocks)] for _ in groups], num_computed)
+
+    for step, event in enumerate(events):
+        if event == "come" and table.num_free:
+            decoding.append(claim(5))
+            decode(table, decoding[-1])
+        elif event == "chunk" and table.num_free:
+            prefilling.append(claim(0))
+        elif event == "go" and decoding:
+            table.vacate(decoding.pop(len(decoding) // 2))
+        elif event.startswith("swap") and (
+            rows := prefilling if event == "swap prefill" else decoding
+        ):
+            g = step % len(groups)
+            table.replace_block(g, rows[-1], int(table.first_block[g, rows[-1]]), next(blocks))
+        table.trim()
+        decodes = table.decode_rows()
+        if not len(decodes):
+            continue
+        lacking = table.lacking_block(decodes)
+        table.append_blocks(lacking, [next(blocks) for _ in lacking for _ in groups])
+        list(table.fill_blocks(decodes))
+        chunks = [(prefilling[0], 1)] if event == "chunk" and prefilling else []
+        if chunks and table.num_computed[prefilling[0]] > 4:
+            chunks = []
+        plan, rows, _ = table.build(step, decodes, chunks)
+        width = plan.block_tables.shape[2]
+        assert plan.block_tables.tolist() == table.block_tables[:, rows, :width].tolist()
+        newest = plan.cu_q[1:] - 1
+        own = plan.block_tables[:, np.arange(len(rows)), plan.positions[newest] // size]
+        assert (plan.slots[:, newest] == own * size + plan.positions[newest] % size).all()
+        assert width * size >= plan.kv_len.max() > (width - 1) * size
+        table.record(decodes.ids, np.full(len(decodes), 7, np.int32))
+        for row in [row for row in decoding if table.length[row] == table.max_length[row]]:
+            decoding.remove(row)
+            table.vacate(row)
+
+
+@given(
     prompt_len=st.integers(1, 20),
     tokens=st.lists(st.integers(3, 49), max_size=40),
     block_size=st.sampled_from([2, 4, 8]),
@@ -95,13 +164,19 @@ def test_generated_tokens_reach_the_request_in_order(prompt_len, tokens, block_s
     request = make_request(prompt=prompt, max_tokens=64)
     row = table.claim(request, [list(range(32))], num_computed=prompt_len)
     rows = np.array([row])
-    for i, token in enumerate(tokens):
-        if i:
-            table.build(i, rows, [])
+    blocks = []
+    for step, token in enumerate(tokens):
         table.record(rows, np.array([token]))
-        for full in table.completing_block(rows).tolist():
-            table.flush(full)
+        if not step:
+            decode(table, row)
+        decodes = table.decode_rows()
+        for full, owner, i, own, token_bytes in table.fill_blocks(decodes):
+            assert (full, owner, own) == (row, request, [i])
             assert len(request.token_ids) == table.length[row]
+            assert token_bytes == request.token_ids[i * block_size :].tobytes()
+            blocks.append(i)
+        table.build(step, decodes, [])
+    assert blocks == list(range(prompt_len // block_size, (prompt_len + len(tokens)) // block_size))
     table.vacate(row)
     assert request.token_ids.tolist() == prompt + tokens
     assert request.row == -1
@@ -121,8 +196,7 @@ def test_ends_are_found_by_length_and_by_each_rows_own_stop_ids():
     )
 
     def step(*tokens):
-        table.record(rows, np.array(tokens))
-        return table.ended(rows, np.array(tokens))
+        return ended(table, rows, *tokens)
 
     assert step(9, 11, 11, EOS, EOS) == {0: FinishReason.LENGTH, 1: FinishReason.STOP}
     assert step(9, 9, EOS, 9, 9) == {0: FinishReason.LENGTH, 2: FinishReason.STOP}
@@ -132,8 +206,7 @@ def test_ends_are_found_by_length_and_by_each_rows_own_stop_ids():
 def test_an_ending_token_at_max_tokens_is_a_stop():
     table = RowTable(1, 2, 8, vocab_size=50)
     row = table.claim(make_request(max_tokens=1), [[0]], 3)
-    table.record(np.array([row]), np.array([EOS]))
-    assert table.ended(np.array([row]), np.array([EOS])) == {0: FinishReason.STOP}
+    assert ended(table, np.array([row]), EOS) == {0: FinishReason.STOP}
 
 
 def test_stop_ids_are_masked_until_min_tokens_earlier_attempts_included():
@@ -143,7 +216,7 @@ def test_stop_ids_are_masked_until_min_tokens_earlier_attempts_included():
         table.claim(make_request(1, num_emitted=1, min_tokens=1), [[1]], 2),
         table.claim(make_request(2, min_tokens=1, ignore_eos=True), [[2]], 2),
     ]
-    plan, _, _ = table.build(1, np.array([], np.int64), [(row, 1) for row in rows])
+    plan, _, _ = table.build(1, table.decode_rows(), [(row, 1) for row in rows])
     assert plan.sampling.suppressed == ((0, (EOS, 9)),)
 
 
@@ -154,20 +227,20 @@ def test_rows_are_reused_clean():
     row = table.claim(make_request(("b", 1), max_tokens=5), [[7]], 3)
     assert table.keys[row] == ("b", 1)
     assert table.block_tables[0, row].tolist() == [7, 0, 0]
-    table.record(np.array([row]), np.array([9]))
-    assert table.ended(np.array([row]), np.array([9])) == {}
+    assert ended(table, np.array([row]), 9) == {}
 
 
 def test_blocks_are_asked_for_only_when_the_next_token_has_none():
     table = RowTable(2, 3, 4, vocab_size=50)
     full = table.claim(make_request("f", range(4)), [[0]], num_computed=4)
     room = table.claim(make_request("r", range(4)), [[1]], num_computed=3)
-    rows = np.array([full, room])
-    assert table.lacking_block(rows).tolist() == [full]
-    assert table.completing_block(rows).tolist() == [room]
+    decode(table, full, room)
+    decodes = table.decode_rows()
+    assert table.lacking_block(decodes).tolist() == [full]
+    assert [filled[0] for filled in table.fill_blocks(decodes)] == [room]
     table.append_blocks(np.array([full]), [2])
     assert table.blocks(full) == [0, 2]
-    assert table.lacking_block(rows).tolist() == []
+    assert table.lacking_block(decodes).tolist() == []
 
 
 @pytest.mark.parametrize(("temperature", "column"), [(0.0, 0.0), (1e-6, 0.0), (1e-3, 1e-3)])

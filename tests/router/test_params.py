@@ -10,7 +10,7 @@ import random
 import pytest
 
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import Grammar, SamplingParams
 from quire.router.params import GenerationDefaults, Limits, check, resolve
 from quire.router.types import GenerationRequest
 
@@ -62,6 +62,7 @@ ACCEPTED = [
     ("allowed_token_ids", (0, VOCAB_SIZE - 1)),
     ("allowed_token_ids", (1,) * 4096),
     ("bad_words", ("é" * 32,) * 64),
+    ("grammar", Grammar("regex", "é" * 32768, "grammar")),
     ("logprobs", 0),
     ("logprobs", 20),
     ("n", 32),
@@ -93,6 +94,8 @@ REFUSED = [
     *(("logit_bias[0]", (value, 1)) for value in [-1, VOCAB_SIZE, 2**31, *NEVER_INTEGERS]),
     *(("allowed_token_ids", value) for value in [(1,) * 4097, None, 5, [5]]),
     *(("allowed_token_ids[0]", value) for value in [-1, VOCAB_SIZE, 2**31, *NEVER_INTEGERS]),
+    ("grammar", Grammar("odd", "", "grammar")),
+    *(("grammar", Grammar("regex", text, "grammar")) for text in ["é" * 32769, None, "\ud800"]),
     *(("logprobs", value) for value in [-1, 21, *NEVER_INTEGERS]),
     *(("n", value) for value in [0, -1, 33, None, *NEVER_INTEGERS]),
     *(("bad_words", value) for value in [("x",) * 65, None, "x", ["x"]]),

@@ -402,7 +402,7 @@ def test_the_deadline_goes_to_the_engine_and_ends_the_request_there(runner, repl
 
 def test_a_client_that_leaves_before_the_first_token_frees_the_engine(runner, replicas):
     async def withhold(frame: Frame) -> list[Frame | bytes]:
-        return [dataclasses.replace(frame, deltas=[])]
+        return [dataclasses.replace(frame, deltas=[], columns=None)]
 
     async def run() -> None:
         async with stack_of(replicas) as stack:
@@ -450,7 +450,7 @@ def at_token(index: int, fault) -> object:
 
     async def network(frame: Frame) -> list[Frame | bytes]:
         nonlocal done
-        if not done and any(d.index >= index for d in frame.deltas):
+        if not done and any(d.index >= index for d in frame.token_deltas()):
             done = True
             return await fault(frame)
         return [frame]
@@ -524,7 +524,7 @@ def test_repeated_and_late_frames_change_nothing(runner, replicas, reference):
     earlier: list[Frame] = []
 
     async def network(frame: Frame) -> list[Frame | bytes]:
-        if not any(d.finish_reason is None for d in frame.deltas):
+        if not any(d.finish_reason is None for d in frame.token_deltas()):
             return [frame]
         earlier.append(frame)
         return [frame, frame, earlier[len(earlier) // 2]]  # twice, and one of long ago
@@ -543,7 +543,7 @@ def test_repeated_and_late_frames_change_nothing(runner, replicas, reference):
 
 def test_a_gap_in_the_tokens_is_an_error_and_nothing_leaks(runner, replicas):
     async def drop(frame: Frame) -> list[Frame | bytes]:
-        return [dataclasses.replace(frame, deltas=[])]
+        return [dataclasses.replace(frame, deltas=[], columns=None)]
 
     async def run() -> None:
         async with stack_of(replicas) as stack:
@@ -564,7 +564,7 @@ def test_a_lost_last_frame_is_noticed(runner, replicas, reference, monkeypatch):
     async def drop(frame: Frame) -> list[Frame | bytes]:
         for replica in replicas:
             replica.network = perfect
-        return [dataclasses.replace(frame, deltas=[])]
+        return [dataclasses.replace(frame, deltas=[], columns=None)]
 
     async def run() -> None:
         async with stack_of(replicas) as stack:

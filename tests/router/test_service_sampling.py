@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 from engine_transport import EngineTransport, make_service
 
 from quire.protos.errors import InvalidRequest
+from quire.protos.wire import Grammar
 from quire.router.service import RouterService
 from quire.router.types import GenerationRequest, OutputDelta
 
@@ -167,3 +171,78 @@ def test_bad_words_do_not_appear(transport) -> None:
             assert not contains(choice.token_ids, tokenizer.bad_word_ids((word,)))
 
     run(transport, body)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "pages": {"type": "integer", "minimum": 0, "maximum": 999},
+        "kind": {"enum": ["quire", "codex"]},
+    },
+    "required": ["name", "pages", "kind"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # a small model may write white space for ever
+}
+LARK = 'start: item ("," item)*\nitem: /[a-f]{2}/'
+GRAMMARS = {
+    "schema": (Grammar("json_schema", json.dumps(SCHEMA), "f"), None),
+    "regex": (Grammar("regex", "(one|two) [0-9]{3,5}!", "f"), "(one|two) [0-9]{3,5}!"),
+    "choice": (Grammar("choice", json.dumps(["yes", 'n"o\\', "peut-être"]), "f"), None),
+    "lark": (Grammar("lark", LARK, "f"), "[a-f]{2}(,[a-f]{2})*"),
+}
+
+
+def check_language(name: str, text: str) -> None:
+    pattern = GRAMMARS[name][1]
+    if pattern is not None:
+        assert re.fullmatch(pattern, text), text
+    elif name == "choice":
+        assert text in ("yes", 'n"o\\', "peut-être")
+    else:
+        value = json.loads(text)
+        jsonschema.validate(value, SCHEMA)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+def test_the_answer_is_in_the_language_whatever_the_model_would_say(
+    transport, name: str, temperature: float
+) -> None:
+    """Also among strangers, over migrations, and cut off by max_tokens only."""
+    asked = dict(grammar=GRAMMARS[name][0], temperature=temperature, max_tokens=150, n=3)
+
+    async def body(service: RouterService) -> None:
+        transport.lose_after = []
+        _, whole = await answers(service, request(**asked))
+        ended = [choice for choice in whole if choice.finish_reason == "stop"]
+        assert ended or name == "lark"
+        for choice in ended:
+            check_language(name, choice.text)
+        free = asyncio.create_task(answers(service, request(max_tokens=60, temperature=1.0)))
+        await asyncio.sleep(0.01)
+        transport.lose_after = [1, 3, 2, 6]
+        _, moved = await answers(service, request(**asked))
+        assert moved == whole
+        await free
+
+    run(transport, body)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar("json_schema", '{"type": "nope"}', "a.b"), "nope"),
+        (Grammar("json_schema", '{"if": {}}', "a.b"), "if"),
+        (Grammar("regex", "(", "a.b"), "unclosed"),
+        (Grammar("lark", "strt: A", "a.b"), "start"),
+    ],
+)
+def test_a_grammar_that_is_none_is_refused_by_its_field(transport, grammar, words) -> None:
+    async def body(service: RouterService) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            await service.generate(request(grammar=grammar))
+        assert caught.value.field == "a.b" and words in caught.value.message
+
+    run(transport, body)
+    assert not transport.engine._compiling

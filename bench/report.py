@@ -1,0 +1,162 @@
+"""What every benchmark shares: where it ran, what it found against its goals, and how candidates alternate.
+
+A result is one JSON file: `{commit, hardware, command, load, bars: [{name, value, unit, goal, holds, ...}]}`. It
+names no machine and no path: CPU model, cores and accelerator are what a number depends on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Repeated measurements of one thing."""
+
+    min: float
+    median: float
+    p90: float
+    num: int
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        if not values:
+            raise ValueError("no measurements")
+        ranked = sorted(values)
+        return cls(
+            ranked[0], statistics.median(ranked), ranked[int(0.9 * (len(ranked) - 1))], len(ranked)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One number with its goal."""
+
+    name: str  # part/what, as the README quotes it
+    value: float
+    unit: str
+    goal: float
+    at_most: bool = True  # False: the value must be at least the goal
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.goal if self.at_most else self.value >= self.goal
+
+    def to_json(self) -> dict[str, Any]:
+        goal = f"{'<=' if self.at_most else '>='} {self.goal:g}"
+        row = {
+            "name": self.name,
+            "value": float(f"{self.value:.4g}"),
+            "unit": self.unit,
+            "goal": goal,
+            "holds": self.holds,
+        }
+        return {**row, "details": dict(self.details)} if self.details else row
+
+
+def spread_json(spread: Spread, digits: int = 4) -> dict[str, float]:
+    """A spread as it is written down."""
+    return {name: float(f"{value:.{digits}g}") for name, value in asdict(spread).items()}
+
+
+def alternate(
+    candidates: Mapping[str, Callable[[], list[float]]], rounds: int
+) -> dict[str, list[float]]:
+    """Run the candidates in turns, so that what else the machine does falls on all of them.
+
+    Parameters
+    ----------
+    candidates
+        Each call returns the measurements of one turn.
+    """
+    found: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, measure in candidates.items():
+            found[name] += measure()
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """What the numbers depend on."""
+    facts: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+    command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    names = _output(*command).splitlines()
+    if names:
+        facts["accelerators"] = names
+    return facts
+
+
+def commit() -> str:
+    """The commit that was measured; `+` when files that git follows differ from it."""
+    name = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD") or "unknown"
+    changes = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    others = [line for line in changes.splitlines() if "bench/results/" not in line]
+    return name + ("+" if others else "")
+
+
+def load_average() -> float:
+    """Processes that wanted to run, over the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def write(path: Path, command: str, bars: list[Bar], **facts: Any) -> None:
+    """Write a result and print its bars.
+
+    Parameters
+    ----------
+    command
+        How to run it again.
+    facts
+        Further entries of the file.
+    """
+    result = {
+        "commit": commit(),
+        "hardware": hardware(),
+        "command": command,
+        "load": load_average(),
+        **facts,
+        "bars": [bar.to_json() for bar in bars],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    width = max((len(bar.name) for bar in bars), default=0)
+    for row in result["bars"]:
+        mark = "holds" if row["holds"] else "MISSED"
+        print(
+            f"{row['name']:{width}}  {row['value']:>9g} {row['unit']:<3} {row['goal']:>8}  {mark}"
+        )
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> str:
+    """What a program prints; empty when it is absent or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

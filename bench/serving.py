@@ -1,0 +1,185 @@
+"""The real cluster as a newcomer starts it: start-up, idle CPU, first token, tokens per second.
+
+Starts `quire serve cluster.yaml` on free ports, in alternation with a Serve application that does nothing under
+the same Serve options: the difference is what Quire adds to what Ray itself needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import yaml
+
+from quire.bench.report import RESULTS, ROOT, Bar, Spread, spread_json, write
+
+PROMPT = "Tell me a story about a lighthouse."
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m quire.bench serving", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each application")
+    parser.add_argument("--idle-s", type=float, default=30.0, help="seconds to watch idle replicas")
+    parser.add_argument("--out", type=Path, default=RESULTS / "serving.json")
+    options = parser.parse_args()
+    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    nothing = json.loads(json.dumps(config))
+    nothing["applications"] = [
+        {"name": "nothing", "route_prefix": "/", "import_path": "quire.bench.trivial_app:build"}
+    ]
+    nothing["grpc_options"]["grpc_servicer_functions"] = []
+    totals: dict[str, list[float]] = {"quire": [], "nothing": []}
+    loads_s: list[float] = []
+    idle: list[float] = []
+    for _ in range(options.rounds):
+        with cluster(nothing) as (_, started_s):
+            totals["nothing"].append(started_s["total"])
+        with cluster(config) as (port, started_s):
+            totals["quire"].append(started_s["total"])
+            loads_s.append(sum(s for name, s in started_s.items() if name not in ("total", "Ray")))
+            time.sleep(15)  # the replicas' heartbeats have backed off, Serve has settled
+            idle += idle_percent(options.idle_s)
+            answers = asyncio.run(measure_answers(port))
+    ours, theirs = Spread.of(totals["quire"]), Spread.of(totals["nothing"])
+    expected_s = theirs.median + Spread.of(loads_s).median
+    bars = [
+        Bar(
+            "engine/idle_cpu_percent_of_core",
+            max(idle),
+            "%",
+            2.0,
+            details={"replicas_and_rounds": [round(x, 2) for x in idle]},
+        ),
+        Bar(
+            "serve/startup_over_ray_plus_load",
+            ours.median / expected_s,
+            "x",
+            1.0,
+            details={
+                "quire_s": spread_json(ours),
+                "empty_serve_application_s": spread_json(theirs),
+                "imports_load_and_warm_up_s": [round(s, 2) for s in loads_s],
+            },
+        ),
+    ]
+    write(options.out, "python -m quire.bench serving", bars, answers=answers)
+    print(json.dumps(answers, indent=1))
+    return 0
+
+
+@contextmanager
+def cluster(config: dict) -> Iterator[tuple[int, dict[str, float]]]:
+    """Run `quire serve`; yields the HTTP port and the seconds of start-up by phase."""
+    config = json.loads(json.dumps(config))
+    config["http_options"]["port"] = free_port()
+    config["grpc_options"]["port"] = free_port()
+    variables = config["controller_options"]["runtime_env"]["env_vars"]
+    for name in ("STATS", "METRICS"):
+        variables[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(free_port())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cluster.yaml")
+        path.write_text(yaml.safe_dump(config))
+        command = [sys.executable, "-m", "quire.cluster.cli", "serve", str(path)]
+        command += ["--log-file", str(Path(folder, "serve.log"))]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        try:
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("ready: "):
+                    break
+            else:
+                raise RuntimeError("".join(lines))
+            startup = next(line for line in lines if line.startswith("start-up "))
+            total_s, parts = re.match(r"start-up ([\d.]+) s: (.*)", startup).groups()
+            phases = re.findall(r"(Ray|imports|checkpoint|load|warm up) ([\d.]+) s", parts)
+            yield (
+                config["http_options"]["port"],
+                {"total": float(total_s), **{name: float(s) for name, s in phases}},
+            )
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def idle_percent(seconds: float) -> list[float]:
+    """CPU time of each replica process over wall time, in percent of one core."""
+    before = replica_cpu_s()
+    time.sleep(seconds)
+    after = replica_cpu_s()
+    return [100 * (after[pid] - before[pid]) / seconds for pid in before]
+
+
+def replica_cpu_s() -> dict[int, float]:
+    """User and system seconds of every replica process so far, all its threads together."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            if b"ray::ServeReplica:quire:Replica" not in (folder / "cmdline").read_bytes():
+                continue
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # not a process, or gone
+            continue
+        found[int(folder.name)] = (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+    return found
+
+
+async def measure_answers(port: int) -> dict[str, dict]:
+    """First token and tokens per second over HTTP, for 1 and for 32 streams at a time."""
+    found = {}
+    async with openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
+    ) as client:
+        for num_streams in (1, 32):
+            began = time.perf_counter()
+            results = await asyncio.gather(*(one(client, i) for i in range(num_streams)))
+            wall_s = time.perf_counter() - began
+            found[f"{num_streams} streams"] = {
+                "first_token_s": spread_json(Spread.of([first_s for first_s, _ in results])),
+                "tokens_per_s": round(sum(tokens for _, tokens in results) / wall_s, 1),
+            }
+    return found
+
+
+async def one(client: openai.AsyncOpenAI, i: int) -> tuple[float, int]:
+    """Seconds to the first token, and the number of tokens."""
+    began = time.perf_counter()
+    first_s, num_tokens = 0.0, 0
+    async for chunk in await client.chat.completions.create(
+        model="embedded",
+        messages=[{"role": "user", "content": f"{PROMPT} ({i})"}],
+        max_tokens=128,
+        seed=i,
+        stream=True,
+        extra_body={"ignore_eos": True},
+        stream_options={"include_usage": True},
+    ):
+        if chunk.choices and chunk.choices[0].delta.content and not first_s:
+            first_s = time.perf_counter() - began
+        if chunk.usage:
+            num_tokens = chunk.usage.completion_tokens
+    return first_s, num_tokens
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

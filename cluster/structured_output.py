@@ -1,0 +1,92 @@
+"""What clients write for structured output, as the router's `Grammar`; the same for HTTP and gRPC."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+from quire.protos.errors import InvalidRequest, UnsupportedField
+from quire.protos.wire import Grammar
+
+MAX_CHOICES = 1024
+_ANY_OBJECT = '{"type":"object"}'
+
+
+def json_schema(schema: Any, field: str) -> Grammar:
+    """A JSON schema, decoded or as text.
+
+    Raises
+    ------
+    InvalidRequest
+        Neither an object nor the text of one.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest(f"{field} is not valid JSON: {error}", field=field) from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(
+            f"{field} must be a JSON schema: an object, got {type(schema).__name__}", field=field
+        )
+    try:
+        text = orjson.dumps(schema).decode()
+    except orjson.JSONEncodeError as error:  # it nests too deeply
+        raise InvalidRequest(f"{field}: {error}", field=field) from None
+    return Grammar("json_schema", text, field)
+
+
+def json_object(field: str) -> Grammar:
+    """Any JSON object."""
+    return Grammar("json_schema", _ANY_OBJECT, field)
+
+
+def choice(texts: list[str], field: str) -> Grammar:
+    """One of these texts.
+
+    Raises
+    ------
+    InvalidRequest
+        None at all, an empty one or too many.
+    """
+    if not 1 <= len(texts) <= MAX_CHOICES or not all(texts):
+        raise InvalidRequest(
+            f"{field} must have 1 to {MAX_CHOICES} texts, none of them empty, got {len(texts)}",
+            field=field,
+        )
+    return Grammar("choice", json.dumps(texts, ensure_ascii=False), field)
+
+
+def of_response_format(value: dict[str, Any]) -> Grammar | None:
+    """OpenAI's `response_format`; None for plain text.
+
+    Raises
+    ------
+    InvalidRequest, UnsupportedField
+        Another type, or a schema that is missing or none.
+    """
+    kind = value.get("type")
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    for name in value.keys() - known:
+        raise UnsupportedField(
+            f"response_format.{name[:64]}: unknown field", field=f"response_format.{name[:64]}"
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return json_object("response_format")
+    if kind != "json_schema":
+        raise InvalidRequest(
+            "response_format.type must be one of text, json_object, json_schema, got "
+            f"{str(kind)[:64]!r}",
+            field="response_format.type",
+        )
+    wrapper = value.get("json_schema")
+    if not isinstance(wrapper, dict) or not isinstance(wrapper.get("schema"), dict):
+        raise InvalidRequest(
+            "response_format.json_schema.schema: required, a JSON schema",
+            field="response_format.json_schema.schema",
+        )
+    return json_schema(wrapper["schema"], "response_format.json_schema.schema")
