@@ -24,8 +24,7 @@ def paged_attention(
     """Causal attention over paged keys, row by row.
 
     Arguments as in `quire.kernels.cpu_attention.paged_attention`, and those of the Triton kernels: `k_scale`,
-    `v_scale` [kv_heads], factors of the cache. Returns [tokens, heads, head_dim] float32; zeros for a row with
-    kv_len 0.
+    `v_scale` [kv_heads], factors of the cache. Returns [tokens, heads, head_dim] float32, zeros where kv_len is 0.
     """
     _, kv_heads, block_size, head_dim = k_cache.shape
     heads = q.shape[1]

@@ -35,15 +35,15 @@ TORCH_MODULES = {
     "quire.replica.attention",
     "quire.replica.embedded.train",
     "quire.replica.kv_pool",
-    "quire.replica.experts",
     "quire.replica.linear",
-    "quire.replica.tiles",
+    "quire.replica.experts",
     "quire.replica.loader",
     "quire.replica.logprobs",
     "quire.replica.runner",
     "quire.replica.runtime",
     "quire.replica.sampler",
     "quire.replica.sizing",
+    "quire.replica.tiles",
     "quire.replica.token_counts",
 }
 # transformers loads torch and triton when one of its models is imported.
