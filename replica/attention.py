@@ -27,24 +27,27 @@ class StepContext:
     pool: KVPool
     cu_q: np.ndarray  # [rows + 1] int64
     kv_len: np.ndarray  # [rows] int64
-    block_tables: np.ndarray  # [rows, max blocks] int64
-    write_rows: torch.Tensor  # [T * kv_heads] int64, `KVPool.rows_of` the step's slots
-    query_tokens: int | None = None  # `plan_attention`
-    _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
+    block_tables: np.ndarray  # [G, rows, max blocks] int64
+    write_rows: list[torch.Tensor]  # G of [T * kv_heads] int64, `KVPool.rows_of` the step's slots
+    query_tokens: tuple[int | None, ...]  # G, `plan_attention`
+    _plans: dict[int, AttentionPlan] = field(default_factory=dict)
 
-    def plan(self, num_heads: int, window: int | None) -> AttentionPlan:
-        """The attention plan of all layers with this window; laid out when the first of them asks."""
-        if window not in self._plans:
-            self._plans[window] = plan_attention(
+    def plan(self, layer: int, num_heads: int) -> AttentionPlan:
+        """The attention plan of all layers of this one's group; laid out when the first of them asks."""
+        g = self.pool.group_of(layer)
+        if g not in self._plans:
+            group = self.pool.groups[g]
+            self._plans[g] = plan_attention(
                 self.cu_q,
                 self.kv_len,
-                self.block_tables,
-                self.pool.keys(0),
+                self.block_tables[g],
+                self.pool.keys(layer),
                 num_heads,
-                window=window,
-                query_tokens=self.query_tokens,
+                window=group.window,
+                chunk=group.chunk,
+                query_tokens=self.query_tokens[g],
             )
-        return self._plans[window]
+        return self._plans[g]
 
 
 def paged_forward(
@@ -56,12 +59,13 @@ def paged_forward(
     *,
     scaling: float,
     quire: StepContext,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Write the step's keys and values, then attend: transformers' attention signature.
+
+    What a layer's queries see comes from its group, which was read from the same configuration.
 
     Parameters
     ----------
@@ -76,7 +80,7 @@ def paged_forward(
     """
     layer, pool = module.layer_idx, quire.pool
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
-    pool.write(layer, k, v, quire.write_rows)
+    pool.write(layer, k, v, quire.write_rows[pool.group_of(layer)])
     out = paged_attention(
         q,
         pool.keys(layer),
@@ -88,7 +92,7 @@ def paged_forward(
         softcap=softcap,
         sinks=s_aux,
         out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        plan=quire.plan(q.shape[1], sliding_window),
+        plan=quire.plan(layer, q.shape[1]),
     )
     return out[None], None
 

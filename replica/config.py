@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.replica.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
@@ -51,8 +53,16 @@ class EngineConfig:
     prefix_caching: bool
     deterministic: bool
     num_threads: int
+    groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # those of full attention first
+
+    def __post_init__(self) -> None:
+        full = [group.is_full for group in self.groups]
+        if not full or full != sorted(full, reverse=True):
+            raise ValueError("groups must be at least one, those of full attention first")
 
     @property
     def max_cache_tokens(self) -> int:
-        """Tokens of one request that the whole pool could hold."""
-        return self.num_blocks * self.block_size
+        """Tokens of one request that the whole pool could hold; at most `max_model_len` with sliding groups."""
+        return max_sequence_tokens(
+            self.groups, self.num_blocks, self.block_size, self.max_model_len
+        )

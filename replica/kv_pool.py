@@ -1,29 +1,35 @@
-"""The paged KV cache: one tensor, block-major.
+"""The paged KV cache: one tensor, block-major, blocks of equal bytes for all layer groups.
 
 ```
- pool  [num_blocks + 1, layers, 2, kv_heads, block_size, head_dim]
+ data          [num_blocks + 1, elements of a block]
+ group_view    [num_blocks + 1, layers of the group, 2, kv_heads, block_size, head_dim]
 
  block 0   | layer 0: K h0 h1 .. V h0 h1 .. | layer 1: K .. V .. | ...      one contiguous run: a block is one
  block 1   | ...                                                            copy to another tier
  ...
  block N   | trash: warm-up and padding write here, nobody reads it
 ```
+
+Which layers a block holds depends on the group that owns it; a group with fewer or smaller layers than the largest
+leaves the end of its blocks unused.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from quire.replica.groups import LayerGroup
 
-def block_bytes(
-    num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return num_layers * 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
+
+def block_elements(groups: Sequence[LayerGroup], block_size: int) -> int:
+    """Elements of one block, keys and values: those of the largest group, in whole pages of every group."""
+    largest = max(len(g.layers) * 2 * g.num_kv_heads * block_size * g.head_dim for g in groups)
+    page = math.lcm(*(block_size * g.head_dim for g in groups))
+    return -(-largest // page) * page
 
 
 class KVPool:
@@ -36,6 +42,8 @@ class KVPool:
     ----------
     num_blocks
         Usable blocks; one more is allocated, the trash block, with the id `num_blocks`.
+    groups
+        The model's layer groups; every layer is in one.
     block_size
         Tokens of a block.
     """
@@ -43,37 +51,51 @@ class KVPool:
     def __init__(
         self,
         num_blocks: int,
-        num_layers: int,
-        num_kv_heads: int,
+        groups: Sequence[LayerGroup],
         block_size: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: str = "cpu",
     ):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.trash_block = num_blocks
-        shape = (num_blocks + 1, num_layers, 2, num_kv_heads, block_size, head_dim)
+        self.groups = tuple(groups)
+        shape = (num_blocks + 1, block_elements(groups, block_size))
         if device == "cpu":
             # torch.zeros would write every page; the mapping lives as long as the tensor refers to it.
             memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
             self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self._rows = self.data.view(
-            -1, head_dim
-        )  # [blocks * layers * 2 * kv_heads * block_size, head_dim]
+        self._views = [self._view(group) for group in self.groups]
+        self._places = {
+            layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
+        }
+
+    def _view(self, group: LayerGroup) -> torch.Tensor:
+        shape = (len(group.layers), 2, group.num_kv_heads, self.block_size, group.head_dim)
+        return self.data[:, : math.prod(shape)].unflatten(1, shape)
+
+    def group_view(self, g: int) -> torch.Tensor:
+        """[num_blocks + 1, layers of the group, 2, kv_heads, block_size, head_dim] view."""
+        return self._views[g]
+
+    def group_of(self, layer: int) -> int:
+        """Index of the layer's group."""
+        return self._places[layer][0]
 
     def keys(self, layer: int) -> torch.Tensor:
         """[num_blocks + 1, kv_heads, block_size, head_dim] view."""
-        return self.data[:, layer, 0]
+        g, i = self._places[layer]
+        return self._views[g][:, i, 0]
 
     def values(self, layer: int) -> torch.Tensor:
         """[num_blocks + 1, kv_heads, block_size, head_dim] view."""
-        return self.data[:, layer, 1]
+        g, i = self._places[layer]
+        return self._views[g][:, i, 1]
 
-    def rows_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Where the slots' keys of layer 0 lie, for `write`; computed once a step for all layers.
+    def rows_of(self, g: int, slots: torch.Tensor) -> torch.Tensor:
+        """Where the slots' keys of the group's first layer lie, for `write`; computed once a step.
 
         Parameters
         ----------
@@ -84,9 +106,10 @@ class KVPool:
         -------
         [tokens * kv_heads] int64.
         """
-        _, layers, _, kv_heads, block_size, _ = self.data.shape
-        first = slots // block_size * (layers * 2 * kv_heads * block_size) + slots % block_size
-        heads = torch.arange(kv_heads, device=slots.device) * block_size
+        group, block_size = self.groups[g], self.block_size
+        block_rows = self.data.shape[1] // group.head_dim
+        first = slots // block_size * block_rows + slots % block_size
+        heads = torch.arange(group.num_kv_heads, device=slots.device) * block_size
         return (first[:, None] + heads).view(-1)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> None:
@@ -97,12 +120,14 @@ class KVPool:
         k, v
             [tokens, kv_heads, head_dim] in the pool's dtype.
         rows
-            `rows_of` the tokens' slots.
+            `rows_of` the tokens' slots of the layer's group.
         """
-        _, _, _, kv_heads, block_size, head_dim = self.data.shape
-        plane = kv_heads * block_size
-        for part, x in ((2 * layer, k), (2 * layer + 1, v)):
-            self._rows[part * plane :].index_copy_(0, rows, x.reshape(-1, head_dim))
+        g, i = self._places[layer]
+        group = self.groups[g]
+        flat = self.data.view(-1, group.head_dim)
+        plane = group.num_kv_heads * self.block_size
+        for part, x in ((2 * i, k), (2 * i + 1, v)):
+            flat[part * plane :].index_copy_(0, rows, x.reshape(-1, group.head_dim))
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks over all layers, in order; each pair is (from, to)."""

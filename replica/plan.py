@@ -96,8 +96,11 @@ class StepPlan:
     positions: np.ndarray  # [T] int32, absolute position of each token in its sequence
     cu_q: np.ndarray  # [n + 1] int32, row i owns tokens [cu_q[i], cu_q[i + 1])
     kv_len: np.ndarray  # [n] int32, tokens in the cache once this step has written its own
-    block_tables: np.ndarray  # [n, max blocks of the batch] int32, unused entries are 0
-    slots: np.ndarray  # [T] int64, block_id * block_size + offset: where each token's KV is written
+    # G layer groups. Entries beyond a row's length, and of blocks that fell out of its reach, are 0.
+    block_tables: np.ndarray  # [G, n, max blocks of the batch] int32
+    slots: (
+        np.ndarray
+    )  # [G, T] int64, block_id * block_size + offset: where each token's KV is written
     sampling: SamplingBatch
     copies: tuple[
         tuple[int, int], ...

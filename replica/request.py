@@ -12,7 +12,7 @@ from quire.protos.errors import ContextLengthExceeded, InvalidRequest, QuireErro
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.plan import RequestDelta
-from quire.replica.prefix import ContentChain
+from quire.replica.prefix import ContentChain, Entry
 from quire.replica.sampling_checks import check_int, is_real, refuse, validate_distribution
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ class Request:
         self.arrival_index = -1  # position in the order of submission
         self.stop_ids: frozenset[int] = frozenset()  # EOS included unless ignored
         self.chain = ContentChain(tenant)  # names of its full blocks
+        self.num_indexed = 0  # of its leading blocks, while it has a row
+        self.tip: Entry | None = None  # of the last of them
         self.num_cached_tokens = 0  # of the prompt, at first admission
         self.grammar: GrammarState | None = None  # compiled before the scheduler sees the request
         self.first_scheduled_s: float | None = None
@@ -375,7 +377,8 @@ def _validate_lengths(request: Request, config: EngineConfig) -> None:
         (config.max_model_len, f"the model's context of {config.max_model_len} (max_model_len)"),
         (
             config.max_cache_tokens,
-            f"the cache of {config.max_cache_tokens} (num_blocks * block_size)",
+            f"the cache of {config.max_cache_tokens} (num_blocks * block_size: {config.num_blocks} * "
+            f"{config.block_size}, layer groups: {len(config.groups)})",
         ),
     )
     if length > bound - 1:

@@ -12,6 +12,9 @@ What stays the same while no row comes or goes is gathered once (`DecodeRows`), 
 
 The block that a row is writing lies in `tail`, whole, prompt tokens included; its generated tokens are handed
 to the request when it is full: so a token costs no Python.
+
+Of each layer group a row owns the blocks in [first_block, num_blocks) of its table: those before were given back
+when they fell out of the reach of every query to come, those after are allocated when their tokens are.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import numpy as np
 from quire.protos.wire import SamplingParams
 from quire.replica.bad_words import BadWords
 from quire.replica.blocks import IntegrityError
+from quire.replica.groups import FULL_ATTENTION, LayerGroup
 from quire.replica.plan import Penalties, SamplingBatch, StepPlan, TokenRules
 from quire.replica.request import FinishReason, Phase, Request
 
@@ -51,7 +55,7 @@ class DecodeRows:
     top_p: np.ndarray  # [D] float32
     seed: np.ndarray  # [D] uint64
     choice: np.ndarray  # [D] int32
-    table_begin: np.ndarray  # [D] int64, where the row begins in the flattened block tables
+    table_begin: np.ndarray  # [D] int64, where the row begins in the flattened tables of a group
     tail_begin: np.ndarray  # [D] int64, where it begins in the flattened tails
     is_plain: bool  # no row has a minimum of tokens, a constraint, a penalty, min_p or log-probs
     # Where the next step computes each row's token; `RowTable.decode_rows` sets them.
@@ -77,8 +81,8 @@ class _PlannedTables:
     """
 
     tables: np.ndarray = field(
-        default_factory=lambda: np.empty((0, 0), np.int32)
-    )  # [n, width + spare]
+        default_factory=lambda: np.empty((0, 0, 0), np.int32)
+    )  # [G, n, width + spare]
     decodes: DecodeRows | None = None  # whose tables these are; None: of a mixed plan
     changed: list[np.ndarray] = field(default_factory=list)  # decoding rows with other blocks since
 
@@ -96,10 +100,22 @@ class RowTable:
         Tokens of a block.
     vocab_size
         Token ids are in [0, vocab_size).
+    groups
+        G layer groups, those of full attention first.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, block_size: int, vocab_size: int):
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        groups: Sequence[LayerGroup] = (FULL_ATTENTION,),
+    ):
         self.block_size = block_size
+        self.groups = tuple(groups)
+        # Groups whose blocks fall out of reach; the others keep theirs to the end.
+        self.sliding = [g for g, group in enumerate(groups) if not group.is_full]
         self.requests: list[Request | None] = [None] * max_rows
         self.keys = np.empty(max_rows, dtype=object)  # [R] owners' names
         self.sources = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.source`
@@ -131,8 +147,11 @@ class RowTable:
         self._ruled = np.zeros(max_rows, dtype=bool)
         self._has_bad_words = np.zeros(max_rows, dtype=bool)
         self._has_grammar = np.zeros(max_rows, dtype=bool)
-        self.num_blocks = np.zeros(max_rows, dtype=np.int32)  # [R]
-        self.block_tables = np.zeros((max_rows, max_blocks), dtype=np.int32)  # [R, max_blocks]
+        num_groups = len(self.groups)
+        self.first_block = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
+        self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
+        # [G, R, max_blocks]
+        self.block_tables = np.zeros((num_groups, max_rows, max_blocks), dtype=np.int32)
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
         self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
         self._free = list(range(max_rows - 1, -1, -1))
@@ -149,8 +168,14 @@ class RowTable:
     def num_active(self) -> int:
         return len(self.requests) - len(self._free)
 
-    def claim(self, request: Request, blocks: Sequence[int], num_computed: int) -> int:
-        """Give a request a row, with its blocks, the first `num_computed` tokens of them computed."""
+    def claim(self, request: Request, blocks: Sequence[Sequence[int]], num_computed: int) -> int:
+        """Give a request a row, the first `num_computed` tokens of which are computed.
+
+        Parameters
+        ----------
+        blocks
+            For each group the blocks from the one of the first key that the next token sees.
+        """
         row = self._free.pop()
         params = request.params
         request.row = row
@@ -176,8 +201,11 @@ class RowTable:
         self._has_grammar[row] = request.grammar is not None
         self.stop_ids[row] = tuple(sorted(request.stop_ids))
         self._num_enders[list(request.stop_ids)] += 1
-        self.num_blocks[row] = len(blocks)
-        self.block_tables[row, : len(blocks)] = blocks
+        for g, (group, own) in enumerate(zip(self.groups, blocks, strict=True)):
+            first = int(group.first_key(num_computed)) // self.block_size
+            self.first_block[g, row] = first
+            self.num_blocks[g, row] = first + len(own)
+            self.block_tables[g, row, first : first + len(own)] = own
         full = request.num_tokens - request.num_tokens % self.block_size
         self._tail[row, : request.num_tokens - full] = request.token_ids[full:]
         self.num_missing_tokens += request.num_tokens - num_computed
@@ -208,11 +236,12 @@ class RowTable:
 
         Returns
         -------
-        The row's blocks in the order of the sequence.
+        The row's blocks in the order of the sequence, those of full attention before the others of the same
+        tokens: released from the end, no block is demoted after one without which it cannot be found.
         """
         self.flush(row)
         request = self.request(row)
-        blocks: list[int] = self.blocks(row).tolist()
+        blocks = self.blocks(row)
         if self.decoding[row]:
             self._decode_rows = None
             self.num_decode_tokens -= int(self.num_computed[row])
@@ -224,8 +253,8 @@ class RowTable:
         self.active[row] = False
         self.decoding[row] = False
         self._num_enders[list(request.stop_ids)] -= 1
-        self.block_tables[row, : len(blocks)] = 0
-        self.num_blocks[row] = 0
+        self.block_tables[:, row, : self.num_blocks[:, row].max()] = 0
+        self.first_block[:, row] = self.num_blocks[:, row] = 0
         self._free.append(row)
         return blocks
 
@@ -235,9 +264,15 @@ class RowTable:
             raise ValueError(f"row {row} has no request")
         return request
 
-    def blocks(self, row: int) -> np.ndarray:
-        """[blocks of the row] int32, a view."""
-        return self.block_tables[row, : self.num_blocks[row]]
+    def blocks(self, row: int) -> list[int]:
+        """The blocks that the row owns, in the order of `vacate`."""
+        if len(self.groups) == 1:
+            first, end = self.first_block[0, row], self.num_blocks[0, row]
+            return self.block_tables[0, row, first:end].tolist()
+        end = int(self.num_blocks[:, row].max())
+        index = np.arange(end)[:, None]
+        owned = (index >= self.first_block[:, row]) & (index < self.num_blocks[:, row])
+        return self.block_tables[:, row, :end].T[owned].tolist()
 
     def flush(self, row: int) -> None:
         """Hand the row's newest tokens to its request. They never span two blocks: a full block is flushed
@@ -285,7 +320,7 @@ class RowTable:
             top_p=self.top_p[ids],
             seed=self.seed[ids],
             choice=self.choice[ids],
-            table_begin=ids * self.block_tables.shape[1],
+            table_begin=ids * self.block_tables.shape[2],
             tail_begin=ids * self.block_size,
             is_plain=not self._is_special(ids, num_prompt_tokens).any(),
             position=nowhere,
@@ -311,52 +346,79 @@ class RowTable:
 
     def lacking_block(self, decodes: DecodeRows) -> np.ndarray:
         """[n] int64, those of the rows whose next token has no block yet."""
-        return decodes.ids[decodes.block_index >= self.num_blocks[decodes.ids]]
+        # A decoding row has as many blocks in every group.
+        return decodes.ids[decodes.block_index >= self.num_blocks[0][decodes.ids]]
 
     def fill_blocks(
         self, decodes: DecodeRows
-    ) -> Iterator[tuple[int, Request, int, int | None, int, bytes]]:
+    ) -> Iterator[tuple[int, Request, int, list[int], bytes]]:
         """Flush the rows whose next token fills its block.
 
         Yields
         ------
-        Row, its request, the block's index in the row's table, the block before it, the block, and its
-        tokens as int32.
+        Row, its request, the block's index in the row's tables, the block of each group, and its tokens as
+        int32.
         """
         filled = decodes.offset == self.block_size - 1
         if not np.count_nonzero(filled):
             return
         full = filled.nonzero()[0]
         rows, index = decodes.ids[full], decodes.block_index[full]
-        blocks = self.block_tables[rows, index].tolist()
-        parents = self.block_tables[rows, index - 1].tolist()
+        blocks = self.block_tables[:, rows, index].T.tolist()
         raw = self._tail[rows].tobytes()
         width = 4 * self.block_size
         requests = self.requests
         begin = 0
-        for row, i, parent, block in zip(
-            rows.tolist(), index.tolist(), parents, blocks, strict=True
-        ):
+        for row, i, own in zip(rows.tolist(), index.tolist(), blocks, strict=True):
             token_bytes = raw[begin : begin + width]
             begin += width
             request = requests[row]
             known = request.num_tokens - i * self.block_size  # the request has the block's head
             request.append(token_bytes[4 * known :] if known else token_bytes)
-            yield row, request, i, parent if i else None, block, token_bytes
+            yield row, request, i, own, token_bytes
 
     def append_blocks(self, rows: np.ndarray, blocks: Sequence[int]) -> None:
-        """Append one block to the table of each row."""
-        self.block_tables[rows, self.num_blocks[rows]] = blocks
-        self.num_blocks[rows] += 1
-        for planned in self._planned:
-            planned.changed.append(rows)
+        """Append one block of each group to the tables of each row; [G * len(rows)] blocks."""
+        shape = (len(self.groups), len(rows))
+        self.block_tables[:, rows, self.num_blocks[0, rows]] = np.reshape(blocks, shape)
+        self.num_blocks[:, rows] += 1
+        self._tables_changed(rows)
 
-    def replace_block(self, row: int, i: int, block: int) -> None:
-        """Put another block with the same content in the i-th place of the row's table."""
-        self.block_tables[row, i] = block
+    def extend(self, row: int, blocks: Sequence[int]) -> None:
+        """Append equally many blocks to each sliding group's table of a row."""
+        count = len(blocks) // len(self.sliding)
+        for i, g in enumerate(self.sliding):
+            end = int(self.num_blocks[g, row])
+            own = blocks[i * count : (i + 1) * count]
+            self.block_tables[g, row, end : end + count] = own
+            self.num_blocks[g, row] = end + count
+
+    def trim(self) -> list[int]:
+        """Take from the rows the blocks that no query to come sees; returns them, oldest tokens first."""
+        freed: list[int] = []
+        rows = np.flatnonzero(self.active) if self.sliding else []
+        for g in self.sliding:
+            first = self.groups[g].first_key(self.num_computed[rows]) // self.block_size
+            stale = np.flatnonzero(first > self.first_block[g, rows])
+            for row, end in zip(rows[stale].tolist(), first[stale].tolist(), strict=True):
+                table = self.block_tables[g, row, self.first_block[g, row] : end]
+                freed += table.tolist()
+                table[:] = 0
+                self.first_block[g, row] = end
+            self._tables_changed(rows[stale][self.decoding[rows[stale]]])
+        return freed
+
+    def replace_block(self, g: int, row: int, i: int, block: int) -> None:
+        """Put another block with the same content in the i-th place of the row's table of group g."""
+        self.block_tables[g, row, i] = block
         if self.decoding[row]:
+            self._tables_changed(np.array([row]))
+
+    def _tables_changed(self, rows: np.ndarray) -> None:
+        """These decoding rows have other blocks than the last plans."""
+        if len(rows):
             for planned in self._planned:
-                planned.changed.append(np.array([row]))
+                planned.changed.append(rows)
 
     def newest(self) -> Request:
         """The running request that was submitted last."""
@@ -385,8 +447,8 @@ class RowTable:
             return self._build_mixed(step, decodes.ids, chunks)
         rows, kv_len = decodes.ids, decodes.position + 1
         # Flat indices: twice as fast as pairs of them.
-        blocks = self.block_tables.reshape(-1)[decodes.table_begin + decodes.block_index]
-        slots = blocks.astype(np.int64)
+        tables = self.block_tables.reshape(len(self.groups), -1)
+        slots = tables.take(decodes.table_begin + decodes.block_index, axis=1).astype(np.int64)
         slots *= self.block_size
         slots += decodes.offset
         if decodes.is_plain:
@@ -431,7 +493,7 @@ class RowTable:
         sample_rows = rows[samples]
         block_size = self.block_size
         block_index = positions // block_size
-        slots = self.block_tables[np.repeat(rows, num_q), block_index].astype(np.int64)
+        slots = self.block_tables[:, np.repeat(rows, num_q), block_index].astype(np.int64)
         slots *= block_size
         slots += positions - block_index * block_size
         plan = StepPlan(
@@ -453,7 +515,7 @@ class RowTable:
     def _plan_tables(
         self, rows: np.ndarray, width: int, decodes: DecodeRows | None = None
     ) -> np.ndarray:
-        """[rows, width] int32, the rows' tables in the older of the two buffers.
+        """[G, rows, width] int32, the rows' tables in the older of the two buffers.
 
         Parameters
         ----------
@@ -463,16 +525,16 @@ class RowTable:
         planned = self._planned[0]
         self._planned.reverse()
         tables = planned.tables
-        if decodes is None or planned.decodes is not decodes or width > tables.shape[1]:
+        if decodes is None or planned.decodes is not decodes or width > tables.shape[2]:
             spare = 0 if decodes is None else _SPARE_COLUMNS
-            planned.tables = tables = self.block_tables[:, : width + spare].take(rows, axis=0)
+            planned.tables = tables = self.block_tables[:, :, : width + spare].take(rows, axis=1)
             planned.decodes = decodes
         elif planned.changed:
             changed = np.concatenate(planned.changed)
             at = np.searchsorted(rows, changed)
-            tables[at] = self.block_tables[changed, : tables.shape[1]]
+            tables[:, at] = self.block_tables[:, changed, : tables.shape[2]]
         planned.changed.clear()
-        return tables[:, :width]
+        return tables[:, :, :width]
 
     def _chunk_tokens(
         self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray
@@ -616,7 +678,7 @@ class RowTable:
                 "phase": self.request(row).phase.value,
                 "length": int(self.length[row]),
                 "num_computed": int(self.num_computed[row]),
-                "blocks": self.blocks(row).tolist(),
+                "blocks": self.blocks(row),
             }
             for row in np.flatnonzero(self.active).tolist()
         ]
@@ -625,7 +687,8 @@ class RowTable:
         """[num_blocks] int64, how many rows have each block in their table."""
         owners = np.zeros(num_blocks, np.int64)
         for row in np.flatnonzero(self.active):
-            owners += np.bincount(self.blocks(row), minlength=num_blocks)
+            blocks = np.array(self.blocks(row), np.int64)
+            owners += np.bincount(blocks, minlength=num_blocks)
         return owners
 
     def check(self, owners: np.ndarray) -> None:
@@ -655,10 +718,18 @@ class RowTable:
             if request.row != row or bool(self.decoding[row]) != decoding:
                 raise IntegrityError(f"{name}: its request says row {request.row}, {request.phase}")
             num_computed, length = int(self.num_computed[row]), int(self.length[row])
-            if num_computed > min(length, int(self.num_blocks[row]) * self.block_size):
+            num_blocks = self.num_blocks[:, row]
+            if num_computed > min(length, int(num_blocks.min()) * self.block_size):
                 raise IntegrityError(f"{name} has {num_computed} computed tokens of {length}")
-            if (owners[self.blocks(row)[num_computed // self.block_size :]] > 1).any():
-                raise IntegrityError(f"{name} would write to a block that it shares")
+            if decoding and (num_blocks != num_blocks[0]).any():
+                raise IntegrityError(f"{name} decodes with {num_blocks.tolist()} blocks")
+            for g, group in enumerate(self.groups):
+                first, end = int(self.first_block[g, row]), int(num_blocks[g])
+                if first > int(group.first_key(num_computed)) // self.block_size:
+                    raise IntegrityError(f"{name} gave back block {first - 1}, which it reads")
+                own = self.block_tables[g, row, max(first, num_computed // self.block_size) : end]
+                if (owners[own] > 1).any():
+                    raise IntegrityError(f"{name} would write to a block that it shares")
 
 
 def _token_rules(params: SamplingParams) -> TokenRules | None:

@@ -69,13 +69,16 @@ class Runner:
         self._token_counts = TokenCounts(config.vocab_size, self._device)
         self._graphs_at_ready = _num_traced_graphs()
         self._kernels_built = 0
-        self._query_tokens: int | None = None
+        self._query_tokens: tuple[int | None, ...] = (None,) * len(pool.groups)
         if config.device == "cpu":
             torch.set_num_threads(config.num_threads)
         if config.deterministic:
             make_deterministic(model)
-            self._query_tokens = choose_query_tokens(
-                spec.num_heads, spec.num_kv_heads, spec.head_dim, config.block_size
+            self._query_tokens = tuple(
+                choose_query_tokens(
+                    spec.num_heads, group.num_kv_heads, group.head_dim, config.block_size
+                )
+                for group in pool.groups
             )
 
     @classmethod
@@ -84,10 +87,8 @@ class Runner:
         model = load_model(spec, config.device, config.dtype)
         pool = KVPool(
             config.num_blocks,
-            spec.num_layers,
-            spec.num_kv_heads,
+            spec.groups,
             config.block_size,
-            spec.head_dim,
             getattr(torch, config.dtype),
             config.device,
         )
@@ -125,7 +126,9 @@ class Runner:
             cu_q=plan.cu_q.astype(np.int64),
             kv_len=plan.kv_len.astype(np.int64),
             block_tables=plan.block_tables.astype(np.int64),
-            write_rows=self.pool.rows_of(self._to_device(plan.slots)),
+            write_rows=[
+                self.pool.rows_of(g, slots) for g, slots in enumerate(self._to_device(plan.slots))
+            ],
             query_tokens=self._query_tokens,
         )
         output = self.model(
@@ -166,6 +169,7 @@ class Runner:
         """A step of rows with these numbers of new tokens, all of whose KV goes to the trash block."""
         num_rows, num_tokens = len(lengths), sum(lengths)
         block_size, trash = self.config.block_size, self.pool.trash_block
+        num_groups = len(self.pool.groups)
         cu_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
         columns = SamplingBatch(
@@ -184,8 +188,12 @@ class Runner:
             positions=positions,
             cu_q=cu_q,
             kv_len=np.asarray(lengths, np.int32),
-            block_tables=np.full((num_rows, -(-max(lengths) // block_size)), trash, np.int32),
-            slots=trash * block_size + positions.astype(np.int64) % block_size,
+            block_tables=np.full(
+                (num_groups, num_rows, -(-max(lengths) // block_size)), trash, np.int32
+            ),
+            slots=np.tile(
+                trash * block_size + positions.astype(np.int64) % block_size, (num_groups, 1)
+            ),
             sampling=columns,
         )
 

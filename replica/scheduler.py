@@ -12,10 +12,15 @@ blocks that are given back are not handed out again, because only `plan` allocat
 Blocks are registered in the prefix index when the step that completes them is *planned*: within a step all
 rows write their KV before any of them reads it, layer by layer, so a row may match what an earlier row of the
 same step computes. A step that fails takes its registrations back.
+
+Blocks of layer groups. A row gets all blocks of its known tokens in the groups of full attention when it is
+admitted. In a sliding group it gets those of a chunk when the chunk is planned, and what fell out of the window
+returns at the next plan, so that a long prompt needs no more than window and chunk; admission sets that much aside.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +39,7 @@ from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
 from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
-from quire.replica.prefix import ContentChain, PrefixCache
+from quire.replica.prefix import Hit, PrefixCache
 from quire.replica.queues import Deadlines, WaitingQueue
 from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
 from quire.replica.rows import DecodeRows, RowTable
@@ -57,8 +62,8 @@ class _Step:
     decodes: DecodeRows | None = None  # the rows, if all of them decode
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
     registered: list[int] = field(default_factory=list)  # blocks, parents before children
-    # (row, index in its table, its own block, the block that is indexed for the same content)
-    duplicates: list[tuple[int, int, int, int]] = field(default_factory=list)
+    # (group, row, index in its table, its own block, the block that is indexed for the same content)
+    duplicates: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -83,6 +88,7 @@ class Scheduler:
             config.block_size,
             config.num_blocks,
             self.events,
+            groups=config.groups,
             model_name=config.model_name,
             revision=config.revision,
         )
@@ -94,6 +100,7 @@ class Scheduler:
             -(-max_tokens // config.block_size),
             config.block_size,
             config.vocab_size,
+            config.groups,
         )
         self.speed = StepSpeed()
         self.num_steps = 0
@@ -204,6 +211,8 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         """Give back a running request's row and blocks; its full blocks stay cached."""
         self._prefilling.pop(request.key, None)
+        self.prefix.release_entry(request.tip)
+        request.tip, request.num_indexed = None, 0
         self.blocks.release(reversed(self.rows.vacate(request.row)))
         self._num_changes += 1
 
@@ -226,19 +235,14 @@ class Scheduler:
         if self._step is not None:
             raise RuntimeError(f"step {self._step.number} is still in flight")
         self._expire(now_s)
-        decodes, may_admit = self._grow_decodes()
-        step = _Step(self.num_steps + 1)
-        for row, request, i, parent, block, token_bytes in self.rows.fill_blocks(decodes):
-            if self.config.prefix_caching:
-                self._register(step, row, i, parent, block, token_bytes, request.chain)
-        budget = self.config.max_batch_tokens - len(decodes)
-        for request in self._prefilling.values():
-            budget -= self._schedule_chunk(step, request, budget)
-        if may_admit:
-            self._admit(step, budget, now_s)
-        if not len(decodes) and not step.chunks:
-            self.prefix.hash_new()
-            return None
+        step, decodes = self._compose(now_s)
+        while not len(decodes) and not step.chunks:
+            if not self._prefilling:
+                self.prefix.hash_new()
+                return None
+            # They wait for each other's sliding blocks; ends as in `_grow_decodes`.
+            self._soft_reset(self.rows.newest())
+            step, decodes = self._compose(now_s)
         plan, step.rows, step.sample_rows = self.rows.build(step.number, decodes, step.chunks)
         step.decodes = None if step.chunks else decodes
         gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
@@ -249,8 +253,26 @@ class Scheduler:
         self.num_steps = step.number
         return plan
 
+    def _compose(self, now_s: float) -> tuple[_Step, DecodeRows]:
+        """Choose the work of a step and give it its blocks; also the rows that decode."""
+        if stale := self.rows.trim():
+            self.blocks.release(stale)
+            self._num_changes += 1
+        decodes, may_admit = self._grow_decodes()
+        step = _Step(self.num_steps + 1)
+        for row, request, i, blocks, token_bytes in self.rows.fill_blocks(decodes):
+            if self.config.prefix_caching:
+                self._register(step, row, request, i, blocks, token_bytes)
+        budget = self.config.max_batch_tokens - len(decodes)
+        for request in self._prefilling.values():
+            budget -= self._schedule_chunk(step, request, budget)
+        if may_admit:
+            self._admit(step, budget, now_s)
+        return step, decodes
+
     def _grow_decodes(self) -> tuple[DecodeRows, bool]:
-        """Give a block to every decoding row that needs one, if it must be from the newest requests.
+        """Give a block of each group to every decoding row that needs one, if it must be from the newest
+        requests.
 
         Returns
         -------
@@ -262,7 +284,8 @@ class Scheduler:
         if not len(lacking):
             return decodes, True
         roomy = True
-        while (blocks := self.blocks.allocate(len(lacking))) is None:
+        num_groups = len(self.config.groups)
+        while (blocks := self.blocks.allocate(len(lacking) * num_groups)) is None:
             # Ends: a request alone always fits, or it would have been refused.
             self._soft_reset(self.rows.newest())
             decodes = self.rows.decode_rows()
@@ -279,9 +302,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _schedule_chunk(self, step: _Step, request: Request, budget: int) -> int:
-        """Plan as many of the request's missing tokens as the budget allows; returns how many."""
+        """Plan as many of the request's missing tokens as budget and blocks allow; returns how many."""
         row = request.row
         count = min(budget, request.num_tokens - int(self.rows.num_computed[row]))
+        if count > 0 and self.rows.sliding:
+            count = self._extend_sliding(row, count)
         if count <= 0:
             return 0
         step.chunks.append((row, count))
@@ -289,35 +314,89 @@ class Scheduler:
             self._num_changes += 1  # the head of the queue may now share these blocks
         return count
 
+    def _extend_sliding(self, row: int, count: int) -> int:
+        """Give the row the sliding blocks of its next `count` tokens, or of as many as there are blocks for."""
+        block_size, num_groups = self.config.block_size, len(self.rows.sliding)
+        start = int(self.rows.num_computed[row])
+        have = int(self.rows.num_blocks[self.rows.sliding[0], row])
+        lacking = -(-(start + count) // block_size) - have
+        lacking = max(0, min(lacking, self.blocks.num_available // num_groups))
+        self.rows.extend(row, self._allocate(lacking * num_groups))
+        return min(count, (have + lacking) * block_size - start)
+
+    def _allocate(self, count: int) -> list[int]:
+        blocks = self.blocks.allocate(count)
+        if blocks is None:
+            raise IntegrityError(f"{count} blocks were available and are not")
+        return blocks
+
+    def _set_aside(self, num_tokens: int, step_tokens: int, held: Sequence[int]) -> int:
+        """Sliding blocks that a prefill of `num_tokens` may need beside those it holds of each such group."""
+        return sum(
+            max(
+                0,
+                self.config.groups[g].max_blocks(num_tokens, step_tokens, self.config.block_size)
+                - count,
+            )
+            for g, count in zip(self.rows.sliding, held, strict=True)
+        )
+
+    def _num_set_aside(self) -> int:
+        """Sliding blocks that the running prefills may still need."""
+        if not self.rows.sliding:
+            return 0
+        held = self.rows.num_blocks - self.rows.first_block
+        return sum(
+            self._set_aside(
+                request.num_tokens,
+                self.config.max_batch_tokens,
+                held[self.rows.sliding, request.row].tolist(),
+            )
+            for request in self._prefilling.values()
+        )
+
     def _admit(self, step: _Step, budget: int, now_s: float) -> None:
-        """Start waiting requests in their order, each with all the blocks of its known tokens or not at all.
+        """Start waiting requests in their order, each with room for all blocks of its known tokens, in every
+        group, or not at all.
 
         While anything runs, an admission must leave `safety_margin` of the blocks available, so that decoding
-        rows can grow.
+        rows can grow. A request alone may take smaller chunks than it would like.
         """
         while budget > 0 and self._waiting and self.rows.num_free:
             if self._blocked_at_change == self._num_changes:
                 return
             request = self._waiting.head()
-            matched: list[int] = []
+            groups, sliding = self.config.groups, self.rows.sliding
+            hit = Hit([], [[] for _ in groups])
             if self.config.prefix_caching:
-                matched = self.prefix.match(request.token_ids, chain=request.chain)
-            needed = -(-request.num_tokens // self.config.block_size) - len(matched)
-            left = self.blocks.num_available - needed - self.blocks.num_unowned(matched)
+                hit = self.prefix.match(request.token_ids, chain=request.chain)
+            lacking = -(-request.num_tokens // self.config.block_size) - len(hit.entries)
+            left = self.blocks.num_available - self.blocks.num_unowned(hit.all_blocks)
+            left -= lacking * (len(groups) - len(sliding))
+            if sliding:
+                chunk = self.config.max_batch_tokens if self.rows.num_active else 1
+                held = [len(hit.blocks[g]) for g in sliding]
+                left -= self._set_aside(request.num_tokens, chunk, held) + self._num_set_aside()
             if left < (self._margin_blocks if self.rows.num_active else 0):
                 self._blocked_at_change = self._num_changes
                 return
-            self._start(request, matched, needed, now_s)
+            self._start(request, hit, lacking, now_s)
             budget -= self._schedule_chunk(step, request, budget)
 
-    def _start(self, request: Request, matched: list[int], needed: int, now_s: float) -> None:
-        self.blocks.retain(matched)
-        blocks = self.blocks.allocate(needed)
-        if blocks is None:
-            raise IntegrityError(f"{needed} blocks were available and are not")
+    def _start(self, request: Request, hit: Hit, lacking: int, now_s: float) -> None:
+        self.blocks.retain(hit.all_blocks)
+        num_full = len(self.config.groups) - len(self.rows.sliding)
+        fresh = self._allocate(lacking * num_full)
+        blocks = [
+            known + (fresh[g * lacking : (g + 1) * lacking] if g < num_full else [])
+            for g, known in enumerate(hit.blocks)
+        ]
         self._waiting.remove(request)
-        num_hit = len(matched) * self.config.block_size
-        self.rows.claim(request, matched + blocks, num_hit)
+        num_hit = len(hit.entries) * self.config.block_size
+        self.rows.claim(request, blocks, num_hit)
+        if hit.entries:
+            request.tip, request.num_indexed = hit.entries[-1], len(hit.entries)
+            self.prefix.retain_entry(request.tip)
         request.enter(Phase.PREFILLING)
         self._prefilling[request.key] = request
         if request.first_scheduled_s is None:
@@ -336,37 +415,40 @@ class Scheduler:
         request = self.rows.request(row)
         if end == first:
             return False
-        raw = request.token_ids[first * block_size : end * block_size].tobytes()
-        table = self.rows.block_tables[row, :end].tolist()
-        parent = table[first - 1] if first else None
         width = 4 * block_size
-        for i in range(first, end):
+        raw = request.token_ids[first * block_size : end * block_size].tobytes()
+        blocks = self.rows.block_tables[:, row, first:end].T.tolist()
+        for i, own in enumerate(blocks, first):
             begin = (i - first) * width
-            token_bytes = raw[begin : begin + width]
-            parent = self._register(step, row, i, parent, table[i], token_bytes, request.chain)
-            if parent is None:
-                break  # nothing can be indexed behind a block that is not
+            if not self._register(step, row, request, i, own, raw[begin : begin + width]):
+                break
         return True
 
     def _register(
         self,
         step: _Step,
         row: int,
+        request: Request,
         i: int,
-        parent: int | None,
-        block: int,
+        blocks: Sequence[int],
         token_bytes: bytes,
-        chain: ContentChain,
-    ) -> int | None:
-        """Index one block of a row; returns the block that is indexed for its content, if any is."""
-        indexed = self.prefix.register(block, parent, token_bytes, chain, i)
-        if indexed == block:
-            self.blocks.mark_content(block)
-            step.registered.append(block)
-        elif indexed is not None:
-            self.blocks.retain([indexed])
-            step.duplicates.append((row, i, block, indexed))
-        return indexed
+    ) -> bool:
+        """Index a row's i-th block of each group; returns whether its content is indexed."""
+        if i != request.num_indexed:
+            return False  # nothing can be indexed behind a block that is not
+        entry = self.prefix.register(blocks, request.tip, token_bytes, request.chain, i)
+        if entry is None:
+            return False
+        for g, (block, indexed) in enumerate(zip(blocks, entry.blocks, strict=True)):
+            if indexed == block:
+                self.blocks.mark_content(block)
+                step.registered.append(block)
+            else:
+                self.blocks.retain([indexed])
+                step.duplicates.append((g, row, i, block, indexed))
+        self.prefix.advance_entry(entry)
+        request.tip, request.num_indexed = entry, i + 1
+        return True
 
     def _adopt(self, step: _Step) -> None:
         """Swap blocks whose content was already indexed for the indexed ones, and free the duplicates.
@@ -375,8 +457,8 @@ class Scheduler:
         reads the indexed blocks, complete by then. So every owner of an indexed block owns the indexed
         blocks before it too, which demotion leaf-first rests on (see `BlockManager`).
         """
-        for row, i, own, indexed in step.duplicates:
-            self.rows.replace_block(row, i, indexed)
+        for g, row, i, own, indexed in step.duplicates:
+            self.rows.replace_block(g, row, i, indexed)
             self.blocks.release([own])
 
     # -- after the step ----------------------------------------------------------------------------------
@@ -559,6 +641,12 @@ class Scheduler:
             if self.blocks.has_content(block) != (block in self.prefix):
                 raise IntegrityError(f"block {block}: pool and prefix index disagree")
         self.rows.check(owners)
+        tips = Counter(id(r.tip) for r in self._requests.values() if r.tip is not None)
+        for request in self._requests.values():
+            if request.tip is not None and request.tip.num_rows != tips[id(request.tip)]:
+                raise IntegrityError(
+                    f"the prefix entry of request {request.key!r} counts {request.tip.num_rows} rows"
+                )
         pending = {k for k, r in self._requests.items() if r.phase is Phase.PENDING}
         self._waiting.check(pending)
         if len(pending) + self.rows.num_active != len(self._requests):

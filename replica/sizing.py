@@ -20,7 +20,8 @@ import torch
 from quire.kernels.cpu_attention import PREFILL_ROWS
 from quire.replica.checkpoint import count_parameters
 from quire.replica.config import EngineArgs, EngineConfig
-from quire.replica.kv_pool import block_bytes
+from quire.replica.groups import max_sequence_tokens, sequence_blocks
+from quire.replica.kv_pool import block_elements
 from quire.replica.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class MemoryTable:
     activations: int
     attention: int  # gathered keys and values, and scores, of the longest request that fits
     logits: int
-    block: int  # one block over all layers
+    block: int  # one block over all layers of a group
     num_blocks: int
     block_size: int
 
@@ -140,11 +141,14 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         available_bytes(device),
     )
     logger.info("memory of %s\n%s", args.model, table)
-    max_cache_tokens = table.num_blocks * args.block_size
+    max_cache_tokens = max_sequence_tokens(
+        spec.groups, table.num_blocks, args.block_size, max_model_len
+    )
     if max_model_len > max_cache_tokens:
         if args.max_model_len is not None:
+            needed = sequence_blocks(spec.groups, max_model_len, 1, args.block_size)
             raise SizingError(
-                f"max_model_len {max_model_len} needs {-(-max_model_len // args.block_size)} blocks, the cache "
+                f"max_model_len {max_model_len} needs {needed} blocks, the cache "
                 f"has {table.num_blocks}; lower it or raise num_blocks, kv_cache_gib or the memory\n{table}"
             )
         max_model_len = max_cache_tokens
@@ -166,6 +170,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         prefix_caching=args.prefix_caching,
         deterministic=exact if args.deterministic is None else args.deterministic,
         num_threads=args.num_threads or physical_cores(),
+        groups=spec.groups,
     )
 
 
@@ -190,9 +195,7 @@ def memory_table(
         The weights, or the cache asked for, do not fit, or not one block does.
     """
     element = _BYTES[dtype]
-    block = block_bytes(
-        spec.num_layers, spec.num_kv_heads, args.block_size, spec.head_dim, getattr(torch, dtype)
-    )
+    block = block_elements(spec.groups, args.block_size) * element
     # Live at once in the widest place: the residual stream and its norm, q, k, v and the attention's output in
     # float32, or gate, up and their product.
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -201,7 +204,9 @@ def memory_table(
     # `cpu_attention` widens K and V of a request to float32 and holds scores and weights of one query tile.
     per_token = spec.num_kv_heads * (2 * spec.head_dim * (element + 4) + 2 * PREFILL_ROWS * 4)
     workspace = per_token * args.block_size  # a block
-    longest = -(-max_model_len // args.block_size)  # blocks
+    # One group's layer attends at a time; a request of full length has blocks in all of them.
+    longest = -(-max_model_len // args.block_size)  # blocks of one group
+    request = sequence_blocks(spec.groups, max_model_len, max_batch_tokens, args.block_size)
 
     def table(num_blocks: int) -> MemoryTable:
         return MemoryTable(
@@ -225,7 +230,7 @@ def memory_table(
         fits = (room - workspace * longest) // block
     num_blocks = args.num_blocks
     if num_blocks is None:
-        useful = args.max_running_requests * -(-max_model_len // args.block_size)
+        useful = args.max_running_requests * request
         wanted = fits
         if args.kv_cache_gib is not None:
             wanted = int(args.kv_cache_gib * GIB) // block - 1
@@ -233,8 +238,11 @@ def memory_table(
             wanted = min(fits, _CPU_KV_BYTES // block - 1)
         num_blocks = min(wanted, useful)
     result = table(num_blocks)
-    if num_blocks < 1:
-        raise SizingError(f"the KV cache cannot hold one block of {block} bytes\n{result}")
+    if num_blocks < len(spec.groups):
+        raise SizingError(
+            f"the KV cache cannot hold one block of {block} bytes for each of {len(spec.groups)} layer "
+            f"groups\n{result}"
+        )
     if result.remainder < 0:
         raise SizingError(f"num_blocks {num_blocks} does not fit, at most {fits} do\n{result}")
     return result

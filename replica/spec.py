@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.replica.groups import LayerGroup, group_layers
+
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
@@ -53,6 +55,11 @@ class ModelSpec:
     temperature: float | None = None  # defaults of generation_config.json; None = not stated
     top_p: float | None = None
     top_k: int | None = None
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layers by what their queries see."""
+        return group_layers([(w, None, self.num_kv_heads, self.head_dim) for w in self.windows])
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> ModelSpec:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from quire.replica.config import EngineConfig
 from quire.replica.plan import SamplingBatch, StepPlan
@@ -25,7 +26,7 @@ def engine_config(spec: ModelSpec, **changes: object) -> EngineConfig:
         eos_token_ids=spec.eos_token_ids,
         max_model_len=256,
         block_size=16,
-        num_blocks=96,
+        num_blocks=256,
         max_batch_tokens=64,
         max_running_requests=16,
         max_waiting_requests=16,
@@ -33,6 +34,7 @@ def engine_config(spec: ModelSpec, **changes: object) -> EngineConfig:
         prefix_caching=False,
         deterministic=True,
         num_threads=1,
+        groups=spec.groups,
     )
     return EngineConfig(**{**values, **changes})
 
@@ -50,7 +52,7 @@ class Sequence:
     """One request: its tokens so far, the blocks it owns and how many of its tokens are in the cache."""
 
     tokens: list[int]
-    blocks: np.ndarray  # [max blocks] int32
+    blocks: np.ndarray  # [G, max blocks] int32
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -69,9 +71,13 @@ class Driver:
 
     def add(self, tokens: list[int], max_tokens: int = 0, **params: object) -> Sequence:
         """Reserve blocks for `tokens` and `max_tokens` more."""
-        count = -(-(len(tokens) + max_tokens) // self.runner.config.block_size)
+        num_groups = len(self.runner.pool.groups)
+        count = num_groups * -(-(len(tokens) + max_tokens) // self.runner.config.block_size)
+        assert count <= len(self.free)
         blocks, self.free = self.free[:count], self.free[count:]
-        return Sequence(list(tokens), np.asarray(blocks, np.int32), **params)
+        return Sequence(
+            list(tokens), np.asarray(blocks, np.int32).reshape(num_groups, -1), **params
+        )
 
     def plan(self, work: list[tuple[Sequence, int]]) -> tuple[StepPlan, list[Sequence]]:
         """A step that computes the next `count` tokens of each sequence; and the sequences that sample."""
@@ -79,14 +85,15 @@ class Driver:
         counts = [count for _, count in work]
         cu_q = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         size = self.runner.config.block_size
-        tables = np.zeros((len(work), max(len(s.blocks) for s, _ in work)), np.int32)
+        width = max(s.blocks.shape[1] for s, _ in work)
+        tables = np.zeros((len(self.runner.pool.groups), len(work), width), np.int32)
         positions = [np.arange(s.computed, s.computed + count) for s, count in work]
         slots = [
-            s.blocks[p // size].astype(np.int64) * size + p % size
+            s.blocks[:, p // size].astype(np.int64) * size + p % size
             for (s, _), p in zip(work, positions, strict=True)
         ]
         for row, (sequence, _) in enumerate(work):
-            tables[row, : len(sequence.blocks)] = sequence.blocks
+            tables[:, row, : sequence.blocks.shape[1]] = sequence.blocks
         token_ids = [s.tokens[s.computed : s.computed + count] for s, count in work]
         done = [i for i, (s, count) in enumerate(work) if s.computed + count == len(s.tokens)]
         sampling = [work[i][0] for i in done]
@@ -99,7 +106,7 @@ class Driver:
             cu_q=cu_q,
             kv_len=np.array([s.computed + count for s, count in work], np.int32),
             block_tables=tables,
-            slots=np.concatenate(slots),
+            slots=np.concatenate(slots, axis=1),
             sampling=SamplingBatch(
                 token_index=np.array([cu_q[i + 1] - 1 for i in done], np.int32),
                 temperature=np.array([s.temperature for s in sampling], np.float32),
@@ -119,9 +126,17 @@ class Driver:
         tokens = sample(logits.clone(), plan.sampling)
         for sequence, count in work:
             sequence.computed += count
+            self.poison_what_fell_out(sequence)
         for sequence, row, token in zip(sampling, logits.numpy(), tokens, strict=True):
             sequence.logits.append(row)
             sequence.tokens.append(int(token))
+
+    def poison_what_fell_out(self, sequence: Sequence) -> None:
+        """NaN into the blocks that the scheduler would have given to somebody else by now."""
+        pool = self.runner.pool
+        for g, group in enumerate(pool.groups):
+            end = int(group.first_key(sequence.computed)) // self.runner.config.block_size
+            pool.data[torch.from_numpy(sequence.blocks[g, :end]).long()] = float("nan")
 
     def generate(self, sequences: list[Sequence], max_tokens: int, chunk: int) -> list[list[int]]:
         """Run to `max_tokens` new tokens each: decodes and chunks of at most `chunk` tokens mixed."""

@@ -11,6 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from step_driver import Driver, make_runner
 
+from quire.protos.wire import SamplingParams
+from quire.replica.groups import sequence_blocks
+from quire.replica.request import Request
+from quire.replica.scheduler import Scheduler
+from quire.replica.spec import ModelSpec
+
 LENGTHS = (70, 1, 33, 16, 17, 100)  # longer than a chunk and a window, one token, block edges
 NEW_TOKENS = 12
 
@@ -152,3 +158,41 @@ def test_bfloat16_runs_and_is_close_to_float32(zoo, runners):
     # 8 bits of mantissa over three layers: a few per cent of the logits' spread.
     assert np.abs(logits - expected).max() < 0.1 * expected.std() * 4
     assert np.corrcoef(logits[0], expected[0])[0, 1] > 0.995
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "llama"])
+def test_a_scheduled_engine_on_a_small_cache_equals_generate_cold_and_warm(zoo, name):
+    """Chunks, soft resets, prefix hits and blocks out of the window; what nobody owns is NaN at every step."""
+    spec = ModelSpec.from_checkpoint(zoo(name))
+    # Half of what the prompts would need at once.
+    num_blocks = sequence_blocks(spec.groups, max(LENGTHS) + NEW_TOKENS, 24, 8) * 3 // 2
+    runner = make_runner(
+        zoo(name), block_size=8, num_blocks=num_blocks, max_batch_tokens=24, prefix_caching=True
+    )
+    scheduler = Scheduler(runner.config)
+    prompts = prompts_of(runner.spec.vocab_size)
+    prompts.append(prompts[0][:64] + prompts[1] + prompts[2])
+    expected = reference_tokens(zoo(name), prompts, NEW_TOKENS)
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    num_cached = []
+    for _ in range(2):
+        outputs = {i: [] for i in range(len(prompts))}
+        for i, prompt in enumerate(prompts):
+            assert scheduler.add(Request(i, prompt, params)) is None
+        while (plan := scheduler.plan(0.0)) is not None:
+            poison_what_nobody_may_read(scheduler, plan, runner)
+            for delta in scheduler.commit(plan, runner.run(plan), 0.0):
+                assert delta.error is None
+                outputs[delta.key] += delta.token_ids
+            scheduler.check()
+        assert [outputs[i] for i in range(len(prompts))] == expected
+        num_cached.append(scheduler.num_prefix_tokens_hit)
+    assert num_cached[1] > num_cached[0]
+
+
+def poison_what_nobody_may_read(scheduler, plan, runner):
+    owned = {b for row in scheduler.snapshot()["rows"] for b in row["blocks"]}
+    owned |= set((plan.slots // runner.config.block_size).ravel().tolist())
+    for block in range(runner.config.num_blocks):
+        if block not in owned and not scheduler.blocks.has_content(block):
+            runner.pool.data[block] = float("nan")

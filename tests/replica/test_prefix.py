@@ -22,8 +22,8 @@ def put(cache, token_ids, blocks, tenant=""):
     chain, parent, indexed = ContentChain(tenant), None, []
     for i in range(len(ids) // cache.block_size):
         tokens = ids[i * cache.block_size : (i + 1) * cache.block_size]
-        parent = cache.register(blocks[i], parent, tokens.tobytes(), chain, i)
-        indexed.append(parent)
+        parent = cache.register([blocks[i]], parent, tokens.tobytes(), chain, i)
+        indexed.append(parent and parent.blocks[0])
         if parent is None:
             break
     cache.hash_new()
@@ -32,7 +32,8 @@ def put(cache, token_ids, blocks, tenant=""):
 
 
 def find(cache, token_ids, tenant=""):
-    return cache.match(np.asarray(token_ids, np.int32), tenant)
+    (blocks,) = cache.match(np.asarray(token_ids, np.int32), tenant).blocks
+    return blocks
 
 
 def test_the_longest_known_prefix_is_found_and_one_token_is_left():
@@ -72,7 +73,7 @@ def test_nothing_is_indexed_behind_a_block_that_is_not():
     chain = ContentChain()
     tokens = np.arange(16, dtype=np.int32)
     chain.extend(tokens[:8].tobytes())
-    assert cache.register(1, 0, tokens[8:].tobytes(), chain, 1) is None
+    assert cache.register([1], None, tokens[8:].tobytes(), chain, 1) is None
     assert len(cache) == 0
 
 
@@ -132,7 +133,7 @@ def test_a_chain_names_each_block_once():
     chain = ContentChain()
     cache.match(tokens, chain=chain)
     names = list(chain.digests)
-    assert cache.match(tokens, chain=chain) == [0, 1, 2, 3]
+    assert cache.match(tokens, chain=chain).blocks == [[0, 1, 2, 3]]
     assert chain.digests == names
     assert len(names) == 4
 
@@ -208,7 +209,7 @@ def test_sequences_that_grow_together_are_hashed_as_if_alone(block_size):
     per_sequence = 1536 // block_size
     tables = [[n * per_sequence + i for i in range(per_sequence)] for n in range(3)]
     cache = PrefixCache(block_size, 3 * per_sequence, events, model_name="m", revision="r")
-    done = [0, 0, 0]
+    done, tips = [0, 0, 0], [None, None, None]
     while min(done) < per_sequence:
         for n in range(3):
             for _ in range(int(rng.integers(0, 4))):
@@ -216,8 +217,8 @@ def test_sequences_that_grow_together_are_hashed_as_if_alone(block_size):
                 if i == per_sequence:
                     break
                 raw = sequences[n][i * block_size : (i + 1) * block_size].tobytes()
-                parent = tables[n][i - 1] if i else None
-                assert cache.register(tables[n][i], parent, raw, chains[n], i) == tables[n][i]
+                tips[n] = cache.register([tables[n][i]], tips[n], raw, chains[n], i)
+                assert tips[n].blocks == [tables[n][i]]
                 done[n] += 1
         cache.hash_new()
         cache.check()
@@ -233,7 +234,7 @@ def test_sequences_that_grow_together_are_hashed_as_if_alone(block_size):
 def test_a_block_that_goes_before_its_hash_was_told_leaves_nothing():
     events = EventLog()
     cache = PrefixCache(64, 4, events)
-    cache.register(2, None, np.arange(64, dtype=np.int32).tobytes(), ContentChain(), 0)
+    cache.register([2], None, np.arange(64, dtype=np.int32).tobytes(), ContentChain(), 0)
     assert cache.num_unhashed == 1
     assert events.held() == set()
     cache.check()

@@ -9,6 +9,9 @@ import pytest
 import torch
 from step_driver import Driver, engine_config, make_runner
 
+from quire.kernels import reference
+from quire.kernels.cpu_attention import paged_attention
+from quire.replica.groups import LayerGroup
 from quire.replica.kv_pool import KVPool
 from quire.replica.runner import Runner
 from quire.replica.spec import ModelSpec
@@ -44,7 +47,7 @@ def test_a_step_that_samples_nothing_only_fills_the_cache(runner):
     plan, sampling = driver.plan([(sequence, 11)])
     assert not sampling
     assert runner.run(plan).token_ids.shape == (0,)
-    written = torch.isfinite(runner.pool.data).all(-1)[:, 0, 0, 0]  # [blocks, block_size]
+    written = torch.isfinite(runner.pool.group_view(0)).all(-1)[:, 0, 0, 0]  # [blocks, block_size]
     assert int(written.sum()) == 11
 
 
@@ -65,9 +68,11 @@ def test_a_step_writes_its_own_slots_and_nothing_else(runner):
     plan, _ = driver.plan([(sequence, 20)])
     runner.run(plan)
     size = runner.config.block_size
-    finite = torch.isfinite(runner.pool.data).all(-1)  # [blocks, layers, 2, heads, block_size]
+    finite = torch.isfinite(runner.pool.group_view(0)).all(
+        -1
+    )  # [blocks, layers, 2, heads, block_size]
     expected = torch.zeros(len(finite), size, dtype=torch.bool)
-    expected.view(-1)[torch.from_numpy(plan.slots)] = True
+    expected.view(-1)[torch.from_numpy(plan.slots[0])] = True
     assert torch.equal(finite, expected[:, None, None, None, :].expand_as(finite))
 
 
@@ -78,9 +83,9 @@ def test_copies_happen_before_the_step(runner):
     driver.advance([(first, 20)])
     fork = driver.add(first.tokens, 4)
     fork.computed = 20
-    fork.blocks[0] = first.blocks[0]
+    fork.blocks[0, 0] = first.blocks[0, 0]
     plan, _ = driver.plan([(fork, 1)])
-    plan = dataclasses.replace(plan, copies=((int(first.blocks[1]), int(fork.blocks[1])),))
+    plan = dataclasses.replace(plan, copies=((int(first.blocks[0, 1]), int(fork.blocks[0, 1])),))
     forked = runner.run(plan).token_ids
     driver.advance([(first, 1)])
     assert forked[0] == first.tokens[-1]
@@ -130,7 +135,7 @@ def test_threads_are_set_once(zoo):
 def test_from_config_allocates_what_the_config_says(zoo):
     spec = ModelSpec.from_checkpoint(zoo("qwen3"))
     runner = Runner.from_config(engine_config(spec, num_blocks=5, block_size=8), spec)
-    assert runner.pool.data.shape == (6, 3, 2, 2, 8, 32)
+    assert runner.pool.group_view(0).shape == (6, 3, 2, 2, 8, 32)
 
 
 def test_an_unused_pool_costs_no_memory():
@@ -139,7 +144,7 @@ def test_an_unused_pool_costs_no_memory():
             return int(file.read().split()[1]) * 4096
 
     before = resident_bytes()
-    pool = KVPool(4096, 8, 8, 32, 64, torch.float32)
+    pool = KVPool(4096, [LayerGroup(tuple(range(8)), 8, 64)], 32, torch.float32)
     assert pool.data.numel() * 4 > 4 << 30
     pool.data[17].fill_(1.0)
     assert resident_bytes() - before < 64 << 20
@@ -148,19 +153,54 @@ def test_an_unused_pool_costs_no_memory():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_write_puts_tokens_into_their_slots(dtype):
-    pool = KVPool(4, 3, 2, 8, 16, dtype)
+    pool = KVPool(4, [LayerGroup((0, 1, 2), 2, 16)], 8, dtype)
     slots = torch.tensor([0, 9, 31, 17])
     k, v = torch.randn(2, 4, 2, 16).to(dtype)
-    pool.write(1, k, v, pool.rows_of(slots))
+    pool.write(1, k, v, pool.rows_of(0, slots))
     for i, slot in enumerate(slots.tolist()):
         assert torch.equal(pool.keys(1)[slot // 8, :, slot % 8], k[i])
         assert torch.equal(pool.values(1)[slot // 8, :, slot % 8], v[i])
-    assert not pool.data[:, [0, 2]].any()
-    assert int((pool.data != 0).any(-1).sum()) == 4 * 2 * 2
+    view = pool.group_view(0)
+    assert not view[:, [0, 2]].any()
+    assert int((view != 0).any(-1).sum()) == 4 * 2 * 2
+
+
+def test_groups_of_different_shapes_share_blocks_of_equal_bytes():
+    """Two heads of 24 in three layers, one of 32 in two: each group writes its own blocks and reads them."""
+    groups = [LayerGroup((1, 3, 4), 2, 24), LayerGroup((0, 2), 1, 32, window=16)]
+    pool = KVPool(6, groups, 8, torch.float32)
+    assert pool.data.shape == (7, 768 * 3)  # 3 * 2 * 2 * 8 * 24 elements, a multiple of 8 * 96
+    pool.poison()
+    blocks = {0: [4, 1], 1: [0, 5]}
+    written = {}
+    for layer in range(5):
+        g = pool.group_of(layer)
+        slots = torch.tensor([blocks[g][0] * 8 + 7, blocks[g][1] * 8])
+        k, v = torch.randn(2, 2, groups[g].num_kv_heads, groups[g].head_dim)
+        pool.write(layer, k, v, pool.rows_of(g, slots))
+        written[layer] = (g, k, v)
+    for layer, (g, k, v) in written.items():
+        for cache, x in ((pool.keys(layer), k), (pool.values(layer), v)):
+            assert torch.equal(cache[blocks[g][0], :, 7], x[0])
+            assert torch.equal(cache[blocks[g][1], :, 0], x[1])
+    assert torch.isnan(pool.data[[2, 3, 6]]).all()
+    num_written = sum(
+        2 * 2 * group.num_kv_heads * group.head_dim * len(group.layers) for group in groups
+    )
+    assert int(torch.isfinite(pool.data).sum()) == num_written
+    q = torch.randn(1, 4, 32)
+    table = np.array([[0, 5]])
+    out = paged_attention(
+        q, pool.keys(2), pool.values(2), table, np.array([0, 1]), np.array([9]), 1.0, window=2
+    )
+    expected = reference.paged_attention(
+        q, pool.keys(2), pool.values(2), torch.from_numpy(table), [0, 1], [9], 1.0, window=2
+    )
+    torch.testing.assert_close(out, expected)
 
 
 def test_copy_blocks_runs_in_order():
-    pool = KVPool(3, 1, 1, 8, 16, torch.float32)
+    pool = KVPool(3, [LayerGroup((0,), 1, 16)], 8, torch.float32)
     pool.data[0] = 1.0
     pool.copy_blocks([(0, 1), (1, 2)])
     assert (pool.data[:3] == 1.0).all() and not pool.data[3].any()

@@ -1,9 +1,10 @@
 """Random lives of a scheduler, judged by a model of the KV cache.
 
 The stand-in for the device keeps, for every slot, the chain of all tokens up to there, computed from what the
-row's block table really holds; the next token is a pure function of the chain that a row reads. So a wrong
+row's block tables really hold; the next token is a pure function of the chain that a row reads. So a wrong
 block, a stale block or a block written twice changes a token, and every output is compared with the output
-of the request alone.
+of the request alone. In each layer group a row reads the keys that its queries see and no other: the blocks that
+nobody owns and nobody could match are spoiled before each step.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from quire.protos.errors import DeadlineExceeded, EngineError
 from quire.protos.wire import SamplingParams
 from quire.replica import prefix
 from quire.replica.config import EngineConfig
+from quire.replica.groups import LayerGroup, sequence_blocks
 from quire.replica.plan import StepPlan, StepResult
 from quire.replica.request import Request
 from quire.replica.scheduler import Scheduler
@@ -68,31 +70,45 @@ def alone(prompt, params, num_emitted):
 class ModelDevice:
     """Slots of chains; runs a plan as the contract says: all KV is written before any is read."""
 
-    def __init__(self, num_blocks, block_size):
+    def __init__(self, num_blocks, block_size, groups):
         self.block_size = block_size
+        self.groups = groups
+        # The group whose queries see the token before theirs: it tells what a row continues.
+        self.leader = next(
+            g for g, group in enumerate(groups) if group.chunk is None and (group.window or 2) >= 2
+        )
         self.before = np.zeros(num_blocks * block_size, dtype=object)
         self.after = np.zeros(num_blocks * block_size, dtype=object)
 
     def run(self, plan: StepPlan) -> StepResult:
-        assert len(set(plan.slots.tolist())) == plan.num_tokens, "a slot is written twice"
+        num_written = plan.num_tokens * len(self.groups)
+        assert len(set(plan.slots.ravel().tolist())) == num_written, "a slot is written twice"
         size = self.block_size
         tables = plan.block_tables
+        assert tables.shape[:2] == (len(self.groups), plan.num_rows)
         starts = plan.kv_len - np.diff(plan.cu_q)
         # Rows may continue blocks that an earlier row of this very step writes.
         for row in range(plan.num_rows):
             start = int(starts[row])
             chain = START
             if start:
-                chain = self.after[tables[row, (start - 1) // size] * size + (start - 1) % size]
+                block = tables[self.leader, row, (start - 1) // size]
+                chain = self.after[block * size + (start - 1) % size]
             for t in range(plan.cu_q[row], plan.cu_q[row + 1]):
                 position = int(plan.positions[t])
                 assert position == start + t - plan.cu_q[row]
-                slot = int(plan.slots[t])
-                assert slot == tables[row, position // size] * size + position % size
-                self.before[slot] = chain
+                slots = plan.slots[:, t]
+                expected = (
+                    tables[:, row, position // size].astype(np.int64) * size + position % size
+                )
+                assert slots.tolist() == expected.tolist()
+                self.before[slots] = chain
                 chain = link(chain, int(plan.token_ids[t]))
-                self.after[slot] = chain
-        heads = [self.read(tables[row], int(plan.kv_len[row])) for row in range(plan.num_rows)]
+                self.after[slots] = chain
+        heads = [
+            self.read(tables[:, row], int(starts[row]), int(plan.kv_len[row]))
+            for row in range(plan.num_rows)
+        ]
         sampling = plan.sampling
         banned = dict(sampling.suppressed)
         row_of = {int(end) - 1: row for row, end in enumerate(plan.cu_q[1:])}
@@ -103,16 +119,21 @@ class ModelDevice:
             tokens.append(choose(heads[row], int(sampling.seed[i]), position, banned.get(i, ())))
         return StepResult(np.array(tokens, np.int64), 0.001 * plan.num_tokens)
 
-    def read(self, table, length):
-        """What attention over the whole row sees: one unbroken chain."""
-        positions = np.arange(length)
-        slots = table[positions // self.block_size] * self.block_size
-        slots += (positions % self.block_size).astype(slots.dtype)
-        chain = START
-        for slot in slots.tolist():
-            assert self.before[slot] == chain, "the row reads KV of another history"
-            chain = self.after[slot]
-        return chain
+    def read(self, tables, start, length):
+        """What a row's new queries see in all groups: the ends of one and the same unbroken chain."""
+        heads = set()
+        for table, group in zip(tables, self.groups, strict=True):
+            first = int(group.first_key(start))
+            positions = np.arange(first, length)
+            slots = table[positions // self.block_size] * self.block_size
+            slots += (positions % self.block_size).astype(slots.dtype)
+            chain = self.before[slots[0]] if first else START
+            for slot in slots.tolist():
+                assert self.before[slot] == chain, "the row reads KV of another history"
+                chain = self.after[slot]
+            heads.add(chain)
+        (head,) = heads
+        return head
 
 
 class Client:
@@ -136,8 +157,28 @@ class Client:
             assert delta.num_cached_tokens <= delta.num_prompt_tokens
 
 
+FULL = LayerGroup()
+# Windows shorter than a block, of whole blocks and across them; chunks that divide a block and that do not.
+MIXES = {
+    "full": [(FULL,)],
+    "sliding": [
+        (LayerGroup(window=2),),
+        (LayerGroup(window=9),),
+        (LayerGroup(window=24), LayerGroup(window=24)),
+    ],
+    "mixed": [
+        (FULL, LayerGroup(window=1)),
+        (FULL, LayerGroup(window=17), LayerGroup(window=17)),
+        (FULL, LayerGroup(window=40), LayerGroup(chunk=16)),
+        (FULL, FULL, LayerGroup(window=8), LayerGroup(chunk=20)),
+        (LayerGroup(window=30), LayerGroup(chunk=12, window=5)),
+    ],
+}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     block_size = 8
+    mix = "full"
 
     @initialize(
         num_blocks=st.integers(3, 20),
@@ -145,8 +186,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
         margin=st.sampled_from([0.0, 0.2, 0.5]),
         caching=st.sampled_from([True, True, True, False]),
+        pick=st.integers(0, 30),
     )
-    def start(self, num_blocks, max_batch_tokens, max_running, margin, caching):
+    def start(self, num_blocks, max_batch_tokens, max_running, margin, caching, pick):
+        groups = MIXES[self.mix][pick % len(MIXES[self.mix])]
+        # Room for one row of a few blocks at least.
+        num_blocks += sequence_blocks(groups, 3 * self.block_size, 1, self.block_size) - 3
         self.config = EngineConfig(
             model_name="m",
             revision="r",
@@ -164,9 +209,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=caching,
             deterministic=True,
             num_threads=1,
+            groups=groups,
         )
         self.scheduler = Scheduler(self.config, max_event_batches=4)
-        self.device = ModelDevice(num_blocks, self.block_size)
+        self.device = ModelDevice(num_blocks, self.block_size, groups)
         self.clients = {}
         self.plan = None
         self.now_s = 0.0
@@ -245,7 +291,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.plan.num_tokens <= self.config.max_batch_tokens
         assert self.plan.num_rows <= self.config.max_running_requests
         assert (np.diff(self.plan.cu_q)[: self.plan.num_decode_rows] == 1).all()
+        self.spoil_what_nobody_may_read()
         self.result = self.device.run(self.plan)
+
+    def spoil_what_nobody_may_read(self):
+        """Blocks that a row gave back hold what another wrote by now."""
+        owned = {b for row in self.scheduler.snapshot()["rows"] for b in row["blocks"]}
+        written = set((self.plan.slots // self.block_size).ravel().tolist())
+        for block in range(self.config.num_blocks):
+            if block not in owned | written and not self.scheduler.blocks.has_content(block):
+                slots = slice(block * self.block_size, (block + 1) * self.block_size)
+                self.device.before[slots] = self.device.after[slots] = None
 
     @precondition(lambda self: self.plan is not None)
     @rule()
@@ -273,7 +329,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             deltas = self.scheduler.fail_step(plan, EngineError("the device is gone"))
         # What the step wrote must not be trusted: no later row may read it.
-        self.device.before[plan.slots] = None
+        self.device.before[plan.slots.ravel()] = None
         self.deliver(deltas)
 
     @rule(pick=st.integers(0, 30))
@@ -312,6 +368,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(blocks.ref_count(block) == count for block, count in owned.items())
         if not self.config.prefix_caching:
             assert blocks.num_cached == 0
+        rows = self.scheduler.rows
+        for row in np.flatnonzero(rows.active).tolist():
+            for g, group in enumerate(self.config.groups):
+                held = int(rows.num_blocks[g, row] - rows.first_block[g, row])
+                # Trimmed when a step is planned: window, the step's chunk, and one step's before it.
+                tokens = 2 * self.config.max_batch_tokens
+                assert held <= group.max_blocks(int(rows.length[row]), tokens, self.block_size)
 
     @invariant()
     def events_replay_to_what_is_held(self):
@@ -363,13 +426,19 @@ SETTINGS = settings(
 )
 
 
-@pytest.mark.parametrize("block_size", [8, 32, 64])
-def test_any_life_keeps_the_books_and_the_tokens(block_size):
-    machine = type(f"Machine{block_size}", (SchedulerMachine,), {"block_size": block_size})
+@pytest.mark.parametrize(
+    ("mix", "block_size"),
+    [("full", 8), ("full", 32), ("full", 64), ("sliding", 8), ("mixed", 8), ("mixed", 32)],
+)
+def test_any_life_keeps_the_books_and_the_tokens(mix, block_size):
+    attributes = {"block_size": block_size, "mix": mix}
+    machine = type(f"Machine{mix}{block_size}", (SchedulerMachine,), attributes)
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
-def test_colliding_names_never_change_a_token(monkeypatch):
+@pytest.mark.parametrize("mix", MIXES)
+def test_colliding_names_never_change_a_token(monkeypatch, mix):
     real = prefix.block_digest
     monkeypatch.setattr(prefix, "block_digest", lambda *args: bytes([real(*args)[0] % 4]))
-    run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
+    machine = type(f"Machine{mix}", (SchedulerMachine,), {"mix": mix})
+    run_state_machine_as_test(machine, settings=SETTINGS)

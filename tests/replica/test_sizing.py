@@ -37,6 +37,7 @@ def solve(spec, available=8 * GIB, device="cpu", max_model_len=512, **args):
 def big(spec, **changes):
     """An 8 B-parameter shape: blocks of 8 MiB."""
     shape = dict(num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096)
+    shape["windows"] = (None,) * 32
     return dataclasses.replace(spec, **{**shape, **changes})
 
 

@@ -1,0 +1,123 @@
+"""Layer groups: layers that share block ids because their queries see the same keys.
+
+All groups draw from one pool of blocks of equal bytes: a block is `block_size` tokens of one group's layers. So
+free blocks serve whichever group needs them, admission compares one number, and a model with one group is as it
+would be without groups. Kinds of layers differ in number (Gemma 3: one full for five sliding), hence a kind is cut
+into groups of at most `width` layers; a smaller group leaves the rest of its blocks unused.
+
+```
+ kinds    full: 5 layers                 sliding 1024: 29 layers                                     (34 layers)
+ width 6  [f f f f f .]   [s s s s s s] [s s s s s s] [s s s s s s] [s s s s s s] [s s s s s .]     6 groups
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+Positions = TypeVar("Positions", int, np.ndarray)
+
+_MAX_PADDING = (
+    1 / 8
+)  # of the layers; more groups would cost more tables, fewer would waste more memory
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of one kind: what their queries see, and the shape of their keys and values."""
+
+    layers: tuple[int, ...] = ()
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    window: int | None = None  # keys a query sees, itself included
+    chunk: int | None = None  # a query sees the keys of its own chunk of so many positions only
+
+    def __post_init__(self) -> None:
+        for name in ("window", "chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def is_full(self) -> bool:
+        return self.window is None and self.chunk is None
+
+    def first_key(self, position: Positions) -> Positions:
+        """Position of the first key that a query at `position`, and so any later one, sees."""
+        first = position * 0
+        if self.window is not None:
+            first = np.maximum(first, position - self.window + 1)
+        if self.chunk is not None:
+            first = np.maximum(first, position // self.chunk * self.chunk)
+        return first
+
+    def max_blocks(self, num_tokens: int, step_tokens: int, block_size: int) -> int:
+        """Blocks that a sequence growing to `num_tokens`, `step_tokens` at a time, has at once at most."""
+        whole = -(-num_tokens // block_size)
+        if self.is_full:
+            return whole
+        reach = min(width for width in (self.window, self.chunk) if width is not None)
+        # The keys before the step's first query, and the step's own, may begin at the end of a block.
+        return min(whole, -(-(reach - 1 + step_tokens + block_size - 1) // block_size))
+
+
+FULL_ATTENTION = LayerGroup()
+
+
+def group_layers(
+    kinds: Sequence[tuple[int | None, int | None, int, int]],
+) -> tuple[LayerGroup, ...]:
+    """Cut a model's layers into groups, those of full attention first.
+
+    Parameters
+    ----------
+    kinds
+        Window, chunk, KV heads and head size of each layer.
+    """
+    layers: dict[tuple[int | None, int | None, int, int], list[int]] = {}
+    for layer, kind in enumerate(kinds):
+        layers.setdefault(kind, []).append(layer)
+    counts = [len(members) for members in layers.values()]
+
+    def padded(width: int) -> int:
+        return sum(-(-count // width) * width for count in counts)
+
+    width = max(
+        width
+        for width in range(1, max(counts) + 1)
+        if padded(width) <= len(kinds) * (1 + _MAX_PADDING)
+    )
+    groups = [
+        LayerGroup(tuple(members[start : start + width]), heads, head_dim, window, chunk)
+        for (window, chunk, heads, head_dim), members in layers.items()
+        for start in range(0, len(members), width)
+    ]
+    return tuple(sorted(groups, key=lambda group: not group.is_full))
+
+
+def max_sequence_tokens(
+    groups: Sequence[LayerGroup], num_blocks: int, block_size: int, bound: int
+) -> int:
+    """Tokens of the longest sequence that `num_blocks` can hold, in whole blocks; `bound` where it is less.
+
+    Without a bound for one group of full attention: there the pool itself is the answer.
+    """
+    if len(groups) == 1 and groups[0].is_full:
+        return num_blocks * block_size
+    low, high = 0, -(-bound // block_size)
+    while low < high:  # the largest number of whole blocks of tokens that fits
+        middle = (low + high + 1) // 2
+        fits = sequence_blocks(groups, middle * block_size, 1, block_size) <= num_blocks
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return min(low * block_size, bound)
+
+
+def sequence_blocks(
+    groups: Sequence[LayerGroup], num_tokens: int, step_tokens: int, block_size: int
+) -> int:
+    """`LayerGroup.max_blocks` over all groups."""
+    return sum(group.max_blocks(num_tokens, step_tokens, block_size) for group in groups)
