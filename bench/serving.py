@@ -21,10 +21,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import openai
+import grpc
 import yaml
 
 from quire.bench.report import RESULTS, ROOT, Bar, Spread, spread_json, write
+from quire.protos import generation_pb2, generation_pb2_grpc
 
 PROMPT = "Tell me a story about a lighthouse."
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -83,7 +84,7 @@ def main() -> int:
 
 @contextmanager
 def cluster(config: dict) -> Iterator[tuple[int, dict[str, float]]]:
-    """Run `quire serve`; yields the HTTP port and the seconds of start-up by phase."""
+    """Run `quire serve`; yields the gRPC port and the seconds of start-up by phase."""
     config = json.loads(json.dumps(config))
     config["http_options"]["port"] = free_port()
     config["grpc_options"]["port"] = free_port()
@@ -108,7 +109,7 @@ def cluster(config: dict) -> Iterator[tuple[int, dict[str, float]]]:
             total_s, parts = re.match(r"start-up ([\d.]+) s: (.*)", startup).groups()
             phases = re.findall(r"(Ray|imports|checkpoint|load|warm up) ([\d.]+) s", parts)
             yield (
-                config["http_options"]["port"],
+                config["grpc_options"]["port"],
                 {"total": float(total_s), **{name: float(s) for name, s in phases}},
             )
         finally:
@@ -139,11 +140,10 @@ def replica_cpu_s() -> dict[int, float]:
 
 
 async def measure_answers(port: int) -> dict[str, dict]:
-    """First token and tokens per second over HTTP, for 1 and for 32 streams at a time."""
+    """First token and tokens per second over gRPC, for 1 and for 32 streams at a time."""
     found = {}
-    async with openai.AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
-    ) as client:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        client = generation_pb2_grpc.GenerationStub(channel)
         for num_streams in (1, 32):
             began = time.perf_counter()
             results = await asyncio.gather(*(one(client, i) for i in range(num_streams)))
@@ -155,23 +155,18 @@ async def measure_answers(port: int) -> dict[str, dict]:
     return found
 
 
-async def one(client: openai.AsyncOpenAI, i: int) -> tuple[float, int]:
+async def one(client: generation_pb2_grpc.GenerationStub, i: int) -> tuple[float, int]:
     """Seconds to the first token, and the number of tokens."""
     began = time.perf_counter()
     first_s, num_tokens = 0.0, 0
-    async for chunk in await client.chat.completions.create(
-        model="embedded",
-        messages=[{"role": "user", "content": f"{PROMPT} ({i})"}],
-        max_tokens=128,
-        seed=i,
-        stream=True,
-        extra_body={"ignore_eos": True},
-        stream_options={"include_usage": True},
-    ):
-        if chunk.choices and chunk.choices[0].delta.content and not first_s:
-            first_s = time.perf_counter() - began
-        if chunk.usage:
-            num_tokens = chunk.usage.completion_tokens
+    request = generation_pb2.GenerateRequest(
+        prompt=f"{PROMPT} ({i})",
+        ignore_eos=True,
+        sampling=generation_pb2.SamplingOptions(max_tokens=128, seed=i),
+    )
+    async for response in client.Generate(request):
+        first_s = first_s or time.perf_counter() - began
+        num_tokens += len(response.token_ids)
     return first_s, num_tokens
 
 
