@@ -9,20 +9,13 @@
 Owned by one thread. `plan` and `commit` (or `fail_step`) alternate; between them the step is in flight and
 blocks that are given back are not handed out again, because only `plan` allocates.
 
-Blocks are registered in the prefix index when the step that completes them is *planned*: within a step all
-rows write their KV before any of them reads it, layer by layer, so a row may match what an earlier row of the
-same step computes. A step that fails takes its registrations back.
-
-Blocks of layer groups. A row gets all blocks of its known tokens in the groups of full attention when it is
-admitted. In a sliding group it gets those of a chunk when the chunk is planned, and what fell out of the window
-returns at the next plan, so that a long prompt needs no more than window and chunk; admission sets that much aside.
+Who gets which blocks is `admission.py`; what a step puts into the prefix index is `step.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,35 +28,22 @@ from quire.protos.errors import (
     QuireError,
 )
 from quire.protos.wire import Load
+from quire.replica.admission import Admission, Offer
 from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
 from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
-from quire.replica.prefix import Hit, PrefixCache
+from quire.replica.prefix import PrefixCache
 from quire.replica.queues import Deadlines, WaitingQueue
 from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
 from quire.replica.rows import DecodeRows, RowTable
 from quire.replica.speed import StepSpeed
+from quire.replica.step import Step, StepIndexer
 
 # Decoding rows fill a few routing blocks a step, and a pass over one costs as much as over ten: so they are told
 # after so many steps or when so many have gathered. A prompt's blocks are told in the step that computes them.
 _HASH_STEPS = 8
 _HASH_BLOCKS = 16
-_NO_ROWS = np.empty(0, np.int64)
-
-
-@dataclass(slots=True)
-class _Step:
-    """What the scheduler remembers of the step in flight."""
-
-    number: int
-    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n]
-    sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]
-    decodes: DecodeRows | None = None  # the rows, if all of them decode
-    chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
-    registered: list[int] = field(default_factory=list)  # blocks, parents before children
-    # (group, row, index in its table, its own block, the block that is indexed for the same content)
-    duplicates: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -102,18 +82,19 @@ class Scheduler:
             config.vocab_size,
             config.groups,
         )
+        self._admission = Admission(config, self.prefix, self.blocks, self.rows)
+        self._indexer = StepIndexer(config, self.prefix, self.blocks, self.rows)
         self.speed = StepSpeed()
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_prefix_tokens_queried = 0
         self.num_prefix_tokens_hit = 0
-        self._margin_blocks = config.safety_margin * config.num_blocks
         self._requests: dict[Hashable, Request] = {}  # every live one
         self._waiting = WaitingQueue()
         self._prefilling: dict[Hashable, Request] = {}  # in order of admission
         self._deadlines = Deadlines()
         self._num_submitted = 0
-        self._step: _Step | None = None  # in flight
+        self._step: Step | None = None  # in flight
         self._ended: list[RequestDelta] = []  # ended by `plan`, not yet told
         # The head of the queue is looked at again only after something that could let it in.
         self._num_changes = 0
@@ -248,21 +229,19 @@ class Scheduler:
         gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
         if gathered or step.chunks or step.number % _HASH_STEPS == 0:
             self.prefix.hash_new()
-        self._adopt(step)
+        self._indexer.adopt(step)
         self._step = step
         self.num_steps = step.number
         return plan
 
-    def _compose(self, now_s: float) -> tuple[_Step, DecodeRows]:
+    def _compose(self, now_s: float) -> tuple[Step, DecodeRows]:
         """Choose the work of a step and give it its blocks; also the rows that decode."""
         if stale := self.rows.trim():
             self.blocks.release(stale)
             self._num_changes += 1
         decodes, may_admit = self._grow_decodes()
-        step = _Step(self.num_steps + 1)
-        for row, request, i, blocks, token_bytes in self.rows.fill_blocks(decodes):
-            if self.config.prefix_caching:
-                self._register(step, row, request, i, blocks, token_bytes)
+        step = Step(self.num_steps + 1)
+        self._indexer.register_decodes(step, decodes)
         budget = self.config.max_batch_tokens - len(decodes)
         for request in self._prefilling.values():
             budget -= self._schedule_chunk(step, request, budget)
@@ -301,102 +280,35 @@ class Scheduler:
         self._waiting.push_front(request)
         self.num_preemptions += 1
 
-    def _schedule_chunk(self, step: _Step, request: Request, budget: int) -> int:
+    def _schedule_chunk(self, step: Step, request: Request, budget: int) -> int:
         """Plan as many of the request's missing tokens as budget and blocks allow; returns how many."""
         row = request.row
         count = min(budget, request.num_tokens - int(self.rows.num_computed[row]))
         if count > 0 and self.rows.sliding:
-            count = self._extend_sliding(row, count)
+            count = self._admission.extend_sliding(row, count)
         if count <= 0:
             return 0
         step.chunks.append((row, count))
-        if self._register_blocks(step, row, count):
+        if self._indexer.register_chunk(step, row, count):
             self._num_changes += 1  # the head of the queue may now share these blocks
         return count
 
-    def _extend_sliding(self, row: int, count: int) -> int:
-        """Give the row the sliding blocks of its next `count` tokens, or of as many as there are blocks for."""
-        block_size, num_groups = self.config.block_size, len(self.rows.sliding)
-        start = int(self.rows.num_computed[row])
-        have = int(self.rows.num_blocks[self.rows.sliding[0], row])
-        lacking = -(-(start + count) // block_size) - have
-        lacking = max(0, min(lacking, self.blocks.num_available // num_groups))
-        self.rows.extend(row, self._allocate(lacking * num_groups))
-        return min(count, (have + lacking) * block_size - start)
-
-    def _allocate(self, count: int) -> list[int]:
-        blocks = self.blocks.allocate(count)
-        if blocks is None:
-            raise IntegrityError(f"{count} blocks were available and are not")
-        return blocks
-
-    def _set_aside(self, num_tokens: int, step_tokens: int, held: Sequence[int]) -> int:
-        """Sliding blocks that a prefill of `num_tokens` may need beside those it holds of each such group."""
-        return sum(
-            max(
-                0,
-                self.config.groups[g].max_blocks(num_tokens, step_tokens, self.config.block_size)
-                - count,
-            )
-            for g, count in zip(self.rows.sliding, held, strict=True)
-        )
-
-    def _num_set_aside(self) -> int:
-        """Sliding blocks that the running prefills may still need."""
-        if not self.rows.sliding:
-            return 0
-        held = self.rows.num_blocks - self.rows.first_block
-        return sum(
-            self._set_aside(
-                request.num_tokens,
-                self.config.max_batch_tokens,
-                held[self.rows.sliding, request.row].tolist(),
-            )
-            for request in self._prefilling.values()
-        )
-
-    def _admit(self, step: _Step, budget: int, now_s: float) -> None:
-        """Start waiting requests in their order, each with room for all blocks of its known tokens, in every
-        group, or not at all.
-
-        While anything runs, an admission must leave `safety_margin` of the blocks available, so that decoding
-        rows can grow. A request alone may take smaller chunks than it would like.
-        """
+    def _admit(self, step: Step, budget: int, now_s: float) -> None:
+        """Start waiting requests in their order, until one does not fit."""
         while budget > 0 and self._waiting and self.rows.num_free:
             if self._blocked_at_change == self._num_changes:
                 return
             request = self._waiting.head()
-            groups, sliding = self.config.groups, self.rows.sliding
-            hit = Hit([], [[] for _ in groups])
-            if self.config.prefix_caching:
-                hit = self.prefix.match(request.token_ids, chain=request.chain)
-            lacking = -(-request.num_tokens // self.config.block_size) - len(hit.entries)
-            left = self.blocks.num_available - self.blocks.num_unowned(hit.all_blocks)
-            left -= lacking * (len(groups) - len(sliding))
-            if sliding:
-                chunk = self.config.max_batch_tokens if self.rows.num_active else 1
-                held = [len(hit.blocks[g]) for g in sliding]
-                left -= self._set_aside(request.num_tokens, chunk, held) + self._num_set_aside()
-            if left < (self._margin_blocks if self.rows.num_active else 0):
+            offer = self._admission.offer(request, self._prefilling.values())
+            if offer is None:
                 self._blocked_at_change = self._num_changes
                 return
-            self._start(request, hit, lacking, now_s)
+            self._start(request, offer, now_s)
             budget -= self._schedule_chunk(step, request, budget)
 
-    def _start(self, request: Request, hit: Hit, lacking: int, now_s: float) -> None:
-        self.blocks.retain(hit.all_blocks)
-        num_full = len(self.config.groups) - len(self.rows.sliding)
-        fresh = self._allocate(lacking * num_full)
-        blocks = [
-            known + (fresh[g * lacking : (g + 1) * lacking] if g < num_full else [])
-            for g, known in enumerate(hit.blocks)
-        ]
+    def _start(self, request: Request, offer: Offer, now_s: float) -> None:
         self._waiting.remove(request)
-        num_hit = len(hit.entries) * self.config.block_size
-        self.rows.claim(request, blocks, num_hit)
-        if hit.entries:
-            request.tip, request.num_indexed = hit.entries[-1], len(hit.entries)
-            self.prefix.retain_entry(request.tip)
+        num_hit = self._admission.take(request, offer)
         request.enter(Phase.PREFILLING)
         self._prefilling[request.key] = request
         if request.first_scheduled_s is None:
@@ -404,62 +316,6 @@ class Scheduler:
             request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
             self.num_prefix_tokens_queried += request.num_prompt_tokens
             self.num_prefix_tokens_hit += request.num_cached_tokens
-
-    def _register_blocks(self, step: _Step, row: int, count: int) -> bool:
-        """Index the blocks that the row's next `count` tokens fill; returns whether there are any."""
-        if not self.config.prefix_caching:
-            return False
-        block_size = self.config.block_size
-        start = int(self.rows.num_computed[row])
-        first, end = start // block_size, (start + count) // block_size
-        request = self.rows.request(row)
-        if end == first:
-            return False
-        width = 4 * block_size
-        raw = request.token_ids[first * block_size : end * block_size].tobytes()
-        blocks = self.rows.block_tables[:, row, first:end].T.tolist()
-        for i, own in enumerate(blocks, first):
-            begin = (i - first) * width
-            if not self._register(step, row, request, i, own, raw[begin : begin + width]):
-                break
-        return True
-
-    def _register(
-        self,
-        step: _Step,
-        row: int,
-        request: Request,
-        i: int,
-        blocks: Sequence[int],
-        token_bytes: bytes,
-    ) -> bool:
-        """Index a row's i-th block of each group; returns whether its content is indexed."""
-        if i != request.num_indexed:
-            return False  # nothing can be indexed behind a block that is not
-        entry = self.prefix.register(blocks, request.tip, token_bytes, request.chain, i)
-        if entry is None:
-            return False
-        for g, (block, indexed) in enumerate(zip(blocks, entry.blocks, strict=True)):
-            if indexed == block:
-                self.blocks.mark_content(block)
-                step.registered.append(block)
-            else:
-                self.blocks.retain([indexed])
-                step.duplicates.append((g, row, i, block, indexed))
-        self.prefix.advance_entry(entry)
-        request.tip, request.num_indexed = entry, i + 1
-        return True
-
-    def _adopt(self, step: _Step) -> None:
-        """Swap blocks whose content was already indexed for the indexed ones, and free the duplicates.
-
-        The plan keeps the tables it was built with: the step writes and reads the duplicates, the next one
-        reads the indexed blocks, complete by then. So every owner of an indexed block owns the indexed
-        blocks before it too, which demotion leaf-first rests on (see `BlockManager`).
-        """
-        for g, row, i, own, indexed in step.duplicates:
-            self.rows.replace_block(g, row, i, indexed)
-            self.blocks.release([own])
 
     # -- after the step ----------------------------------------------------------------------------------
 
@@ -537,19 +393,16 @@ class Scheduler:
             request = self.rows.requests[row]
             if request is not None:
                 deltas.append(self._release(request, FinishReason.ERROR, error=error))
-        for block in reversed(step.registered):
-            if block in self.prefix:  # else the cache was cleared meanwhile
-                self.prefix.forget(block)
-                self.blocks.forget_content(block)
+        self._indexer.forget(step)
         return deltas
 
-    def _in_flight(self, plan: StepPlan) -> _Step:
+    def _in_flight(self, plan: StepPlan) -> Step:
         step = self._step
         if step is None or step.number != plan.step:
             raise ValueError(f"step {plan.step} is not in flight")
         return step
 
-    def _result_error(self, step: _Step, tokens: np.ndarray) -> EngineError | None:
+    def _result_error(self, step: Step, tokens: np.ndarray) -> EngineError | None:
         if tokens.shape != step.sample_rows.shape:
             return EngineError(
                 f"step {step.number} sampled {tokens.shape}, planned {step.sample_rows.shape}"
