@@ -54,6 +54,7 @@ class EngineConfig:
     deterministic: bool
     num_threads: int
     groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # those of full attention first
+    num_host_blocks: int = 0  # of the host tier, of the same bytes each; 0 = there is no such tier
 
     def __post_init__(self) -> None:
         full = [group.is_full for group in self.groups]
