@@ -27,6 +27,7 @@ class EngineArgs:
     max_waiting_requests: int = 1024
     max_memory_percent: float = 0.9
     kv_cache_gib: float | None = None
+    cpu_offload_gib: float | None = None  # host tier; None: 4 GiB beside a GPU, none on the CPU
     safety_margin: float = 0.2
     prefix_caching: bool = True
     deterministic: bool | None = None  # None: on for float32 on the CPU
