@@ -9,7 +9,8 @@
 Owned by one thread. `plan` and `commit` (or `fail_step`) alternate; between them the step is in flight and
 blocks that are given back are not handed out again, because only `plan` allocates.
 
-Who gets which blocks is `admission.py`; what a step puts into the prefix index is `step.py`.
+Who gets which blocks is `admission.py`; in which order, `order.py`; how much prefill a step holds, `chunking.py`; what
+it puts into the prefix index, `step.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from quire.protos.errors import (
 from quire.protos.wire import Load
 from quire.replica.admission import Admission, Offer
 from quire.replica.blocks import BlockManager, IntegrityError
+from quire.replica.chunking import Chunking
 from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
+from quire.replica.order import PrefillOrder, PriorityQueue, urgency
 from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
 from quire.replica.prefix import PrefixCache
 from quire.replica.queues import Deadlines, WaitingQueue
@@ -47,7 +50,16 @@ _HASH_BLOCKS = 16
 
 
 class Scheduler:
-    """Requests, rows, blocks, prefix index and events of one engine. First come, first served.
+    """Requests, rows, blocks, prefix index and events of one engine.
+
+    A step holds the decoding rows, then the next chunks of running prefills, then of requests that start. The
+    work of planning it grows with the requests that run, never with those that wait.
+
+    | `config.scheduler` | |
+    |---|---|
+    | fifo | requests start in the order of arrival |
+    | prefill_first | the same; started prompts come before the decoding rows, see `Chunking.leaves_out_decodes` |
+    | priority | requests start, and prefills share a step, by priority, deadline, arrival; see `order.py` |
 
     Parameters
     ----------
@@ -72,7 +84,9 @@ class Scheduler:
             model_name=config.model_name,
             revision=config.revision,
         )
-        self.blocks = BlockManager(config.num_blocks, on_demote=self.prefix.forget)
+        self.blocks = BlockManager(
+            config.num_blocks, on_demote=self.prefix.forget, order=config.demotion_order
+        )
         max_tokens = min(config.max_model_len, config.max_cache_tokens)
         self.rows = RowTable(
             # One token of every decoding row must fit a step.
@@ -85,20 +99,23 @@ class Scheduler:
         self._admission = Admission(config, self.prefix, self.blocks, self.rows)
         self._indexer = StepIndexer(config, self.prefix, self.blocks, self.rows)
         self.speed = StepSpeed()
+        self._chunking = Chunking(config, self.speed)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_prefix_tokens_queried = 0
         self.num_prefix_tokens_hit = 0
         self._requests: dict[Hashable, Request] = {}  # every live one
-        self._waiting = WaitingQueue()
+        by_urgency = config.scheduler == "priority"
+        self._waiting = PriorityQueue() if by_urgency else WaitingQueue()
+        self._prefill_order = PrefillOrder(by_urgency)
         self._prefilling: dict[Hashable, Request] = {}  # in order of admission
         self._deadlines = Deadlines()
         self._num_submitted = 0
         self._step: Step | None = None  # in flight
         self._ended: list[RequestDelta] = []  # ended by `plan`, not yet told
-        # The head of the queue is looked at again only after something that could let it in.
+        # A head of the queue is looked at again only after something that could let it in.
         self._num_changes = 0
-        self._blocked_at_change = -1
+        self._blocked = (-1, -1)  # its arrival, and the changes up to then
 
     # -- requests in and out -----------------------------------------------------------------------------
 
@@ -239,15 +256,39 @@ class Scheduler:
         if stale := self.rows.trim():
             self.blocks.release(stale)
             self._num_changes += 1
+        if self._leaves_out_decodes():
+            budget = self._chunking.budget(0, left_out=True)
+            step = Step(self.num_steps + 1, budget, leaves_out_decodes=True)
+            self._continue_prefills(step, False, now_s)
+            if step.chunks:
+                return step, self.rows.no_decode_rows()
         decodes, may_admit = self._grow_decodes()
-        step = Step(self.num_steps + 1)
+        step = Step(self.num_steps + 1, self._chunking.budget(len(decodes)))
         self._indexer.register_decodes(step, decodes)
-        budget = self.config.max_batch_tokens - len(decodes)
-        for request in self._prefilling.values():
-            budget -= self._schedule_chunk(step, request, budget)
+        self._continue_prefills(step, may_admit, now_s)
         if may_admit:
-            self._admit(step, budget, now_s)
+            self._admit(step, now_s)
         return step, decodes
+
+    def _leaves_out_decodes(self) -> bool:
+        if not self._chunking.prefill_first or not self._prefilling:
+            return False
+        first = next(iter(self._prefilling.values()))
+        start = int(self.rows.num_computed[first.row])
+        num_decodes = len(self.rows.decode_rows())
+        return self._chunking.leaves_out_decodes(
+            num_decodes, start, self.rows.num_missing_tokens
+        )
+
+    def _continue_prefills(self, step: Step, may_admit: bool, now_s: float) -> None:
+        """Plan chunks of the running prefills, and of more urgent requests that start before them."""
+        running, by_urgency = self._prefill_order.sort(self._prefilling.values())
+        for request in running:
+            if by_urgency and may_admit:
+                self._admit(step, now_s, before=request)
+            if step.budget.tokens <= 0:
+                return
+            self._schedule_chunk(step, request)
 
     def _grow_decodes(self) -> tuple[DecodeRows, bool]:
         """Give a block of each group to every decoding row that needs one, if it must be from the newest
@@ -278,36 +319,46 @@ class Scheduler:
         self._vacate(request)
         request.enter(Phase.PENDING)
         self._waiting.push_front(request)
+        self._admission.hold()
         self.num_preemptions += 1
 
-    def _schedule_chunk(self, step: Step, request: Request, budget: int) -> int:
-        """Plan as many of the request's missing tokens as budget and blocks allow; returns how many."""
+    def _schedule_chunk(self, step: Step, request: Request) -> None:
+        """Plan as many of the request's missing tokens as budget and blocks allow."""
         row = request.row
-        count = min(budget, request.num_tokens - int(self.rows.num_computed[row]))
+        start = int(self.rows.num_computed[row])
+        count = step.budget.grant(start, request.num_tokens - start)
         if count > 0 and self.rows.sliding:
             count = self._admission.extend_sliding(row, count)
         if count <= 0:
-            return 0
+            return
+        step.budget.spend(start, count)
         step.chunks.append((row, count))
         if self._indexer.register_chunk(step, row, count):
             self._num_changes += 1  # the head of the queue may now share these blocks
-        return count
 
-    def _admit(self, step: Step, budget: int, now_s: float) -> None:
-        """Start waiting requests in their order, until one does not fit."""
-        while budget > 0 and self._waiting and self.rows.num_free:
-            if self._blocked_at_change == self._num_changes:
-                return
+    def _admit(self, step: Step, now_s: float, before: Request | None = None) -> None:
+        """Start waiting requests in their order, until one does not fit.
+
+        Parameters
+        ----------
+        before
+            Only those that are more urgent than this one.
+        """
+        while self._waiting and self.rows.num_free and not step.budget.is_spent:
             request = self._waiting.head()
+            if self._blocked == (request.arrival_index, self._num_changes):
+                return
+            if before is not None and urgency(request) > urgency(before):
+                return
             offer = self._admission.offer(request, self._prefilling.values())
             if offer is None:
-                self._blocked_at_change = self._num_changes
+                self._blocked = (request.arrival_index, self._num_changes)
                 return
             self._start(request, offer, now_s)
-            budget -= self._schedule_chunk(step, request, budget)
+            self._schedule_chunk(step, request)
 
     def _start(self, request: Request, offer: Offer, now_s: float) -> None:
-        self._waiting.remove(request)
+        self._waiting.start(request)
         num_hit = self._admission.take(request, offer)
         request.enter(Phase.PREFILLING)
         self._prefilling[request.key] = request
@@ -368,8 +419,9 @@ class Scheduler:
                         i, RequestDelta(keys[i], int(index[i]), [int(tokens[i])])
                     )
                     delta.logprobs = [logprobs[row]]
-        num_prefill = plan.num_tokens - plan.num_decode_rows
-        self.speed.observe(num_prefill, plan.num_decode_rows, result.duration_s)
+        self._chunking.observe(
+            step.budget, plan.num_decode_rows, result.duration_s, step.leaves_out_decodes
+        )
         batch = DeltaBatch([*self.take_ended(), *complete.values()], *columns)
         return batch.without(complete) if complete else batch
 
