@@ -4,6 +4,18 @@ All or nothing over the layer groups. A row gets all blocks of its known tokens 
 when it is admitted. In a sliding group it gets those of a chunk when the chunk is planned, and what fell out of
 the window returns at the next plan, so that a long prompt needs no more than window and chunk; admission sets
 that much aside. Blocks of its prefix that are only in the host tier are copied back by its first step.
+
+While anything runs, two marks of the available blocks hold admissions back::
+
+    0 ─────────────────── safety_margin ─────────── resume_margin ───────────────── all
+                          an admission leaves       after a running request lost its blocks,
+                          at least these            none starts before there are these
+
+Without the second a full cache thrashes: blocks that come free go to a prompt at once, the rows that decode find none,
+and what was computed for the newest is thrown away again. In a simulation (300 requests of 32 to 200 and up to 600
+tokens, 512 blocks of 16) preemptions fall from 572 to 139 without a safety margin and from 36 to 29 with 0.2, at the
+same time to completion. Waiting for the second mark also after an admission that did not fit was tried: 2 % slower,
+and no fewer preemptions.
 """
 
 from __future__ import annotations
@@ -44,12 +56,19 @@ class Admission:
         self._host = host
         self._rows = rows
         self._margin_blocks = config.safety_margin * config.num_blocks
+        self._resume_blocks = config.resume_margin * config.num_blocks
+        self._held = False  # see `hold`
+
+    def hold(self) -> None:
+        """A running request lost its blocks: none starts before `resume_margin` of them are available."""
+        self._held = True
 
     def offer(self, request: Request, prefilling: Iterable[Request]) -> Offer | None:
         """What the request gets if it starts now, or None if it must wait; nothing is changed.
 
         While anything runs, an admission must leave `safety_margin` of the blocks available, so that decoding
-        rows can grow. A request alone may take smaller chunks than it would like.
+        rows can grow. A request alone always fits, maybe in smaller chunks than it would like, so nobody waits
+        for ever.
 
         Parameters
         ----------
@@ -88,12 +107,16 @@ class Admission:
         held
             How many blocks of each sliding group are among these.
         """
+        runs = self._rows.num_active > 0
+        if runs and self._held and self._blocks.num_available < self._resume_blocks:
+            return False
+        self._held = False
         left = self._blocks.num_available - self._blocks.num_unowned(known) - num_fresh
         if self._rows.sliding:
-            chunk = self._config.max_batch_tokens if self._rows.num_active else 1
+            chunk = self._config.max_batch_tokens if runs else 1
             left -= self._set_aside(num_tokens, chunk, held)
             left -= self._num_set_aside(prefilling)
-        return left >= (self._margin_blocks if self._rows.num_active else 0)
+        return left >= (self._margin_blocks if runs else 0)
 
     def take(self, request: Request, offer: Offer) -> int:
         """Give the request its row and what was offered; returns how many of its tokens are computed."""

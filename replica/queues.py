@@ -34,6 +34,10 @@ class WaitingQueue:
         self.append(request)
         self._requests.move_to_end(request.key, last=False)
 
+    def start(self, request: Request) -> None:
+        """Take out the head, which starts."""
+        self.remove(request)
+
     def remove(self, request: Request) -> None:
         del self._requests[request.key]
         self.num_tokens -= request.num_tokens

@@ -244,14 +244,17 @@ class RowTable:
         """The rows that are decoding and not paused, and where they stand now."""
         decodes = self._decode_rows
         if decodes is None:
-            decodes = self._decode_rows = self._gather_decode_rows()
+            decodes = self._decode_rows = self._gather(np.flatnonzero(self._decodes(slice(None))))
         decodes.position = self.num_computed[decodes.ids]
         decodes.block_index = decodes.position // self.block_size
         decodes.offset = decodes.position - decodes.block_index * self.block_size
         return decodes
 
-    def _gather_decode_rows(self) -> DecodeRows:
-        ids = np.flatnonzero(self._decodes(slice(None)))
+    def no_decode_rows(self) -> DecodeRows:
+        """For a step that leaves the decoding rows out."""
+        return self._gather(np.empty(0, np.int64))
+
+    def _gather(self, ids: np.ndarray) -> DecodeRows:
         num_prompt_tokens = self.num_prompt_tokens[ids]
         nowhere = np.empty(0, np.int32)
         return DecodeRows(

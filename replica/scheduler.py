@@ -11,10 +11,10 @@
 Owned by one thread. `plan` and `commit` (or `fail_step`) alternate; between them the step is in flight and
 blocks that are given back are not handed out again, because only `plan` allocates.
 
-Who gets which blocks is `admission.py`; what a step puts into the prefix index is `step.py`. Who gives way when the
-cache is full is `victims.py`; `offload.py` moves it to the host tier (`host_tier.py`) and back. Without such a tier, or
-without room there, a victim is soft reset: what it generated joins what it must prefill. Until all victims have
-returned no new request is admitted.
+Who gets which blocks is `admission.py`; in which order, `order.py`; how much prefill a step holds, `chunking.py`; what
+it puts into the prefix index, `step.py`. Who gives way when the cache is full is `victims.py`; `offload.py` moves it to
+the host tier (`host_tier.py`) and back. Without such a tier, or without room there, a victim is soft reset: what it
+generated joins what it must prefill. Until all victims have returned no new request is admitted.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ from quire.protos.errors import (
 from quire.protos.wire import Load
 from quire.replica.admission import Admission, Offer
 from quire.replica.blocks import BlockManager, IntegrityError
+from quire.replica.chunking import Chunking
 from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
 from quire.replica.host_tier import HostTier, Transfers
 from quire.replica.offload import Offload
+from quire.replica.order import PrefillOrder, PriorityQueue, urgency
 from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
 from quire.replica.prefix import PrefixCache
 from quire.replica.queues import Deadlines, WaitingQueue
@@ -56,7 +58,16 @@ _HASH_BLOCKS = 16
 
 
 class Scheduler:
-    """Requests, rows, blocks, prefix index and events of one engine. First come, first served.
+    """Requests, rows, blocks, prefix index and events of one engine.
+
+    A step holds the decoding rows, then the next chunks of running prefills, then of requests that start. The
+    work of planning it grows with the requests that run, never with those that wait.
+
+    | `config.scheduler` | |
+    |---|---|
+    | fifo | requests start in the order of arrival |
+    | prefill_first | the same; started prompts come before the decoding rows, see `Chunking.leaves_out_decodes` |
+    | priority | requests start, and prefills share a step, by priority, deadline, arrival; see `order.py` |
 
     Parameters
     ----------
@@ -83,7 +94,9 @@ class Scheduler:
             revision=config.revision,
         )
         self.host = HostTier(config.num_host_blocks, self.prefix)
-        self.blocks = BlockManager(config.num_blocks, on_demote=self.host.demote)
+        self.blocks = BlockManager(
+            config.num_blocks, on_demote=self.host.demote, order=config.demotion_order
+        )
         max_tokens = min(config.max_model_len, config.max_cache_tokens)
         self.rows = RowTable(
             # One token of every decoding row must fit a step.
@@ -99,6 +112,7 @@ class Scheduler:
         )
         self._indexer = StepIndexer(config, self.prefix, self.blocks, self.rows)
         self.speed = StepSpeed()
+        self._chunking = Chunking(config, self.speed)
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_offloads = 0
@@ -107,7 +121,9 @@ class Scheduler:
         self.num_prefix_tokens_hit = 0
         self.num_prefix_tokens_hit_on_host = 0
         self._requests: dict[Hashable, Request] = {}  # every live one
-        self._waiting = WaitingQueue()
+        by_urgency = config.scheduler == "priority"
+        self._waiting = PriorityQueue() if by_urgency else WaitingQueue()
+        self._prefill_order = PrefillOrder(by_urgency)
         self._returning = ReturnQueue()
         # Paused, and out of its queue not to stop the others there. Paused requests deeper in the waiting queue
         # stay until they are its head.
@@ -120,9 +136,9 @@ class Scheduler:
         self._num_submitted = 0
         self._step: Step | None = None  # in flight
         self._ended: list[RequestDelta] = []  # ended by `plan`, not yet told
-        # The head of the queue is looked at again only after something that could let it in.
+        # A head of the queue is looked at again only after something that could let it in.
         self._num_changes = 0
-        self._blocked_at_change = -1
+        self._blocked = (-1, -1)  # its arrival, and the changes up to then
 
     # -- requests in and out -----------------------------------------------------------------------------
 
@@ -319,16 +335,42 @@ class Scheduler:
         if stale := self.rows.trim():
             self.blocks.release(stale)
             self._num_changes += 1
+        if self._leaves_out_decodes():
+            budget = self._chunking.budget(0, left_out=True)
+            step = Step(self.num_steps + 1, budget, leaves_out_decodes=True)
+            self._continue_prefills(step, False, now_s)
+            if step.chunks:
+                return step, self.rows.no_decode_rows()
         decodes, may_admit = self._grow_decodes()
-        step = Step(self.num_steps + 1)
+        step = Step(self.num_steps + 1, self._chunking.budget(len(decodes)))
         self._indexer.register_decodes(step, decodes)
-        budget = self.config.max_batch_tokens - len(decodes)
-        for request in self._prefilling.values():
-            if not request.is_paused:
-                budget -= self._schedule_chunk(step, request, budget)
+        self._continue_prefills(step, may_admit, now_s)
         if may_admit:
-            self._admit(step, budget, now_s)
+            self._admit(step, now_s)
         return step, decodes
+
+    def _leaves_out_decodes(self) -> bool:
+        if not self._chunking.prefill_first or not self._prefilling:
+            return False
+        rows = [r.row for r in self._prefilling.values() if not r.is_paused]
+        if not rows:
+            return False
+        computed = self.rows.num_computed[rows]
+        missing = int((self.rows.length[rows] - computed).sum())
+        num_decodes = len(self.rows.decode_rows())
+        return self._chunking.leaves_out_decodes(num_decodes, int(computed[0]), missing)
+
+    def _continue_prefills(self, step: Step, may_admit: bool, now_s: float) -> None:
+        """Plan chunks of the running prefills, and of more urgent requests that start before them."""
+        running, by_urgency = self._prefill_order.sort(
+            request for request in self._prefilling.values() if not request.is_paused
+        )
+        for request in running:
+            if by_urgency and may_admit:
+                self._admit(step, now_s, before=request)
+            if step.budget.tokens <= 0:
+                return
+            self._schedule_chunk(step, request)
 
     def _grow_decodes(self) -> tuple[DecodeRows, bool]:
         """Give a block of each group to every decoding row that needs one, if it must be from other requests.
@@ -380,6 +422,7 @@ class Scheduler:
         request.parked = parked
         request.enter(Phase.PENDING if parked is None else Phase.OFFLOADED)
         self._queue_victim(request)
+        self._admission.hold()
         self.num_preemptions += 1
         self.num_offloads += parked is not None
 
@@ -390,30 +433,46 @@ class Scheduler:
         else:
             self._returning.put(request)
 
-    def _schedule_chunk(self, step: Step, request: Request, budget: int) -> int:
-        """Plan as many of the request's missing tokens as budget and blocks allow; returns how many."""
+    def _schedule_chunk(self, step: Step, request: Request) -> None:
+        """Plan as many of the request's missing tokens as budget and blocks allow."""
         row = request.row
-        count = min(budget, request.num_tokens - int(self.rows.num_computed[row]))
+        start = int(self.rows.num_computed[row])
+        count = step.budget.grant(start, request.num_tokens - start)
         if count > 0 and self.rows.sliding:
             count = self._admission.extend_sliding(row, count)
         if count <= 0:
-            return 0
+            return
+        step.budget.spend(start, count)
         step.chunks.append((row, count))
         if self._indexer.register_chunk(step, row, count):
             self._num_changes += 1  # the head of the queue may now share these blocks
-        return count
 
-    def _admit(self, step: Step, budget: int, now_s: float) -> None:
-        """Start victims and then waiting requests in their order, until one does not fit."""
-        while budget > 0 and self.rows.num_free and (request := self._next_to_start()):
-            if self._blocked_at_change == self._num_changes:
+    def _admit(self, step: Step, now_s: float, before: Request | None = None) -> None:
+        """Start victims and then waiting requests in their order, until one does not fit.
+
+        Parameters
+        ----------
+        before
+            Only those that are more urgent than this one.
+        """
+        while (
+            self.rows.num_free
+            and not step.budget.is_spent
+            and (request := self._next_to_start()) is not None
+        ):
+            if self._blocked == (request.arrival_index, self._num_changes):
+                return
+            if before is not None and urgency(request) > urgency(before):
                 return
             find = self._admission if request.parked is None else self._offload
             offer = find.offer(request, self._prefilling.values())
             if offer is None:
-                self._blocked_at_change = self._num_changes
+                self._blocked = (request.arrival_index, self._num_changes)
                 return
-            self._unqueue(request)
+            if request.is_victim:
+                self._returning.remove(request)
+            else:
+                self._waiting.start(request)
             if isinstance(offer, Offer):
                 self._start(request, offer, now_s)
             else:
@@ -423,7 +482,7 @@ class Scheduler:
             request.is_victim = False
             self._prefilling[request.key] = request
             self._started.add(request.key)
-            budget -= self._schedule_chunk(step, request, budget)
+            self._schedule_chunk(step, request)
 
     def _next_to_start(self) -> Request | None:
         """The head of the victims, or without any the first waiting request that is not paused."""
@@ -501,8 +560,9 @@ class Scheduler:
                         i, RequestDelta(keys[i], int(index[i]), [int(tokens[i])])
                     )
                     delta.logprobs = [logprobs[row]]
-        num_prefill = plan.num_tokens - plan.num_decode_rows
-        self.speed.observe(num_prefill, plan.num_decode_rows, result.duration_s)
+        self._chunking.observe(
+            step.budget, plan.num_decode_rows, result.duration_s, step.leaves_out_decodes
+        )
         batch = DeltaBatch([*self.take_ended(), *complete.values()], *columns)
         return batch.without(complete) if complete else batch
 
@@ -595,6 +655,8 @@ class Scheduler:
         num_compiles
             The runner's, which the scheduler does not know.
         """
+        host = self.host.blocks
+        host_free, host_cached = host.num_free, host.num_cached
         return Load(
             num_running=self.rows.num_active,
             num_waiting=self.num_waiting,
@@ -611,10 +673,10 @@ class Scheduler:
             num_steps=self.num_steps,
             num_compiles=num_compiles,
             num_preemptions=self.num_preemptions,
-            host_blocks_free=self.host.blocks.num_free,
-            host_blocks_cached=self.host.blocks.num_cached,
-            host_blocks_in_use=self.host.blocks.num_in_use,
-            host_blocks_total=self.host.blocks.num_blocks,
+            host_blocks_free=host_free,
+            host_blocks_cached=host_cached,
+            host_blocks_in_use=host.num_blocks - host_free - host_cached,
+            host_blocks_total=host.num_blocks,
             num_offloads=self.num_offloads,
             num_restores=self.num_restores,
         )

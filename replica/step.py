@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.replica.blocks import BlockManager
+from quire.replica.chunking import StepBudget
 from quire.replica.config import EngineConfig
 from quire.replica.prefix import PrefixCache
 from quire.replica.request import Request
@@ -26,6 +27,8 @@ class Step:
     """What the scheduler remembers of the step in flight."""
 
     number: int
+    budget: StepBudget  # of its chunks
+    leaves_out_decodes: bool = False
     rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n]
     sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]
     decodes: DecodeRows | None = None  # the rows, if all of them decode
