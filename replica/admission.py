@@ -35,6 +35,7 @@ class Offer:
     """What a request gets if it starts now."""
 
     hit: Hit
+    num_hit_tokens: int
     num_lacking: int  # blocks to allocate in each group of full attention
 
 
@@ -86,10 +87,10 @@ class Admission:
             left -= self._num_set_aside(prefilling)
         if left < (self._margin_blocks if runs else 0):
             return None
-        return Offer(hit, lacking)
+        return Offer(hit, len(hit.entries) * self._config.block_size, lacking)
 
-    def take(self, request: Request, offer: Offer) -> int:
-        """Give the request its row and what was offered; returns how many of its tokens are computed."""
+    def take(self, request: Request, offer: Offer) -> None:
+        """Give the request its row and what was offered."""
         hit, lacking = offer.hit, offer.num_lacking
         self._blocks.retain(hit.all_blocks)
         num_full = len(self._config.groups) - len(self._rows.sliding)
@@ -98,12 +99,10 @@ class Admission:
             known + (fresh[g * lacking : (g + 1) * lacking] if g < num_full else [])
             for g, known in enumerate(hit.blocks)
         ]
-        num_hit = len(hit.entries) * self._config.block_size
-        self._rows.claim(request, blocks, num_hit)
+        self._rows.claim(request, blocks, offer.num_hit_tokens)
         if hit.entries:
             request.tip, request.num_indexed = hit.entries[-1], len(hit.entries)
             self._prefix.retain_entry(request.tip)
-        return num_hit
 
     def extend_sliding(self, row: int, count: int) -> int:
         """Give the row the sliding blocks of its next `count` tokens, or of as many as there are blocks for.

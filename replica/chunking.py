@@ -145,7 +145,9 @@ class Chunking:
                 tokens = 0
         return StepBudget(self._speed, tokens, seconds, self._block_size)
 
-    def observe(self, budget: StepBudget, num_decodes: int, duration_s: float, left_out: bool) -> None:
+    def observe(
+        self, budget: StepBudget, num_decodes: int, duration_s: float, left_out: bool
+    ) -> None:
         """A step with this budget has run."""
         self._speed.observe(budget.num_tokens, num_decodes, duration_s, budget.num_keys)
         self._waited_s = self._waited_s + duration_s if left_out else 0.0

@@ -45,7 +45,9 @@ class EngineArgs:
         if allow_block_sharing is None:
             return
         if allow_block_sharing and not self.prefix_caching:
-            raise ValueError("prefix_caching is false and allow_block_sharing true; give one of them")
+            raise ValueError(
+                "prefix_caching is false and allow_block_sharing true; give one of them"
+            )
         object.__setattr__(self, "prefix_caching", allow_block_sharing)
 
 
@@ -71,8 +73,12 @@ class EngineConfig:
     num_threads: int
     groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # those of full attention first
     scheduler: str = "fifo"  # fifo | prefill_first | priority
-    max_prefill_ms: float | None = None  # of prefill between two tokens of who decodes; None: no bound
-    resume_margin: float = 0.0  # share of available blocks from which admissions resume after a preemption
+    max_prefill_ms: float | None = (
+        None  # of prefill between two tokens of who decodes; None: no bound
+    )
+    resume_margin: float = (
+        0.0  # share of available blocks from which admissions resume after a preemption
+    )
     demotion_order: str = "lru"  # lru | most_recent
 
     def __post_init__(self) -> None:

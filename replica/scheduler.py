@@ -254,7 +254,7 @@ class Scheduler:
     def _compose(self, now_s: float) -> tuple[Step, DecodeRows]:
         """Choose the work of a step and give it its blocks; also the rows that decode."""
         if stale := self.rows.trim():
-            self.blocks.release(stale)
+            self.blocks.release(stale, passed=True)
             self._num_changes += 1
         if self._leaves_out_decodes():
             budget = self._chunking.budget(0, left_out=True)
@@ -276,9 +276,7 @@ class Scheduler:
         first = next(iter(self._prefilling.values()))
         start = int(self.rows.num_computed[first.row])
         num_decodes = len(self.rows.decode_rows())
-        return self._chunking.leaves_out_decodes(
-            num_decodes, start, self.rows.num_missing_tokens
-        )
+        return self._chunking.leaves_out_decodes(num_decodes, start, self.rows.num_missing_tokens)
 
     def _continue_prefills(self, step: Step, may_admit: bool, now_s: float) -> None:
         """Plan chunks of the running prefills, and of more urgent requests that start before them."""
@@ -354,17 +352,22 @@ class Scheduler:
             if offer is None:
                 self._blocked = (request.arrival_index, self._num_changes)
                 return
+            start = offer.num_hit_tokens
+            if not step.budget.grant(start, request.num_tokens - start):
+                # If it started now and the step failed, the blocks that it found and others write in the step
+                # would be forgotten, and it would not be among those that end.
+                return
             self._start(request, offer, now_s)
             self._schedule_chunk(step, request)
 
     def _start(self, request: Request, offer: Offer, now_s: float) -> None:
         self._waiting.start(request)
-        num_hit = self._admission.take(request, offer)
+        self._admission.take(request, offer)
         request.enter(Phase.PREFILLING)
         self._prefilling[request.key] = request
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now_s
-            request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
+            request.num_cached_tokens = min(offer.num_hit_tokens, request.num_prompt_tokens)
             self.num_prefix_tokens_queried += request.num_prompt_tokens
             self.num_prefix_tokens_hit += request.num_cached_tokens
 

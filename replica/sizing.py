@@ -30,7 +30,9 @@ GIB = 1 << 30
 _CPU_KV_BYTES = 1 * GIB  # default: several replicas share a machine
 _CPU_BATCH_TOKENS = 512
 _CUDA_BATCH_TOKENS = 8192
-_RESUME_STEP = 0.1  # between the two marks of admission: more costs throughput and spares no preemption
+_RESUME_STEP = (
+    0.1  # between the two marks of admission: more costs throughput and spares no preemption
+)
 _SMALL_MODEL_PARAMETERS = (
     200_000_000  # below, float32 on a CPU is fast enough to have exactness for free
 )
@@ -303,7 +305,9 @@ def _check_args(args: EngineArgs) -> None:
         )
     max_ms = args.max_prefill_ms
     if max_ms is not None and not (math.isfinite(max_ms) and max_ms >= 1):
-        raise SizingError(f"max_prefill_ms must be at least 1, or None for no bound, got {max_ms!r}")
+        raise SizingError(
+            f"max_prefill_ms must be at least 1, or None for no bound, got {max_ms!r}"
+        )
     gib = args.kv_cache_gib
     if gib is not None and not (math.isfinite(gib) and gib > 0):
         raise SizingError(f"kv_cache_gib must be a positive number, got {gib!r}")
