@@ -1,4 +1,4 @@
-"""Who owns each block of the KV cache.
+"""Who owns each block of one tier of the KV cache.
 
 ```
             allocate                     release (last owner)
@@ -34,7 +34,7 @@ class BlockManager:
     Parameters
     ----------
     num_blocks
-        Blocks are numbered 0 to num_blocks - 1.
+        Blocks are numbered 0 to num_blocks - 1; a tier that is off has none.
     on_demote
         Called with each block whose content is about to be given up.
     order
@@ -42,8 +42,8 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, on_demote: Callable[[int], None], order: str = "lru"):
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be >= 1, got {num_blocks}")
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks must be >= 0, got {num_blocks}")
         self.num_blocks = num_blocks
         self._on_demote = on_demote
         self._ref_count = [0] * num_blocks
@@ -120,6 +120,12 @@ class BlockManager:
                 else:
                     self._free.append(block)
 
+    def touch(self, block: int) -> None:
+        """This block, whose content is known, counts as used now."""
+        if block in self._cached:
+            self._cached.remove(block)
+            self._cached.add(block)
+
     def mark_content(self, block: int) -> None:
         """The prefix index knows this block's content from now on."""
         self._has_content[block] = 1
@@ -138,13 +144,24 @@ class BlockManager:
     def has_content(self, block: int) -> bool:
         return bool(self._has_content[block])
 
-    def check(self, owners: Iterable[int]) -> None:
+    def snapshot(self) -> dict[str, int]:
+        """The pools' sizes as plain data."""
+        return {
+            "free": self.num_free,
+            "cached": self.num_cached,
+            "in_use": self.num_in_use,
+            "total": self.num_blocks,
+        }
+
+    def check(self, owners: Iterable[int], is_indexed: Callable[[int], bool] | None = None) -> None:
         """Raise `IntegrityError` unless the pools partition the blocks and the counts are right.
 
         Parameters
         ----------
         owners
             [num_blocks] owners of each block, found by walking the tables of the live requests.
+        is_indexed
+            Whether the prefix index has a block: must agree with what the manager was told.
         """
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free) or free & cached:
@@ -159,3 +176,5 @@ class BlockManager:
                 raise IntegrityError(f"block {block} has {count} owners; in a pool: {pooled}")
             if pooled and self.has_content(block) != (block in cached):
                 raise IntegrityError(f"block {block} is in the wrong pool for its content")
+            if is_indexed is not None and is_indexed(block) != self.has_content(block):
+                raise IntegrityError(f"block {block}: pool and prefix index disagree")

@@ -72,6 +72,7 @@ class EngineConfig:
     deterministic: bool
     num_threads: int
     groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # those of full attention first
+    num_host_blocks: int = 0  # of the host tier, of the same bytes each; 0 = there is no such tier
     scheduler: str = "fifo"  # fifo | prefill_first | priority
     max_prefill_ms: float | None = (
         None  # of prefill between two tokens of who decodes; None: no bound

@@ -71,9 +71,8 @@ class MostRecentlyReleased:
     _NEVER = 1 << 62
 
     def __init__(self, num_blocks: int):
-        self._release = [
-            self._NEVER
-        ] * num_blocks  # the least number of it and of what continues it
+        # [num_blocks] of each block the least number of it and of what continues it
+        self._release = [self._NEVER] * num_blocks
         self._ticket: dict[int, int] = {}  # of each cached block
         self._heap: list[tuple[int, int, int]] = []  # (-release, ticket, block)
         self._num_releases = 0

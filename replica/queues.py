@@ -75,6 +75,12 @@ class Deadlines:
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (deadline_s, request.arrival_index, request))
 
+    def next_s(self) -> float | None:
+        """The first deadline of a live request."""
+        while self._heap and self._heap[0][2].phase is Phase.FINISHED:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
     def pop_expired(self, now_s: float) -> Iterator[tuple[float, Request]]:
         """(deadline, request) of every live request whose deadline has passed."""
         while self._heap and self._heap[0][0] <= now_s:

@@ -112,9 +112,11 @@ class StepIndexer:
             self._rows.replace_block(g, row, i, indexed)
             self._blocks.release([own])
 
-    def forget(self, step: Step) -> None:
-        """The step failed: what it would have written is unknown."""
-        for block in reversed(step.registered):
-            if block in self._prefix:  # else the cache was cleared meanwhile
-                self._prefix.forget(block)
-                self._blocks.forget_content(block)
+    def forget(self, blocks: Sequence[int]) -> None:
+        """The step failed: what it would have written to these blocks is unknown."""
+        indexed = [
+            block for block in blocks if block in self._prefix
+        ]  # but if the cache was cleared
+        for block in sorted(indexed, key=lambda b: -self._prefix.place_of(b)[0].depth):
+            self._prefix.forget(block)
+            self._blocks.forget_content(block)

@@ -222,8 +222,12 @@ def test_a_request_that_was_reset_returns_before_more_urgent_ones():
     scheduler.add(make_request("urgent", priority=-9, prompt=range(300, 340)))
     while scheduler.num_preemptions == 0:
         commit(scheduler, scheduler.plan(0.0))
-    waiting = [entry["key"] for entry in scheduler.snapshot()["waiting"]]
-    assert waiting == ["new", "urgent"]
+    snapshot = scheduler.snapshot()
+    assert [entry["key"] for entry in snapshot["returning"]] == ["old"]
+    assert [entry["key"] for entry in snapshot["waiting"]] == ["urgent"]
+    while scheduler.num_waiting == 2:
+        commit(scheduler, scheduler.plan(0.0))
+    assert [entry["key"] for entry in scheduler.snapshot()["waiting"]] == ["urgent"]
 
 
 def test_a_waiting_request_meets_its_deadline_under_priority():

@@ -262,8 +262,8 @@ def test_cached_blocks_that_a_request_takes_are_not_counted_as_room():
 # -- the cache is full -----------------------------------------------------------------------------------
 
 
-def test_a_full_cache_resets_the_newest_and_the_client_notices_nothing():
-    scheduler = make_scheduler(num_blocks=8)
+def test_a_full_cache_takes_the_oldest_then_the_newest_and_the_client_notices_nothing():
+    scheduler = make_scheduler(num_blocks=8, safety_margin=0.2)
     for i in range(3):
         submit(scheduler, i, range(100 * i, 100 * i + 15), max_tokens=40)
     indices = {i: [] for i in range(3)}
@@ -279,7 +279,9 @@ def test_a_full_cache_resets_the_newest_and_the_client_notices_nothing():
         scheduler.check()
     assert scheduler.num_preemptions > 0
     assert all(indices[i] == list(range(40)) for i in range(3))
-    assert order == [(i, "length", 40) for i in range(3)]
+    # 0 gives way to the others, then 2: so 1, the oldest of those that run, ends first.
+    assert order[0][0] == 1
+    assert sorted(order) == [(i, "length", 40) for i in range(3)]
     assert scheduler.load().num_preemptions == scheduler.num_preemptions
 
 
@@ -296,21 +298,22 @@ def test_a_request_that_fills_the_whole_cache_runs_alone_to_its_end():
 
 def test_a_reset_request_finds_its_own_blocks_again():
     scheduler = make_scheduler(num_blocks=6)
-    submit(scheduler, "old", range(100, 115), max_tokens=20)
-    submit(scheduler, "new", range(200, 215), max_tokens=20, arrival_s=0.0)
+    submit(scheduler, "old", range(100, 115), max_tokens=20, arrival_s=0.0)
+    submit(scheduler, "new", range(200, 215), max_tokens=20)
     step(scheduler, now_s=1.0)
     submit(scheduler, "later", range(300, 345), max_tokens=1)
     while scheduler.num_preemptions == 0:
         step(scheduler, now_s=2.0)
-    waiting = scheduler.snapshot()["waiting"]
-    assert [entry["key"] for entry in waiting] == ["new", "later"]
-    length = waiting[0]["length"]
-    assert length > 15
+    snapshot = scheduler.snapshot()
+    (victim,) = snapshot["returning"]
+    assert victim["key"] == "old"
+    assert [entry["key"] for entry in snapshot["waiting"]] == ["later"]
+    assert victim["length"] > 15
     while scheduler.num_waiting == 2:
         plan, deltas = step(scheduler, now_s=3.0)
-    assert plan.num_tokens - plan.num_decode_rows < length
+    assert plan.num_tokens - plan.num_decode_rows < victim["length"]
     # What is told of the admission is told of the first one.
-    assert (deltas["new"].num_cached_tokens, deltas["new"].queue_s) == (0, 1.0)
+    assert (deltas["old"].num_cached_tokens, deltas["old"].queue_s) == (0, 1.0)
 
 
 def serve_a_crowd(**config):
@@ -348,7 +351,7 @@ def test_a_second_mark_keeps_a_full_cache_from_thrashing():
     assert calm.num_steps <= 1.15 * thrashing.num_steps
     with_margin, _ = serve_a_crowd(safety_margin=0.2, resume_margin=0.2)
     with_both, _ = serve_a_crowd(safety_margin=0.2, resume_margin=0.3)
-    assert with_both.num_preemptions <= with_margin.num_preemptions
+    assert with_both.num_preemptions <= calm.num_preemptions / 2
     assert with_both.num_steps <= 1.02 * with_margin.num_steps
 
 
