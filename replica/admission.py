@@ -14,8 +14,8 @@ While anything runs, two marks of the available blocks hold admissions back::
 Without the second a full cache thrashes: blocks that come free go to a prompt at once, the rows that decode find none,
 and what was computed for a victim is thrown away again. In a simulation (300 requests of 32 to 200 and up to 600
 tokens, 512 blocks of 16, no host tier) without a safety margin it takes preemptions from 318 to 106 and 6 % off the
-time to completion; a safety margin of 0.2 alone leaves 25, and the second mark then neither helps nor costs. Waiting for
-it also after an admission that did not fit was tried: 2 % slower, and no fewer preemptions.
+time to completion; a safety margin of 0.2 alone leaves 25, and the second mark then neither helps nor costs. Waiting
+for it also after an admission that did not fit was tried: 2 % slower, and no fewer preemptions.
 """
 
 from __future__ import annotations
