@@ -52,9 +52,11 @@ class QuireHost:
         Requests that decode.
     waiting
         Requests that wait behind them for ever.
+    scheduler
+        In which order they would start.
     """
 
-    def __init__(self, rows: int, waiting: int = 0):
+    def __init__(self, rows: int, waiting: int = 0, scheduler: str = "fifo"):
         blocks_per_row = -(-MAX_LEN // BLOCK_SIZE)
         self.scheduler = Scheduler(
             EngineConfig(
@@ -74,6 +76,9 @@ class QuireHost:
                 prefix_caching=True,
                 deterministic=True,
                 num_threads=1,
+                scheduler=scheduler,
+                max_prefill_ms=100.0,
+                resume_margin=0.1,
             )
         )
         self._rng = np.random.default_rng(0)
@@ -87,6 +92,8 @@ class QuireHost:
                 source=1,
                 stream_id=i,
                 arrival_s=0.0,
+                deadline_s=1e9 - i,
+                priority=i % 3,
             )
             refusal = self.scheduler.add(request)
             if refusal is not None:
@@ -211,11 +218,13 @@ class TransformersHost:
 def measure(rows: int, turns: int, generated: int, waiting: int) -> list[report.Bar]:
     """The bars of one number of rows."""
     fresh, crowded, aged = QuireHost(rows), QuireHost(rows, waiting), QuireHost(rows)
+    ranked = QuireHost(rows, waiting, "priority")
     aged.run(generated - GENERATED)
     transformers = TransformersHost(rows)
     hosts = {
         "quire": lambda: fresh.run(STEPS_PER_TURN),
         "waiting": lambda: crowded.run(STEPS_PER_TURN),
+        "priority": lambda: ranked.run(STEPS_PER_TURN),
         "generated": lambda: aged.run(STEPS_PER_TURN),
         "transformers": lambda: transformers.run(8),
     }
@@ -241,6 +250,13 @@ def measure(rows: int, turns: int, generated: int, waiting: int) -> list[report.
             "ms",
             goal,
             details={**case, "waiting": waiting, **report.spread_json(spreads["waiting"])},
+        ),
+        report.Bar(
+            f"engine/host_ms_{rows}_priority",
+            spreads["priority"].median,
+            "ms",
+            goal,
+            details={**case, "waiting": waiting, **report.spread_json(spreads["priority"])},
         ),
         report.Bar(
             f"engine/host_ms_{rows}_generated",

@@ -508,10 +508,12 @@ class RowTable:
                 row, token_id = int(rows[i]), int(token_ids[i])
                 if length[i] > self.min_length[row] and token_id in self.request(row).stop_ids:
                     reasons[i] = FinishReason.STOP
-        for i in np.flatnonzero(self.sampling.has_grammar[rows]).tolist():
-            grammar = self.request(int(rows[i])).grammar
-            if grammar.advance(int(token_ids[i])):
-                reasons[i] = FinishReason.STOP  # nothing can follow, not even where EOS is none
+        has_grammar = self.sampling.has_grammar[rows]
+        if np.count_nonzero(has_grammar):
+            for i in has_grammar.nonzero()[0].tolist():
+                grammar = self.request(int(rows[i])).grammar
+                if grammar.advance(int(token_ids[i])):
+                    reasons[i] = FinishReason.STOP  # nothing can follow, not even where EOS is none
         return reasons
 
     # -- inspection --------------------------------------------------------------------------------------

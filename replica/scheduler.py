@@ -344,7 +344,8 @@ class Scheduler:
         decodes, may_admit = self._grow_decodes()
         step = Step(self.num_steps + 1, self._chunking.budget(len(decodes)))
         self._indexer.register_decodes(step, decodes)
-        self._continue_prefills(step, may_admit, now_s)
+        if self._prefilling:
+            self._continue_prefills(step, may_admit, now_s)
         if may_admit:
             self._admit(step, now_s)
         return step, decodes
