@@ -132,6 +132,32 @@ def test_explicit_values_are_honoured(zoo, spec):
     )
 
 
+def test_the_scheduler_gets_what_was_asked_for(spec):
+    config = resolve(EngineArgs(device="cpu"), spec)
+    assert (config.scheduler, config.max_prefill_ms, config.demotion_order) == ("fifo", 100, "lru")
+    assert config.resume_margin == pytest.approx(0.3)
+    assert resolve(EngineArgs(device="cpu", safety_margin=0.95), spec).resume_margin == 1
+    asked = dict(scheduler="priority", max_prefill_ms=None, resume_margin=0.7)
+    config = resolve(EngineArgs(device="cpu", demotion_order="most_recent", **asked), spec)
+    assert {name: getattr(config, name) for name in asked} == asked
+    assert config.demotion_order == "most_recent"
+
+
+def test_the_share_of_the_memory_is_honoured(spec):
+    whole = solve(big(spec), available=64 * GIB, device="cuda", max_model_len=10**6)
+    half = solve(big(spec), 64 * GIB, "cuda", 10**6, max_memory_percent=0.45)
+    assert half.budget == whole.budget // 2
+    spared = whole.kv_cache + whole.attention - half.kv_cache - half.attention
+    assert abs(spared - half.budget) <= 2 * whole.block
+
+
+def test_the_memory_table_is_logged(spec, caplog):
+    with caplog.at_level("INFO"):
+        config = resolve(EngineArgs(device="cpu"), spec)
+    for term in ("weights", "activations", "logits", f"{config.num_blocks} + 1 blocks"):
+        assert term in caplog.text
+
+
 def test_defaults_on_the_cpu(spec):
     config = resolve(EngineArgs(device="cpu"), spec)
     assert (config.dtype, config.deterministic, config.max_batch_tokens) == ("float32", True, 512)
@@ -157,6 +183,17 @@ def test_a_length_left_open_is_cut_to_the_cache(spec):
         (dict(max_memory_percent=1.5), r"max_memory_percent must be in \(0, 1\], got 1.5"),
         (dict(max_memory_percent=float("nan")), "max_memory_percent"),
         (dict(safety_margin=1.0), "safety_margin"),
+        (
+            dict(scheduler="lifo"),
+            "scheduler must be one of fifo, prefill_first, priority, got 'lifo'",
+        ),
+        (dict(demotion_order="mru"), "demotion_order must be one of lru, most_recent, got 'mru'"),
+        (dict(max_prefill_ms=0.5), "max_prefill_ms must be at least 1"),
+        (dict(max_prefill_ms=float("nan")), "max_prefill_ms must be at least 1"),
+        (
+            dict(safety_margin=0.4, resume_margin=0.3),
+            r"resume_margin must be in .*\[0.4, 1\], got 0.3",
+        ),
         (dict(kv_cache_gib=float("inf")), "kv_cache_gib"),
         (dict(cpu_offload_gib=-1.0), "cpu_offload_gib must be a number of at least 0, got -1.0"),
         (dict(cpu_offload_gib=float("nan")), "cpu_offload_gib"),
