@@ -27,6 +27,7 @@ class PromptTokensDetails(_Answer):
     """Of the prompt's tokens."""
 
     cached_tokens: int = Field(description="Found in the replica's cache, not computed again.")
+    host_cached_tokens: int = Field(description="Of these, copied back from its host tier.")
 
 
 class UsageAnswer(_Answer):
@@ -200,7 +201,10 @@ def usage_answer(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "host_cached_tokens": usage.host_cached_tokens,
+        },
     }
 
 

@@ -40,10 +40,12 @@ class ChoicesStream:
     def usage(self) -> Usage:
         """The prompt once, the output of all choices; cached is what the first of them to run found."""
         usages = [stream.usage for stream in self._streams]
+        first = min(usages, key=lambda usage: (usage.cached_tokens, -usage.host_cached_tokens))
         return Usage(
             prompt_tokens=usages[0].prompt_tokens,
             completion_tokens=sum(usage.completion_tokens for usage in usages),
-            cached_tokens=min(usage.cached_tokens for usage in usages),
+            cached_tokens=first.cached_tokens,
+            host_cached_tokens=first.host_cached_tokens,
         )
 
     @property

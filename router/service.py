@@ -479,6 +479,7 @@ class RequestStream:
         else:
             observer.on_first_token(now - self._arrived_s)
             self.usage.cached_tokens = event.num_cached_tokens
+            self.usage.host_cached_tokens = event.num_host_cached_tokens
             self.explain.cached_tokens = event.num_cached_tokens
             self.explain.queue_s = event.queue_s
         if self._booking is not None and self._attempt is not None:

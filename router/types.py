@@ -89,6 +89,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the replica's cache
+    host_cached_tokens: int = 0  # of these, those copied back from its host tier
 
 
 @dataclass(slots=True)

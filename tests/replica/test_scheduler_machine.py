@@ -330,9 +330,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         sizes=st.lists(
             st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(20, 60)),
             min_size=2,
-            max_size=6,
+            max_size=4,
         ),
-        count=st.integers(1, 60),
+        count=st.integers(1, 30),
     )
     def crowd(self, sizes, count):
         """Long outputs side by side, more than most caches hold."""
