@@ -15,8 +15,10 @@ from quire.kernels.attention_plan import (
     allocate_decode_workspace,
     plan_decode,
 )
+from quire.kernels.interpreter import kernel_device
 from quire.kernels.tuning import DecodeConfig
 
+DEVICE = kernel_device()
 CONFIG = DecodeConfig(
     split_tokens=32,
     tile_tokens=16,
@@ -188,7 +190,7 @@ def test_groups_of_unequal_size_share_apart_from_each_other(paged_batch):
     local=st.sampled_from([{}, {"window": 1}, {"window": 70}, {"chunk": 50}]),
 )
 def test_work_list_covers_every_split_once(paged_batch, rows, max_slots, local):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE
     cu_q = torch.tensor(
         [0, *torch.tensor([q for q, _ in rows]).cumsum(0)], dtype=torch.int32, device=device
     )
