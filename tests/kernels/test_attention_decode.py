@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.attention_decode import decode_attention
-from quire.kernels.attention_plan import (
+from quire.kernels.decode_plan import (
     SharedPrefixes,
     allocate_decode_workspace,
     plan_decode,

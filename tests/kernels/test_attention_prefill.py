@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.attention_plan import plan_prefill
 from quire.kernels.attention_prefill import prefill_attention
 from quire.kernels.interpreter import kernel_device
+from quire.kernels.prefill_plan import plan_prefill
 from quire.kernels.tuning import PrefillConfig
 
 DEVICE = kernel_device()
