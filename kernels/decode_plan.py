@@ -27,7 +27,7 @@ import triton.language as tl
 from quire.kernels import checks
 from quire.kernels.attention_call import AttentionShape
 from quire.kernels.attention_tile import split_range
-from quire.kernels.tuning import DecodeConfig, decode_config, device_arch
+from quire.kernels.tuning import DecodeConfig, decode_config, device_arch, launch_options
 
 ITEM_WIDTH = tl.constexpr(4)  # first member, members, first split, end of splits
 MAX_ROWS = 4096  # one program of the planner holds the lengths of all rows
@@ -326,12 +326,13 @@ def plan_decode(
         workspace.items, workspace.counts, workspace.row_slot, workspace.merge_rows,
         cu_q, kv_len, members, shared_len, num_rows, workspace.max_slots,
         SPLIT=split, WINDOW=shape.window or 0, CHUNK=shape.chunk or 0, BLOCK_ROWS=block,
+        **launch_options(workspace.arch, 4),
     )
     if shared is not None:
         _plan_groups_kernel[(num_groups,)](
             workspace.shared_items, workspace.counts,
             cu_q, kv_len, members, shared_len, shared.cu_members, num_rows, num_groups, workspace.max_slots,
-            ITEM_ROWS=workspace.item_rows, SPLIT=split, BLOCK_ROWS=block,
+            ITEM_ROWS=workspace.item_rows, SPLIT=split, BLOCK_ROWS=block, **launch_options(workspace.arch, 4),
         )
     # fmt: on
     return DecodePlan(workspace, cu_q, kv_len, shared)

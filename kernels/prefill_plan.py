@@ -23,7 +23,7 @@ import triton.language as tl
 from quire.kernels import checks
 from quire.kernels.attention_call import AttentionShape
 from quire.kernels.decode_plan import MAX_ROWS, block_rows
-from quire.kernels.tuning import PrefillConfig, device_arch, prefill_config
+from quire.kernels.tuning import PrefillConfig, device_arch, launch_options, prefill_config
 
 
 @triton.jit(do_not_specialize=["num_rows", "min_query_tokens"])
@@ -120,6 +120,7 @@ def plan_prefill(
     _plan_prefill_kernel[(num_rows,)](
         tiles, num_tiles, cu_q, num_rows, min_query_tokens,
         TILE_QUERIES=tile_queries, BLOCK_ROWS=block_rows(num_rows),
+        **launch_options(device_arch(cu_q.device), 4),
     )  # fmt: skip
     return PrefillPlan(
         config=config,
