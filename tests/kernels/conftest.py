@@ -67,6 +67,8 @@ class PagedBatch:
         shared=0,
     ):
         """Random batch; the first `shared` blocks are the same for all rows."""
+        from quire.kernels import interpreter  # not before `pytest_configure`
+
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -96,7 +98,7 @@ class PagedBatch:
             cu_q=cu_q,
             kv_len=torch.tensor(kv_lens, dtype=torch.int32),
             scale=head_dim**-0.5,
-        ).to("cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
+        ).to(interpreter.kernel_device())
 
     def to(self, device):
         """The batch on another device."""
