@@ -11,7 +11,7 @@ import torch
 from quire.bench import report
 from quire.bench.gpu_peers import decode_peers, paged_decode_peers, prefill_peers
 from quire.bench.gpu_session import Part, Point, Row, Session, describe, significant, worst
-from quire.bench.gpu_shapes import ATTENTION_MODELS, BLOCK_SIZE, LENGTHS, MODELS, Model
+from quire.bench.gpu_shapes import ATTENTION_MODELS, BLOCK_SIZE, LENGTHS, Model, model_of
 from quire.bench.gpu_timing import Call
 from quire.kernels.attention_decode import decode_attention
 from quire.kernels.attention_prefill import prefill_attention
@@ -28,6 +28,7 @@ PeerMaker = Callable[[], dict[str, list[Call]]]
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+LONG_CONTEXTS = (65536, 131072)  # of a single row, whose bar would have no point otherwise
 PREFILLS = (8192, 512, 1024, 2048, 4096, 16384, 32768)
 PEER_BATCHES = (1, 16, 128)  # peers are measured at these, uniform lengths
 BAR_TOKENS = 64 * 1024  # decode must reach its bar from here on
@@ -42,8 +43,8 @@ def decode_points(rehearsal: bool) -> list[Point]:
         {"model": model, "lengths": lengths, "batch": batch, "context": context}
         for model in models
         for batch in batches
-        for context in contexts
-        for lengths in LENGTHS
+        for context in (*contexts, *(LONG_CONTEXTS if batch == 1 else ()))
+        for lengths in (LENGTHS if batch > 1 else ("uniform",))
     ]
     return sorted(points, key=lambda p: p["batch"] * p["context"] < BAR_TOKENS)
 
@@ -103,7 +104,7 @@ class _PagedRows:
 
 def measure_decode(session: Session, point: Point) -> Row:
     """GB/s of the keys and values, queries and results; peers beside it at some batch sizes."""
-    model = MODELS[point["model"]]
+    model = model_of(point["model"], session.rehearsal)
     rows = _PagedRows(session, model, LENGTHS[point["lengths"]](point["batch"], point["context"]))
     makers: dict[str, PeerMaker] = {}
     if point["lengths"] == "uniform" and (session.rehearsal or point["batch"] in PEER_BATCHES):
@@ -164,7 +165,7 @@ def prefill_points(rehearsal: bool) -> list[Point]:
 
 def measure_prefill(session: Session, point: Point) -> Row:
     """TFLOP/s of causal attention, the pairs (query, key) that see each other counted."""
-    model, tokens = MODELS[point["model"]], point["tokens"]
+    model, tokens = model_of(point["model"], session.rehearsal), point["tokens"]
     rows = _PagedRows(session, model, [tokens])
     # Flops grow with the square: beyond 4k tokens one call is long enough.
     rows.pages = rows.pages[: max(4096 // tokens, 1)]
@@ -236,7 +237,7 @@ def shared_points(rehearsal: bool) -> list[Point]:
 
 def measure_shared(session: Session, point: Point) -> Row:
     """With and without the sharing, and what one read of every distinct key would take."""
-    model, batch = MODELS[point["model"]], point["batch"]
+    model, batch = model_of(point["model"], session.rehearsal), point["batch"]
     rows = _PagedRows(session, model, [point["prefix"] + point["own"]] * batch)
     common = point["prefix"] // BLOCK_SIZE
     rows.tables[:, :common] = rows.tables[0, :common]
@@ -278,7 +279,7 @@ def _usable(
 
     for kind, maker in makers.items():
         for name, calls in (attempt(kind, maker) or {}).items():
-            attempt(name, calls[0])
+            attempt(name, partial(session.timer.capture, calls))
             if name not in failed:
                 usable[name] = calls
     return usable, failed

@@ -8,7 +8,7 @@ import torch
 
 from quire.bench import report
 from quire.bench.gpu_session import Part, Point, Row, Session, significant, worst
-from quire.bench.gpu_shapes import BLOCK_SIZE, MODELS, Model
+from quire.bench.gpu_shapes import BLOCK_SIZE, MODELS, Model, model_of
 from quire.bench.gpu_timing import Call
 from quire.kernels.activation import gelu_tanh_mul, silu_mul
 from quire.kernels.block_copy import copy_blocks
@@ -107,7 +107,7 @@ def kv_write_points(rehearsal: bool) -> list[Point]:
 
 def measure_kv_write(session: Session, point: Point) -> Row:
     """q is read and written, k and v are read and written to slots in random order; tables lie in the L2 cache."""
-    model, tokens = MODELS[point["model"]], point["tokens"]
+    model, tokens = model_of(point["model"], session.rehearsal), point["tokens"]
     dtype = getattr(torch, point["cache"])
     per_head = 2 * 2 * model.heads + 2 * model.kv_heads * (2 + dtype.itemsize)
     num_bytes = tokens * (model.head_dim * per_head + 8 + 4)

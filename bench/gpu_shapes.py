@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLOCK_SIZE = 64
 MAX_LEN = 131_072  # tokens of one request
@@ -30,8 +30,15 @@ MODELS = {
     "Qwen3-8B": Model(32, 8, 128, 4096, 12288, True),
     "Qwen3-0.6B": Model(16, 8, 128, 1024, 3072, True),
 }
+_TINY = Model(4, 2, 64, 128, 256, False)  # the interpreter takes a millisecond for each operation
 # Attention does not see more of them: Qwen3-8B's is that of Llama-3.1-8B.
 ATTENTION_MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
+
+
+def model_of(name: str, rehearsal: bool) -> Model:
+    """The model of that name; a rehearsal's is tiny, with the same options."""
+    model = MODELS[name]
+    return replace(_TINY, qk_norm=model.qk_norm) if rehearsal else model
 
 
 def uniform_lengths(batch: int, context: int) -> list[int]:

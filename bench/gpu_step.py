@@ -9,7 +9,7 @@ import torch
 
 from quire.bench import report
 from quire.bench.gpu_session import Part, Point, Row, Session, significant, worst
-from quire.bench.gpu_shapes import BLOCK_SIZE, MODELS
+from quire.bench.gpu_shapes import BLOCK_SIZE, model_of
 from quire.bench.gpu_timing import Call
 from quire.kernels.batch_prep import apply_differences, gather_last_tokens, prepare_batch
 from quire.kernels.decode_plan import allocate_decode_workspace, plan_decode
@@ -121,7 +121,7 @@ def measure_step(session: Session, point: Point) -> Row:
 
 def _step_call(session: Session, point: Point) -> Call:
     rows, tokens = point["rows"], point["tokens"]
-    model, width = MODELS["Llama-3.1-8B"], 64
+    model, width = model_of("Llama-3.1-8B", session.rehearsal), 64
     ids, device = session.ids, session.device
     order = ids(torch.randperm(rows))
     cu_q = ids([i * tokens // rows for i in range(rows + 1)])

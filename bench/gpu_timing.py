@@ -52,7 +52,7 @@ class Timer:
         Raises
         ------
         Exception
-            What a call raises; nothing is measured then.
+            As `capture`; nothing is measured then.
         """
         turns = {name: self._turn(calls) for name, calls in candidates.items()}
         rounds = ROUNDS if self._device.type == "cuda" else 1
@@ -63,12 +63,29 @@ class Timer:
         """`compare` of a single candidate."""
         return self.compare({"": calls})[""]
 
+    def capture(self, calls: Sequence[Call]) -> Call:
+        """One replay of all calls, each made once before: that compiles what has to be compiled.
+
+        Raises
+        ------
+        Exception
+            What a call raises, or that it cannot be captured.
+        """
+        for call in calls:
+            call()
+        if self._device.type != "cuda":
+            return lambda: None
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        return graph.replay
+
     def _turn(self, calls: Sequence[Call]) -> Callable[[], list[float]]:
         if self._device.type != "cuda":
             return lambda: [_wall_ms(calls)]
-        for call in calls:  # compiles what has to be compiled
-            call()
-        replay = _capture(calls)
+        replay = self.capture(calls)
         once_ms = self._replay_ms(replay, 1)[0]
         replays = min(max(int(TURN_MS / max(once_ms, 1e-3)), MIN_REPLAYS), MAX_REPLAYS)
 
@@ -95,17 +112,3 @@ def _wall_ms(calls: Sequence[Call]) -> float:
     for call in calls:
         call()
     return (time.perf_counter() - began) * 1e3 / len(calls)
-
-
-def _capture(calls: Sequence[Call]) -> Call:
-    """One replay of a CUDA graph of the calls; the calls themselves where one of them cannot be captured."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return lambda: [call() for call in calls]
-    return graph.replay
