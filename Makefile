@@ -5,13 +5,15 @@
 #   make lint    ruff, formatting, the configuration
 #   make proto   regenerate protos/ from the .proto files
 #   make bench   benchmarks          (ARGS="..." goes to the benchmark)
-#   make gpu     tests that need an NVIDIA GPU
+#   make gpu     tests that need an NVIDIA GPU, then gpu-kernels
+#   make gpu-kernels    every kernel against the machine's roof, six minutes; ARGS="--rehearse" without a GPU
+#   make kernels-table  compile every kernel for every architecture against the committed table, five minutes
 #   make chaos   tests that kill processes
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test lint proto bench gpu chaos
+.PHONY: help venv serve test lint proto bench gpu gpu-kernels kernels-table chaos
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -65,6 +67,15 @@ bench: $(INSTALLED)
 # pytest's exit status 5, nothing collected, stays a failure.
 gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m quire.bench gpu-kernels
+
+# In an environment that has torch, Triton, pytest and hypothesis already:
+# pip install --no-deps -e . && make gpu-kernels INSTALLED= BIN=/path/to/its/bin
+gpu-kernels: $(INSTALLED)
+	$(BIN)/python -m quire.bench gpu-kernels $(ARGS)
+
+kernels-table: $(INSTALLED)
+	$(BIN)/python -m quire.kernels.compile_table --check tests/kernels/compile_table.json $(ARGS)
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m pytest -m chaos $(ARGS)

@@ -1,4 +1,7 @@
-"""`python -m quire.bench NAME [options]`: one benchmark. Each writes bench/results/NAME.json."""
+"""`python -m quire.bench NAME [options]`: one benchmark. Each writes bench/results/NAME.json.
+
+A name may be written with dashes: gpu-kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,18 @@ BENCHMARKS = {
     "serving": "start-up, idle CPU and answers of the real cluster",
     "host_overhead": "host time per step, against transformers' continuous batching",
     "bus_overhead": "Python per token on both sides of the bus",
+    "gpu_kernels": "the Triton kernels on a GPU against its roof and other libraries; --rehearse without one",
 }
 
 
 def main() -> int:
-    if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
+    name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else ""
+    if name not in BENCHMARKS:
         print("usage: python -m quire.bench NAME [options]\n")
-        for name, what in BENCHMARKS.items():
-            print(f"  {name:16}{what}")
+        for known, what in BENCHMARKS.items():
+            print(f"  {known:16}{what}")
         return 2
-    name = sys.argv.pop(1)
+    del sys.argv[1]
     return importlib.import_module(f"quire.bench.{name}").main()
 
 

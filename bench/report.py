@@ -44,21 +44,24 @@ class Bar:
     """One number with its goal."""
 
     name: str  # part/what, as the README quotes it
-    value: float
+    value: float | None  # None: not measured yet
     unit: str
     goal: float
     at_most: bool = True  # False: the value must be at least the goal
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def holds(self) -> bool:
+    def holds(self) -> bool | None:
+        """Whether the goal is met; None where nothing was measured."""
+        if self.value is None:
+            return None
         return self.value <= self.goal if self.at_most else self.value >= self.goal
 
     def to_json(self) -> dict[str, Any]:
         goal = f"{'<=' if self.at_most else '>='} {self.goal:g}"
         row = {
             "name": self.name,
-            "value": float(f"{self.value:.4g}"),
+            "value": None if self.value is None else float(f"{self.value:.4g}"),
             "unit": self.unit,
             "goal": goal,
             "holds": self.holds,
@@ -115,13 +118,15 @@ def load_average() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def write(path: Path, command: str, bars: list[Bar], **facts: Any) -> None:
+def write(path: Path, command: str, bars: list[Bar], *, show: bool = True, **facts: Any) -> None:
     """Write a result and print its bars.
 
     Parameters
     ----------
     command
         How to run it again.
+    show
+        Whether to print the bars.
     facts
         Further entries of the file.
     """
@@ -135,11 +140,17 @@ def write(path: Path, command: str, bars: list[Bar], **facts: Any) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    width = max((len(bar.name) for bar in bars), default=0)
-    for row in result["bars"]:
-        mark = "holds" if row["holds"] else "MISSED"
+    if show:
+        _print_bars(result["bars"])
+
+
+def _print_bars(rows: list[dict[str, Any]]) -> None:
+    width = max((len(row["name"]) for row in rows), default=0)
+    marks = {True: "holds", False: "MISSED", None: "not measured"}
+    for row in rows:
+        value = "-" if row["value"] is None else f"{row['value']:g}"
         print(
-            f"{row['name']:{width}}  {row['value']:>9g} {row['unit']:<3} {row['goal']:>8}  {mark}"
+            f"{row['name']:{width}}  {value:>9} {row['unit']:<3} {row['goal']:>8}  {marks[row['holds']]}"
         )
 
 

@@ -5,7 +5,7 @@ For row r with n keys, query head h of KV head g (``group`` heads each), f = sca
     o_h = sum_j 2^(f q_h.k_gj - m_h) v_gj / sum_j 2^(f q_h.k_gj - m_h)          j in the keys that r sees
 
 Work. Keys are cut into splits of a fixed number of tokens from position 0. An item is (row, KV head, split); the
-list lies on the device (`quire.kernels.attention_plan`) and a persistent grid walks it, so there is no host
+list lies on the device (`quire.kernels.decode_plan`) and a persistent grid walks it, so there is no host
 heuristic, no step at some batch size, and one CUDA graph fits every length. The heads of a group are the rows
 of one 16-row matrix tile. A second small kernel merges a row's partial results in the order of the splits::
 
@@ -30,25 +30,25 @@ Flops: 4 n heads head_dim a row (16 / group times as many in the padded tiles).
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import checks
-from quire.kernels.attention_plan import ITEM_WIDTH, DecodePlan
+from quire.kernels.attention_call import AttentionCall, AttentionOptions, prepare_call
 from quire.kernels.attention_tile import (
     attend_tile,
-    cache_operands,
     finish,
     first_key,
     head_scales,
     load_tile,
     merge,
     position_seen,
-    score_scale,
     split_range,
     tile_offsets,
 )
+from quire.kernels.decode_plan import ITEM_WIDTH, DecodePlan
 from quire.kernels.tuning import launch_options
 
 SUBTILE = tl.constexpr(16)  # rows of the smallest matrix instruction
@@ -259,36 +259,18 @@ def decode_attention(
     block_tables: torch.Tensor,
     scale: float,
     plan: DecodePlan,
-    *,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
     """Attention of the rows with one query token; the output of other tokens is left as it is.
 
     Parameters
     ----------
-    q
-        [tokens, heads, head_dim] bfloat16, float16 or float32; tokens may be strided.
-    k_cache, v_cache
-        [num_blocks, kv_heads, block_size, head_dim] in the dtype of q or float8_e4m3fn, pages contiguous. The
-        keys of this step are already written. Slots that hold no key may hold anything.
-    block_tables
-        [>= rows, max_blocks] int32; entries without a key that the row sees are not read.
-    scale
-        Factor on q.k, > 0.
+    q, k_cache, v_cache, block_tables, scale
+        As in `quire.kernels.attention_call.prepare_call`.
     plan
         `plan_decode` of this batch.
-    softcap
-        s becomes softcap * tanh(s / softcap).
-    sinks
-        [heads] float32 logits that join the denominator only.
-    k_scale, v_scale
-        [kv_heads] float32 factors of a float8_e4m3fn cache.
-    out
-        [tokens, heads, head_dim] in the dtype of q; allocated (uninitialised) where None.
+    options
+        `softcap`, `sinks`, `k_scale`, `v_scale`, `out`: `quire.kernels.attention_call.AttentionOptions`.
 
     Returns
     -------
@@ -300,73 +282,49 @@ def decode_attention(
         A shape, dtype, stride, device or option that does not fit, with its bound.
     """
     ws = plan.workspace
-    checks.check_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        plan.kv_len.shape[0],
-        ws.num_heads,
-        ws.num_kv_heads,
-        ws.head_dim,
-    )
-    checks.check_options(q, k_cache, scale, softcap, sinks, k_scale, v_scale)
-    checks.check_device("plan", plan.kv_len, q.device)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    checks.check_out(out, q)
-    if q.shape[0] == 0:
-        return out
-    config = ws.config
-    group = ws.num_heads // ws.num_kv_heads
-    k_cache, v_cache, fp8 = cache_operands(k_cache, v_cache)
-    members = None if plan.shared is None else plan.shared.members
-    shape = dict(SPLIT=config.split_tokens, WINDOW=ws.window or 0, CHUNK=ws.chunk or 0)
-
-    def walk(
-        grid: int,
-        per_processor: int,
-        num_stages: int,
-        items: torch.Tensor,
-        num_items: torch.Tensor,
-        shared: bool,
-    ) -> None:
-        # fmt: off
-        _decode_kernel[(grid,)](
-            out, ws.partial_acc, ws.partial_ml,
-            q, k_cache, v_cache, block_tables, plan.cu_q, plan.kv_len,
-            items, num_items, members, ws.row_slot, sinks, k_scale, v_scale,
-            score_scale(scale, softcap), q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:2],
-            KV_HEADS=ws.num_kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
-            HEAD_DIM=ws.head_dim, HEAD_PAD=triton.next_power_of_2(ws.head_dim),
-            BLOCK_SIZE=k_cache.shape[2], TILE=config.tile_tokens,
-            SUBTILES=config.shared_subtiles if shared else 1, SHARED=shared,
-            SOFTCAP=softcap or 0.0, FP8=fp8, **shape,
-            **launch_options(ws.arch, config.num_warps, num_stages, per_processor),
-        )
-        # fmt: on
-
+    call = prepare_call(q, k_cache, v_cache, block_tables, scale, ws.shape, plan.kv_len, **options)
+    if not len(q):
+        return call.out
     if plan.shared is not None:
-        walk(
-            ws.num_shared_programs, config.shared_programs_per_processor, config.shared_num_stages,
-            ws.shared_items, ws.counts[2:], True,
-        )  # fmt: skip
-    walk(
-        ws.num_programs,
-        config.programs_per_processor,
-        config.num_stages,
-        ws.items,
-        ws.counts,
-        False,
-    )
+        _walk(call, plan, shared=True)
+    _walk(call, plan, shared=False)
+    shape, config = ws.shape, ws.config
     # fmt: off
     _merge_kernel[(ws.num_merge_programs,)](
-        out, ws.partial_acc, ws.partial_ml, plan.cu_q, plan.kv_len,
-        ws.merge_rows, ws.counts[1:], ws.row_slot, sinks, v_scale, out.stride(0),
-        HEADS=ws.num_heads, GROUP=group,
-        HEAD_DIM=ws.head_dim, DIM_BLOCK=min(triton.next_power_of_2(ws.head_dim), MERGE_DIMS),
-        UNROLL=config.merge_unroll, **shape,
+        call.out, ws.partial_acc, ws.partial_ml, plan.cu_q, plan.kv_len,
+        ws.merge_rows, ws.counts[1:], ws.row_slot, call.sinks, call.v_scale, call.out.stride(0),
+        HEADS=shape.num_heads, GROUP=shape.group,
+        HEAD_DIM=shape.head_dim, DIM_BLOCK=merge_dims(shape.head_dim),
+        SPLIT=config.split_tokens, WINDOW=shape.window or 0, CHUNK=shape.chunk or 0, UNROLL=config.merge_unroll,
         **launch_options(ws.arch, 1, programs_per_processor=config.merge_programs_per_processor),
     )
     # fmt: on
-    return out
+    return call.out
+
+
+def merge_dims(head_dim: int) -> int:
+    """Head dimensions of one warp of the reduction."""
+    return min(triton.next_power_of_2(head_dim), MERGE_DIMS)
+
+
+def _walk(call: AttentionCall, plan: DecodePlan, *, shared: bool) -> None:
+    """Launch the persistent grid over the shared items, or over the rows' own."""
+    ws, config = plan.workspace, plan.workspace.config
+    if shared:
+        grid, items, num_items = ws.num_shared_programs, ws.shared_items, ws.counts[2:]
+        resident, num_stages = config.shared_programs_per_processor, config.shared_num_stages
+    else:
+        grid, items, num_items = ws.num_programs, ws.items, ws.counts
+        resident, num_stages = config.programs_per_processor, config.num_stages
+    members = None if plan.shared is None else plan.shared.members
+    # fmt: off
+    _decode_kernel[(grid,)](
+        call.out, ws.partial_acc, ws.partial_ml,
+        call.q, call.k_cache, call.v_cache, call.block_tables, plan.cu_q, plan.kv_len,
+        items, num_items, members, ws.row_slot, call.sinks, call.k_scale, call.v_scale,
+        call.qk_scale, *call.strides(),
+        GROUP_PAD=triton.next_power_of_2(ws.shape.group), SPLIT=config.split_tokens, TILE=config.tile_tokens,
+        SUBTILES=config.shared_subtiles if shared else 1, SHARED=shared,
+        **call.constants(ws.shape), **launch_options(ws.arch, config.num_warps, num_stages, resident),
+    )
+    # fmt: on

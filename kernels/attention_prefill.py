@@ -23,22 +23,22 @@ Bytes: q and out once; K and V once a query tile, from L2 where the items of a K
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import checks
-from quire.kernels.attention_plan import PrefillPlan
+from quire.kernels.attention_call import AttentionOptions, prepare_call
 from quire.kernels.attention_tile import (
     attend_tile,
-    cache_operands,
     finish,
     first_key,
     head_scales,
     load_tile,
-    score_scale,
     tile_offsets,
 )
+from quire.kernels.prefill_plan import PrefillPlan
 from quire.kernels.tuning import device_arch, launch_options
 
 
@@ -153,36 +153,18 @@ def prefill_attention(
     block_tables: torch.Tensor,
     scale: float,
     plan: PrefillPlan,
-    *,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
     """Causal attention of the rows that the plan lists; the output of other tokens is left as it is.
 
     Parameters
     ----------
-    q
-        [tokens, heads, head_dim] bfloat16, float16 or float32; tokens may be strided.
-    k_cache, v_cache
-        [num_blocks, kv_heads, block_size, head_dim] in the dtype of q or float8_e4m3fn, pages contiguous. The
-        keys of this step are already written. Slots that hold no key may hold anything.
-    block_tables
-        [>= rows, max_blocks] int32; entries without a key that the row sees are not read.
-    scale
-        Factor on q.k, > 0.
+    q, k_cache, v_cache, block_tables, scale
+        As in `quire.kernels.attention_call.prepare_call`.
     plan
         `plan_prefill` of this batch.
-    softcap
-        s becomes softcap * tanh(s / softcap).
-    sinks
-        [heads] float32 logits that join the denominator only.
-    k_scale, v_scale
-        [kv_heads] float32 factors of a float8_e4m3fn cache.
-    out
-        [tokens, heads, head_dim] in the dtype of q; allocated (uninitialised) where None.
+    options
+        `softcap`, `sinks`, `k_scale`, `v_scale`, `out`: `quire.kernels.attention_call.AttentionOptions`.
 
     Returns
     -------
@@ -193,37 +175,18 @@ def prefill_attention(
     ValueError
         A shape, dtype, stride, device or option that does not fit, with its bound.
     """
-    checks.check_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        plan.kv_len.shape[0],
-        plan.num_heads,
-        plan.num_kv_heads,
-        plan.head_dim,
-    )
-    checks.check_options(q, k_cache, scale, softcap, sinks, k_scale, v_scale)
-    checks.check_device("plan", plan.kv_len, q.device)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    checks.check_out(out, q)
+    shape, config = plan.shape, plan.config
+    call = prepare_call(q, k_cache, v_cache, block_tables, scale, shape, plan.kv_len, **options)
     max_tiles = plan.tiles.shape[0]
-    if q.shape[0] == 0 or max_tiles == 0:
-        return out
-    config = plan.config
-    k_cache, v_cache, fp8 = cache_operands(k_cache, v_cache)
+    if not len(q) or not max_tiles:
+        return call.out
     # fmt: off
-    _prefill_kernel[(max_tiles * plan.num_kv_heads,)](
-        out, q, k_cache, v_cache, block_tables, plan.cu_q, plan.kv_len, plan.tiles, plan.num_tiles,
-        sinks, k_scale, v_scale,
-        score_scale(scale, softcap),
-        q.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:2],
-        KV_HEADS=plan.num_kv_heads, GROUP=plan.num_heads // plan.num_kv_heads,
-        HEAD_DIM=plan.head_dim, HEAD_PAD=triton.next_power_of_2(plan.head_dim),
-        BLOCK_SIZE=k_cache.shape[2], BLOCK_M=config.block_m, TILE=config.tile_tokens,
-        WINDOW=plan.window or 0, CHUNK=plan.chunk or 0, SOFTCAP=softcap or 0.0, FP8=fp8,
+    _prefill_kernel[(max_tiles * shape.num_kv_heads,)](
+        call.out, call.q, call.k_cache, call.v_cache, call.block_tables,
+        plan.cu_q, plan.kv_len, plan.tiles, plan.num_tiles, call.sinks, call.k_scale, call.v_scale,
+        call.qk_scale, *call.strides(), BLOCK_M=config.block_m, TILE=config.tile_tokens,
+        **call.constants(shape),
         **launch_options(device_arch(q.device), config.num_warps, config.num_stages),
     )
     # fmt: on
-    return out
+    return call.out

@@ -167,7 +167,7 @@ def prepare_batch(
     _prepare_kernel[(len(rows) + 1,)](
         positions, kv_len, slots, batch_tables, rows, cu_q, num_computed, block_tables,
         len(rows), *block_tables.shape, len(positions), block_tables.stride(0), batch_tables.stride(0),
-        BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4,
+        BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
     )
     # fmt: on
 
@@ -207,7 +207,7 @@ def gather_last_tokens(
         # fmt: off
         _gather_last_kernel[(triton.cdiv(len(rows), BLOCK),)](
             input_ids, last_token, rows, cu_q, decodes, len(rows), len(last_token), len(input_ids),
-            BLOCK=BLOCK, num_warps=4,
+            BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
         )
         # fmt: on
 
@@ -245,6 +245,7 @@ def apply_differences(
     if len(rows):
         # fmt: off
         _scatter_kernel[(triton.cdiv(len(rows), BLOCK),)](
-            table, rows, columns, values, len(rows), *table.shape, table.stride(0), BLOCK=BLOCK, num_warps=4,
+            table, rows, columns, values, len(rows), *table.shape, table.stride(0),
+            BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
         )
         # fmt: on

@@ -79,6 +79,7 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
         _copy_blocks_kernel[(len(pairs), triton.cdiv(words, BLOCK_WORDS))](
             target, source, pairs, target.stride(0) // 2, source.stride(0) // 2, pairs.stride(0),
             len(target), len(source), WORDS=words, BLOCK=BLOCK_WORDS, num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
         )
         # fmt: on
 

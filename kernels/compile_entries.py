@@ -1,18 +1,8 @@
-"""Offline compilation of the kernels around attention, by the mechanism of `quire.kernels.compile_table`.
-
-    python -m quire.kernels.compile_entries                       # all, a minute or two
-    python -m quire.kernels.compile_entries --match 'sm_90/'      # a part
-
-Prints registers, stack and shared memory of each; the exit status is 1 if anything spills or does not fit.
-"""
+"""Entries of the compile table: the kernels around attention, as their wrappers launch them."""
 
 from __future__ import annotations
 
-import argparse
-import re
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,10 +19,11 @@ from quire.kernels import (
     norm,
     sampling,
 )
-from quire.kernels.compile_table import Entry, compile_entry
+from quire.kernels.offline_compile import Entry
+from quire.kernels.tuning import ARCHS
 
-ARCHS = ("sm_80", "sm_90", "sm_100")
 VOCAB = 151_936  # Qwen3
+_EXACT = dict(enable_fp_fusion=False)  # as every wrapper asks
 
 
 def entries() -> Iterator[Entry]:
@@ -42,27 +33,31 @@ def entries() -> Iterator[Entry]:
         yield from _kv_write(arch)
         yield from _sampling(arch)
         yield from _batch(arch)
-        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-            config = matmul_fixed.matmul_config(arch, dtype)
-            for depth in (4096, 4100):
-                yield Entry(
-                    f"{arch}/matmul/{name}/{depth}",
-                    arch,
-                    matmul_fixed._matmul_kernel,
-                    {f"{x}_ptr": f"*{name}" for x in ("out", "x", "w")},
-                    dict(
-                        K=depth,
-                        BLOCK_M=config.block_m,
-                        BLOCK_N=config.block_n,
-                        BLOCK_K=config.block_k,
-                        BAND=matmul_fixed.GROUP_M,
-                    ),
-                    dict(num_warps=config.num_warps, num_stages=config.num_stages),
-                )
+        yield from _matmul(arch)
 
 
 def _pointers(value: str, *names: str) -> dict[str, str]:
     return {f"{name}_ptr": f"*{value}" for name in names}
+
+
+def _matmul(arch: str) -> Iterator[Entry]:
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        config = matmul_fixed.matmul_config(arch, dtype)
+        for depth in (4096, 4100):
+            yield Entry(
+                f"{arch}/matmul/{name}/{depth}",
+                arch,
+                matmul_fixed._matmul_kernel,
+                _pointers(name, "out", "x", "w"),
+                dict(
+                    K=depth,
+                    BLOCK_M=config.block_m,
+                    BLOCK_N=config.block_n,
+                    BLOCK_K=config.block_k,
+                    BAND=matmul_fixed.GROUP_M,
+                ),
+                dict(num_warps=config.num_warps, num_stages=config.num_stages, **_EXACT),
+            )
 
 
 def _rows(arch: str) -> Iterator[Entry]:
@@ -75,7 +70,7 @@ def _rows(arch: str) -> Iterator[Entry]:
                 norm._rms_norm_kernel,
                 {**_pointers("bf16", "out", "sum", "x", "residual", "weight"), "eps": "fp32"},
                 dict(HIDDEN=hidden, BLOCK=block, GEMMA=gemma),
-                dict(num_warps=norm.norm_warps(block)),
+                dict(num_warps=norm.norm_warps(block, arch), **_EXACT),
             )
     for gelu in (False, True):
         yield Entry(
@@ -84,7 +79,7 @@ def _rows(arch: str) -> Iterator[Entry]:
             activation._gated_kernel,
             _pointers("bf16", "out", "x"),
             dict(SIZE=14336, GELU=gelu, BLOCK=activation.BLOCK),
-            dict(num_warps=activation.NUM_WARPS),
+            dict(num_warps=activation.NUM_WARPS, **_EXACT),
         )
 
 
@@ -121,7 +116,7 @@ def _kv_write(arch: str) -> Iterator[Entry]:
                 FP8=fp8,
                 **kv_write.head_layout(head_dim, rotary),
             ),
-            dict(num_warps=kv_write.NUM_WARPS),
+            dict(num_warps=kv_write.NUM_WARPS, **_EXACT),
         )
 
 
@@ -130,7 +125,7 @@ def _sampling(arch: str) -> Iterator[Entry]:
     shape: dict[str, Any] = dict(
         VOCAB=VOCAB, TILE=config.tile, MAX_CANDIDATES=config.max_candidates
     )
-    options = dict(num_warps=config.num_warps)
+    options = dict(num_warps=config.num_warps, **_EXACT)
     for value in ("fp32", "bf16"):
         for masked in (False, True):
             types = {
@@ -169,7 +164,7 @@ def _sampling(arch: str) -> Iterator[Entry]:
         log_probs._chosen_kernel,
         {**lists, **_pointers("fp32", "out", "log_sum"), **_pointers("i64", "tokens")},
         dict(VOCAB=VOCAB, BLOCK=256),
-        dict(num_warps=4),
+        dict(num_warps=4, **_EXACT),
     )
     yield Entry(
         f"{arch}/edit_logits",
@@ -181,7 +176,7 @@ def _sampling(arch: str) -> Iterator[Entry]:
             **_pointers("fp32", "bias", "repetition", "presence", "frequency"),
         },
         dict(VOCAB=VOCAB, BLOCK=logit_edits.BLOCK),
-        dict(num_warps=4),
+        dict(num_warps=4, **_EXACT),
     )
 
 
@@ -189,51 +184,37 @@ def _batch(arch: str) -> Iterator[Entry]:
     block = dict(BLOCK=batch_prep.BLOCK)
     rows = _pointers("i32", "rows", "cu_q")
     columns = _pointers("i32", "positions", "kv_len", "batch_tables", "num_computed", "tables")
-    for name, kernel, types, constants in (
+    copied = _pointers("i64", "target", "source")
+    for name, kernel, types, constants, num_warps in (
         (
             "prepare",
             batch_prep._prepare_kernel,
             {**rows, **columns, **_pointers("i64", "slots")},
             dict(BLOCK_SIZE=64, **block),
+            4,
         ),
         (
             "gather_last",
             batch_prep._gather_last_kernel,
             {**rows, **_pointers("i32", "input_ids", "last_token", "decodes")},
             block,
+            4,
         ),
         (
             "scatter",
             batch_prep._scatter_kernel,
             _pointers("i32", "table", "rows", "columns", "values"),
             block,
+            4,
         ),
         (
             "copy_blocks",
             block_copy._copy_blocks_kernel,
-            {**_pointers("i64", "target", "source"), **_pointers("i32", "pairs")},
+            {**copied, **_pointers("i32", "pairs")},
             dict(WORDS=1 << 18, BLOCK=block_copy.BLOCK_WORDS),
+            block_copy.NUM_WARPS,
         ),
     ):
-        yield Entry(f"{arch}/{name}", arch, kernel, types, constants, dict(num_warps=4))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--match", default="", help="regular expression on the entries' names")
-    options = parser.parse_args(arguments)
-    compiled, problems = 0, []
-    for entry in entries():
-        if re.search(options.match, entry.name):
-            record = compile_entry(entry)
-            compiled += 1
-            print(entry.name, *(f"{k}={v}" for k, v in asdict(record).items()), flush=True)
-            problems += [f"{entry.name}: {problem}" for problem in record.problems]
-    print(*problems, sep="\n", file=sys.stderr)
-    print(f"{compiled} compiled, {len(problems)} problems", flush=True)
-    return 1 if problems or not compiled else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield Entry(
+            f"{arch}/{name}", arch, kernel, types, constants, dict(num_warps=num_warps, **_EXACT)
+        )

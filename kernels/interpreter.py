@@ -1,21 +1,43 @@
-"""Repair of Triton's interpreter, which runs the kernels on CPU tensors where there is no GPU.
+"""Repairs of Triton's interpreter, which runs the kernels on CPU tensors where there is no GPU.
 
-NumPy has no bfloat16, so the interpreter keeps such tensors as uint16; its dot product then multiplies the
-bit patterns as integers (Triton 3.6 to 3.9). Float32 operands give what the matrix units compute: exact products
-of the bfloat16 values, added in float32.
+NumPy has no bfloat16: the interpreter (Triton 3.6 to 3.9) keeps such tensors as uint16, with three consequences.
+
+1. Its dot product multiplies the bit patterns as integers. Float32 operands give what the matrix units compute: exact
+   products of the bfloat16 values, added in float32.
+2. Its conversion to bfloat16 cuts the mantissa off, half a unit too low on average: enough to hide a missing or
+   doubled rounding in a kernel, and to differ from torch in every sum of two rows. GPUs round to nearest even.
+3. Its conversion from bfloat16 goes through another path than 2, so both are replaced.
+
+And Triton 3.6 turns a scalar, which it holds as an array of one element, into a Python number in a way that NumPy 2.4
+and later refuse (Triton 3.7 repaired it).
 """
 
 from __future__ import annotations
 
+import numpy as np
+import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
-def repair_bfloat16_dot() -> None:
-    """Make `tl.dot` of the interpreter right for bfloat16; call once, before the first kernel runs."""
-    create_dot = InterpreterBuilder.create_dot
-    if getattr(create_dot, "widens_bfloat16", False):
+def kernel_device() -> str:
+    """Where the kernels of this process run: "cpu" if they are interpreted (TRITON_INTERPRET), else "cuda"."""
+    return "cpu" if triton.knobs.runtime.interpret else "cuda"
+
+
+def repair_interpreter() -> None:
+    """Make all the repairs; call before the first kernel runs. A second call does nothing."""
+    if getattr(InterpreterBuilder, "is_repaired", False):
         return
+    _repair_bfloat16_dot()
+    _repair_bfloat16_casts()
+    _repair_index()
+    InterpreterBuilder.is_repaired = True
+
+
+def _repair_bfloat16_dot() -> None:
+    create_dot = InterpreterBuilder.create_dot
 
     def widened(self, x):
         return self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
@@ -25,5 +47,37 @@ def repair_bfloat16_dot() -> None:
             self, widened(self, a), widened(self, b), d, input_precision, max_num_imprecise_acc
         )
 
-    create_dot_widened.widens_bfloat16 = True
     InterpreterBuilder.create_dot = create_dot_widened
+
+
+def _repair_bfloat16_casts() -> None:
+    cast_impl = InterpreterBuilder.cast_impl
+
+    def cast_rounding(self, source, target):
+        types = (source.dtype.scalar, target.scalar)
+        if types == (tl.float32, tl.bfloat16):
+            return TensorHandle(to_bfloat16(source.data), target.scalar)
+        if types == (tl.bfloat16, tl.float32):
+            bits = source.data.astype(np.uint32) << np.uint32(16)
+            return TensorHandle(bits.view(np.float32), target.scalar)
+        return cast_impl(self, source, target)
+
+    InterpreterBuilder.cast_impl = cast_rounding
+
+
+def _repair_index() -> None:
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_with_index
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Bits of float32 numbers rounded to bfloat16, to nearest even, as uint16."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)

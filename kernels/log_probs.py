@@ -185,7 +185,7 @@ def chosen_log_probs(
         # fmt: off
         _chosen_kernel[(rows,)](
             out, logits, tokens, log_sum, starts, ids, before, logits.stride(0),
-            VOCAB=vocab, BLOCK=256, num_warps=4,
+            VOCAB=vocab, BLOCK=256, num_warps=4, enable_fp_fusion=False,
         )
         # fmt: on
     return out

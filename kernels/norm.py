@@ -21,10 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels import tuning
 from quire.kernels.checks import check_bounds
 from quire.kernels.row_checks import FLOATS, check_matrix, check_vector
 
-MAX_HIDDEN = 1 << 15  # 32 numbers a thread of 32 warps
+MAX_HIDDEN = 1 << 15  # 32 numbers a thread of the largest program
 
 
 @triton.jit
@@ -127,12 +128,14 @@ def rms_norm(
             out, residual_out, x, residual, weight, eps,
             out.stride(0), 0 if residual is None else residual_out.stride(0),
             x.stride(0), 0 if residual is None else residual.stride(0),
-            HIDDEN=shape[1], BLOCK=block, GEMMA=gemma, num_warps=norm_warps(block), enable_fp_fusion=False,
+            HIDDEN=shape[1], BLOCK=block, GEMMA=gemma,
+            num_warps=norm_warps(block, tuning.device_arch(x.device)), enable_fp_fusion=False,
         )
         # fmt: on
     return out if residual is None else (out, residual_out)
 
 
-def norm_warps(block: int) -> int:
-    """Warps of a program: 16 numbers a thread, 32 at the largest blocks; a function of the hidden size only."""
-    return min(max(block // 512, 1), 32)
+def norm_warps(block: int, arch: str) -> int:
+    """Warps of a program: 16 numbers a thread, 32 at the largest blocks; a function of hidden size and architecture."""
+    lanes = tuning.warp_lanes(arch)
+    return min(max(block // (16 * lanes), 1), tuning.PROGRAM_THREADS // lanes)

@@ -58,6 +58,8 @@ NO_TOKEN = -1
 ALL_TIES = tl.constexpr(1 << 30)
 # The histogram's sums are in another order than the survey's: its estimate of a mass gives this much way.
 MASS_MARGIN = tl.constexpr(1.0001)
+# Of min-p, so that its logarithm is finite: a normal float32, since Triton 3.6 takes smaller numbers for float64.
+LEAST_SHARE = tl.constexpr(1.2e-38)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def _sample_kernel(
         logits_ptr, row_offset, mask_ptr, mask_offset, temperature, draws, key_low, key_high, truncates, VOCAB, TILE
     )  # fmt: skip
     if truncates & (token >= 0):
-        lowest = highest + tl.log(tl.maximum(min_p, 1e-38))
+        lowest = highest + tl.log(tl.maximum(min_p, LEAST_SHARE))
         lowest = tl.where(min_p > 0.0, lowest, float("-inf"))
         cut = tl.full([], 0, tl.int32)
         if limits_k | (min_p > 0.0):

@@ -17,6 +17,7 @@ INTERPRETER = "interpreter"  # Triton's, on CPU tensors
 # Shared memory that one program may use, bytes (CUDA programming guide, compute capabilities; CDNA 3 ISA).
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
+PROGRAM_THREADS = 1024  # at most, on all of `ARCHS`
 REGISTERS = 1 << 16  # of a multiprocessor, 32 bits each, all of `ARCHS` that are NVIDIA's
 
 
@@ -138,6 +139,11 @@ def launch_options(
         threads = 32 * num_warps * programs_per_processor
         options["maxnreg"] = min(REGISTERS // threads // 8 * 8, 255)
     return options
+
+
+def warp_lanes(arch: str) -> int:
+    """Threads of a warp (AMD: a wavefront)."""
+    return 64 if arch.startswith("gfx") else 32
 
 
 @functools.cache

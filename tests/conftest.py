@@ -26,6 +26,15 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if "CI" in os.environ else "default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the folders' own conftest files: pytest wants them here."""
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where tests/kernels runs the Triton kernels; cuda with -m gpu, else the interpreter",
+    )
+
+
 @pytest.fixture
 def free_ports() -> tuple[int, int]:
     """Two TCP ports of the loopback that nobody listens on."""

@@ -25,6 +25,27 @@ def test_a_bar_holds_up_to_its_goal(value, at_most, holds):
     assert bar.to_json()["goal"] == ("<= 0.1" if at_most else ">= 0.1")
 
 
+def test_what_was_not_measured_neither_holds_nor_fails(tmp_path, capsys):
+    bar = Bar("gpu/decode", None, "%", 90, at_most=False)
+    assert bar.holds is None
+    report.write(tmp_path / "result.json", "make gpu-kernels", [bar])
+    row = json.loads((tmp_path / "result.json").read_text())["bars"][0]
+    assert row == {
+        "name": "gpu/decode",
+        "value": None,
+        "unit": "%",
+        "goal": ">= 90",
+        "holds": None,
+    }
+    assert capsys.readouterr().out.rstrip().endswith("not measured")
+
+
+def test_bars_need_not_be_printed(tmp_path, capsys):
+    report.write(tmp_path / "result.json", "none", [Bar("a", 1, "x", 2)], show=False)
+    assert json.loads((tmp_path / "result.json").read_text())["bars"][0]["holds"] is True
+    assert capsys.readouterr().out == ""
+
+
 def test_candidates_take_turns():
     order = []
 

@@ -1,4 +1,7 @@
-"""What the kernel tests share. Without a GPU the kernels run in Triton's interpreter, on CPU tensors."""
+"""What the kernel tests share. Without a GPU the kernels run in Triton's interpreter, on CPU tensors.
+
+`pytest -m gpu`, or `--device cuda`, runs them on the GPU instead: there every test of a kernel is a `gpu` test.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,32 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-# Triton reads the variable when a kernel is defined, so this comes before any import of the kernels.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from quire.kernels import reference
 
-if not torch.cuda.is_available():
-    from quire.kernels.interpreter import repair_bfloat16_dot
 
-    repair_bfloat16_dot()
+def pytest_configure(config):
+    """Before any test module defines a kernel: Triton reads the variable then."""
+    marks = config.getoption("markexpr")
+    device = config.getoption("device") or (
+        "cuda" if "gpu" in marks and "not gpu" not in marks else "cpu"
+    )
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("device: cuda was asked for, and torch finds no GPU")
+        os.environ.pop("TRITON_INTERPRET", None)
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    from quire.kernels.interpreter import repair_interpreter
+
+    repair_interpreter()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items):
+    """A module that has its DEVICE from `kernel_device` tests kernels."""
+    for item in items:
+        if getattr(item.module, "DEVICE", None) == "cuda":
+            item.add_marker("gpu")
 
 
 @dataclass
@@ -48,6 +67,8 @@ class PagedBatch:
         shared=0,
     ):
         """Random batch; the first `shared` blocks are the same for all rows."""
+        from quire.kernels import interpreter  # not before `pytest_configure`
+
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -77,7 +98,7 @@ class PagedBatch:
             cu_q=cu_q,
             kv_len=torch.tensor(kv_lens, dtype=torch.int32),
             scale=head_dim**-0.5,
-        ).to("cuda" if torch.cuda.is_available() else "cpu")
+        ).to(interpreter.kernel_device())
 
     def to(self, device):
         """The batch on another device."""

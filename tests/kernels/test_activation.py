@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 
 from quire.kernels import reference
 from quire.kernels.activation import gelu_tanh_mul, silu_mul
+from quire.kernels.interpreter import kernel_device
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    from quire.kernels.interpreter_casts import repair_bfloat16_casts
-
-    repair_bfloat16_casts()
+DEVICE = kernel_device()
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FORMS = {"silu": (silu_mul, False), "gelu": (gelu_tanh_mul, True)}
 

@@ -10,13 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.attention_decode import decode_attention
-from quire.kernels.attention_plan import (
+from quire.kernels.decode_plan import (
     SharedPrefixes,
     allocate_decode_workspace,
     plan_decode,
 )
+from quire.kernels.interpreter import kernel_device
 from quire.kernels.tuning import DecodeConfig
 
+DEVICE = kernel_device()
 CONFIG = DecodeConfig(
     split_tokens=32,
     tile_tokens=16,
@@ -131,9 +133,14 @@ def test_bits_do_not_depend_on_batch_grid_order_or_slots(paged_batch, dtype, loc
         assert torch.equal(attend(batch, **local, **other), together), other
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(
     group=st.sampled_from([1, 3, 4, 16]),
+    head_dim=st.sampled_from([64, 64, 80, 128]),
+    dtypes=st.sampled_from(
+        [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float8_e4m3fn)]
+    ),
+    sinks=st.booleans(),
     own=st.lists(st.integers(1, 70), min_size=2, max_size=4),
     shared_blocks=st.integers(0, 6),
     max_slots=st.sampled_from([4, 9, 64]),
@@ -141,12 +148,31 @@ def test_bits_do_not_depend_on_batch_grid_order_or_slots(paged_batch, dtype, loc
     subtiles=st.sampled_from([1, 2]),
 )
 def test_shared_prefixes_give_the_same_bits(
-    paged_batch, close, group, own, shared_blocks, max_slots, softcap, subtiles
+    paged_batch,
+    close,
+    group,
+    head_dim,
+    dtypes,
+    sinks,
+    own,
+    shared_blocks,
+    max_slots,
+    softcap,
+    subtiles,
 ):
     prefix = 16 * shared_blocks
     kv_lens = [prefix + n for n in own]
+    dtype, cache_dtype = dtypes
     batch = paged_batch(
-        [1] * len(own), kv_lens, group, 1, 64, 16, torch.float32, shared=shared_blocks
+        [1] * len(own),
+        kv_lens,
+        group,
+        1,
+        head_dim,
+        16,
+        dtype,
+        cache_dtype=cache_dtype,
+        shared=shared_blocks,
     )
     members = torch.tensor(range(len(own))[::-1], dtype=torch.int32, device=batch.q.device)
     shared = SharedPrefixes(
@@ -156,8 +182,13 @@ def test_shared_prefixes_give_the_same_bits(
     )
     config = replace(CONFIG, shared_subtiles=subtiles)
     options = {} if softcap is None else {"softcap": softcap}
+    if sinks:
+        options["sinks"] = torch.linspace(-2, 2, group, device=batch.q.device)
+    if cache_dtype is not None:
+        scale = torch.tensor([0.5], device=batch.q.device)
+        options |= {"k_scale": scale, "v_scale": 2 * scale}
     apart = attend(batch, options=options)
-    close(apart, batch.expected(**options), torch.float32)
+    close(apart, batch.expected(**options), dtype)
     cascade = attend(
         batch, shared=shared, config=config, max_slots=max_slots, options=options, permute=3
     )
@@ -188,7 +219,7 @@ def test_groups_of_unequal_size_share_apart_from_each_other(paged_batch):
     local=st.sampled_from([{}, {"window": 1}, {"window": 70}, {"chunk": 50}]),
 )
 def test_work_list_covers_every_split_once(paged_batch, rows, max_slots, local):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE
     cu_q = torch.tensor(
         [0, *torch.tensor([q for q, _ in rows]).cumsum(0)], dtype=torch.int32, device=device
     )
@@ -225,6 +256,12 @@ def test_work_list_covers_every_split_once(paged_batch, rows, max_slots, local):
         else:
             assert listed[row] == [(first, end)]
     assert sorted(ws.merge_rows[:num_merges].tolist()) == merged
+
+
+def test_an_unknown_option_is_refused(paged_batch):
+    batch = paged_batch([1], [20], 2, 1, 64, 16, torch.float32)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'soft_cap'"):
+        attend(batch, options={"soft_cap": 3.0})
 
 
 def test_padding_rows_are_zero_and_prefill_rows_are_left_alone(paged_batch):

@@ -9,10 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.attention_plan import plan_prefill
 from quire.kernels.attention_prefill import prefill_attention
+from quire.kernels.interpreter import kernel_device
+from quire.kernels.prefill_plan import plan_prefill
 from quire.kernels.tuning import PrefillConfig
 
+DEVICE = kernel_device()
 CONFIG = PrefillConfig(block_m=32, tile_tokens=16, num_warps=4, num_stages=2)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -137,7 +139,7 @@ def test_decode_rows_are_left_alone(paged_batch):
     least=st.integers(1, 3),
 )
 def test_plan_covers_every_query_once(q_lens, group, least):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE
     cu_q = torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], dtype=torch.int32, device=device)
     kv_len = torch.tensor(q_lens, dtype=torch.int32, device=device)
     plan = plan_prefill(

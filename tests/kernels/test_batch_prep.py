@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.batch_prep import BLOCK, apply_differences, gather_last_tokens, prepare_batch
+from quire.kernels.interpreter import kernel_device
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = kernel_device()
 UNTOUCHED = -77
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.block_copy import BLOCK_WORDS, copy_blocks
+from quire.kernels.interpreter import kernel_device
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = kernel_device()
 
 
 def random_pool(*shape, dtype=torch.uint8, seed=0):

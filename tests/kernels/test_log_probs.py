@@ -8,15 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import reference
+from quire.kernels.interpreter import kernel_device
 from quire.kernels.log_probs import chosen_log_probs, top_log_probs
 from quire.kernels.logit_edits import edit_logits
 from quire.kernels.sampling import SamplingConfig
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    from quire.kernels.interpreter_casts import repair_bfloat16_casts
-
-    repair_bfloat16_casts()
+DEVICE = kernel_device()
 CONFIG = SamplingConfig(tile=64, max_candidates=64, num_warps=4)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

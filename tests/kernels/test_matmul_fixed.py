@@ -7,13 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.kernels.interpreter import kernel_device
 from quire.kernels.matmul_fixed import MatmulConfig, matmul_config, matmul_fixed
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    from quire.kernels.interpreter_casts import repair_bfloat16_casts
-
-    repair_bfloat16_casts()
+DEVICE = kernel_device()
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # A tile of another shape than the tables', to cross its borders with small operands.
 SMALL = MatmulConfig(16, 32, 16, 4, 2)

@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import reference
+from quire.kernels.interpreter import kernel_device
 from quire.kernels.norm import MAX_HIDDEN, rms_norm
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    from quire.kernels.interpreter_casts import repair_bfloat16_casts
-
-    repair_bfloat16_casts()
+DEVICE = kernel_device()
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 

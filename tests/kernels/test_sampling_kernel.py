@@ -11,15 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import reference
+from quire.kernels.interpreter import kernel_device
 from quire.kernels.noise import gumbel, noise_keys, uniform
 from quire.kernels.sampling import NO_TOKEN, SamplingConfig, sample_tokens
 from quire.kernels.sampling_tile import uniform_noise
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    from quire.kernels.interpreter_casts import repair_bfloat16_casts
-
-    repair_bfloat16_casts()
+DEVICE = kernel_device()
 # Small tiles and a list that is often too short, so that small vocabularies take every path.
 CONFIG = SamplingConfig(tile=64, max_candidates=64, pivots=16, num_warps=4)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

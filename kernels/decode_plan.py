@@ -1,7 +1,7 @@
-"""Work lists of the attention kernels, built on the device: no host synchronisation, fit for CUDA graphs.
+"""Work lists of decode attention, built on the device: no host synchronisation, fit for CUDA graphs.
 
 One launch a step serves all layers with the same window. A row is a *decode* row if it has one query token
-(``cu_q[i + 1] - cu_q[i] == 1``), a prefill row if it has more. For decode the keys of a row are cut at absolute
+(``cu_q[i + 1] - cu_q[i] == 1``); others are left to `quire.kernels.prefill_plan`. Keys are cut at absolute
 multiples of SPLIT tokens, so a row's splits, and with them its bits, depend on nothing but the row::
 
     kv_len      700                  200            1300, window 400      (SPLIT 256)
@@ -25,14 +25,9 @@ import triton
 import triton.language as tl
 
 from quire.kernels import checks
+from quire.kernels.attention_call import AttentionShape
 from quire.kernels.attention_tile import split_range
-from quire.kernels.tuning import (
-    DecodeConfig,
-    PrefillConfig,
-    decode_config,
-    device_arch,
-    prefill_config,
-)
+from quire.kernels.tuning import DecodeConfig, decode_config, device_arch, launch_options
 
 ITEM_WIDTH = tl.constexpr(4)  # first member, members, first split, end of splits
 MAX_ROWS = 4096  # one program of the planner holds the lengths of all rows
@@ -155,31 +150,6 @@ def _plan_groups_kernel(
         tl.store(item + 3, index // my_runs + 1, mask=listed)
 
 
-@triton.jit(do_not_specialize=["num_rows", "min_query_tokens"])
-def _plan_prefill_kernel(
-    tiles_ptr, num_tiles_ptr, cu_q_ptr, num_rows, min_query_tokens,
-    TILE_QUERIES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Program i lists the query tiles of row i, the last one (which sees most keys) first."""
-    here = tl.program_id(0)
-    row = tl.arange(0, BLOCK_ROWS)
-    valid = row < num_rows
-    q_len = tl.load(cu_q_ptr + row + 1, mask=valid, other=0) - tl.load(
-        cu_q_ptr + row, mask=valid, other=0
-    )
-    tiles = tl.where(q_len >= min_query_tokens, (q_len + TILE_QUERIES - 1) // TILE_QUERIES, 0)
-    if here == 0:
-        tl.store(num_tiles_ptr, tl.sum(tiles, 0))
-    my_start = tl.sum(tl.where(row < here, tiles, 0), 0)
-    my_tiles = tl.sum(tl.where(row == here, tiles, 0), 0)
-    lane = tl.arange(0, 128)
-    for done in range(0, my_tiles, 128):
-        index = done + lane
-        tile = tiles_ptr + (my_start + index) * 2
-        tl.store(tile, tl.zeros_like(lane) + here, mask=index < my_tiles)
-        tl.store(tile + 1, (my_tiles - 1 - index) * TILE_QUERIES, mask=index < my_tiles)
-
-
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
     """Decode rows grouped by the blocks with which their tables begin.
@@ -188,12 +158,10 @@ class SharedPrefixes:
     """
 
     members: torch.Tensor  # [rows] int32, row ids, group by group
-    shared_len: (
-        torch.Tensor
-    )  # [rows] int32, tokens that the member shares with its whole group, < its kv_len
-    cu_members: (
-        torch.Tensor
-    )  # [groups + 1] int32, members of group g: [cu_members[g], cu_members[g + 1])
+    # [rows] int32, tokens that the member shares with its whole group, < its kv_len
+    shared_len: torch.Tensor
+    # [groups + 1] int32, members of group g: [cu_members[g], cu_members[g + 1])
+    cu_members: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +169,7 @@ class DecodeWorkspace:
     """Device buffers of decode attention; layers of one window share it, kernels of one stream only."""
 
     config: DecodeConfig
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
-    chunk: int | None
+    shape: AttentionShape
     max_rows: int
     max_slots: int  # partial results; rows for whose splits none is left are walked by one program
     arch: str  # key of the tuning tables
@@ -223,8 +187,7 @@ class DecodeWorkspace:
     @property
     def item_rows(self) -> int:
         """Rows that one shared item serves at most."""
-        group = triton.next_power_of_2(self.num_heads // self.num_kv_heads)
-        return self.config.shared_subtiles * (16 // group)
+        return self.config.shared_subtiles * (16 // triton.next_power_of_2(self.shape.group))
 
 
 def allocate_decode_workspace(
@@ -270,8 +233,7 @@ def allocate_decode_workspace(
     device = torch.device(device)
     checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
     checks.check_bounds("max_slots", max_slots, 1, 2**24)
-    checks.check_heads(num_heads, num_kv_heads, head_dim)
-    checks.check_local(window, chunk)
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, chunk)
     arch = device_arch(device)
     if config is None:
         config = decode_config(arch, head_dim, dtype)
@@ -291,11 +253,7 @@ def allocate_decode_workspace(
         checks.check_shape("partials_of.partial_acc", partial_acc, (max_slots, num_heads, head_dim))
     return DecodeWorkspace(
         config=config,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        window=window,
-        chunk=chunk,
+        shape=shape,
         max_rows=max_rows,
         max_slots=max_slots,
         arch=arch,
@@ -348,13 +306,14 @@ def plan_decode(
     num_rows = checks.check_rows(cu_q, kv_len, workspace.items.device)
     checks.check_bounds("rows of kv_len", num_rows, 1, workspace.max_rows)
     split = workspace.config.split_tokens
-    block_rows = _block_rows(num_rows)
+    block = block_rows(num_rows)
+    shape = workspace.shape
     members = shared_len = None
     if shared is not None:
-        if workspace.window is not None or workspace.chunk is not None:
+        if shape.window is not None or shape.chunk is not None:
             raise ValueError(
-                f"shared: must be None for layers with a window or chunk, got window={workspace.window}, "
-                f"chunk={workspace.chunk}"
+                f"shared: must be None for layers with a window or chunk, got window={shape.window}, "
+                f"chunk={shape.chunk}"
             )
         members, shared_len = shared.members, shared.shared_len
         checks.check_ids("shared.members", members, num_rows, cu_q.device)
@@ -366,109 +325,21 @@ def plan_decode(
     _plan_rows_kernel[(num_rows,)](
         workspace.items, workspace.counts, workspace.row_slot, workspace.merge_rows,
         cu_q, kv_len, members, shared_len, num_rows, workspace.max_slots,
-        SPLIT=split, WINDOW=workspace.window or 0, CHUNK=workspace.chunk or 0, BLOCK_ROWS=block_rows,
+        SPLIT=split, WINDOW=shape.window or 0, CHUNK=shape.chunk or 0, BLOCK_ROWS=block,
+        **launch_options(workspace.arch, 4),
     )
     if shared is not None:
         _plan_groups_kernel[(num_groups,)](
             workspace.shared_items, workspace.counts,
             cu_q, kv_len, members, shared_len, shared.cu_members, num_rows, num_groups, workspace.max_slots,
-            ITEM_ROWS=workspace.item_rows, SPLIT=split, BLOCK_ROWS=block_rows,
+            ITEM_ROWS=workspace.item_rows, SPLIT=split, BLOCK_ROWS=block, **launch_options(workspace.arch, 4),
         )
     # fmt: on
     return DecodePlan(workspace, cu_q, kv_len, shared)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """Query tiles of one batch for `prefill_attention`."""
-
-    config: PrefillConfig
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
-    chunk: int | None
-    cu_q: torch.Tensor  # [rows + 1] int32
-    kv_len: torch.Tensor  # [rows] int32
-    tiles: torch.Tensor  # [max_tiles, 2] int32: row, first query token in the row
-    num_tiles: torch.Tensor  # [1] int32
-
-
-def plan_prefill(
-    cu_q: torch.Tensor,
-    kv_len: torch.Tensor,
-    num_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    window: int | None = None,
-    chunk: int | None = None,
-    min_query_tokens: int = 2,
-    config: PrefillConfig | None = None,
-    tiles: torch.Tensor | None = None,
-) -> PrefillPlan:
-    """List the query tiles of one batch; once a step, before its first layer.
-
-    Parameters
-    ----------
-    cu_q
-        [rows + 1] int32.
-    kv_len
-        [rows] int32, tokens in the cache, this step's included.
-    num_tokens
-        Query tokens of the batch, rows of q.
-    min_query_tokens
-        Rows with fewer query tokens are left out: 2 leaves decode rows to `decode_attention`; 1 serves them
-        here too, so that a token's bits are the same whether it was decoded or prefilled again.
-    tiles
-        [prefill_tiles(...) + 1, 2] int32 buffer; None allocates it.
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype or number that does not fit.
-    """
-    num_rows = checks.check_rows(cu_q, kv_len, cu_q.device)
-    checks.check_bounds("rows of kv_len", num_rows, 1, MAX_ROWS)
-    checks.check_bounds("num_tokens", num_tokens, 0, 2**24)
-    checks.check_heads(num_heads, num_kv_heads, head_dim)
-    checks.check_local(window, chunk)
-    checks.check_bounds("min_query_tokens", min_query_tokens, 1, 2**24)
-    if config is None:
-        config = prefill_config(device_arch(cu_q.device), head_dim, dtype)
-    checks.check_prefill_config(config)
-    tile_queries = config.block_m // (num_heads // num_kv_heads)
-    max_tiles = num_tokens // tile_queries + num_rows
-    if tiles is None:
-        tiles = torch.empty(max_tiles + 1, 2, dtype=torch.int32, device=cu_q.device)
-    elif tiles.shape[0] <= max_tiles or tiles.shape[1:] != (2,) or tiles.dtype != torch.int32:
-        raise ValueError(
-            f"tiles: must be int32 [>= {max_tiles + 1}, 2], got {tiles.dtype} {list(tiles.shape)}"
-        )
-    # The buffer's last entry holds the count.
-    num_tiles = tiles[-1]
-    _plan_prefill_kernel[(num_rows,)](
-        tiles, num_tiles, cu_q, num_rows, min_query_tokens,
-        TILE_QUERIES=tile_queries, BLOCK_ROWS=_block_rows(num_rows),
-    )  # fmt: skip
-    return PrefillPlan(
-        config=config,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        window=window,
-        chunk=chunk,
-        cu_q=cu_q,
-        kv_len=kv_len,
-        tiles=tiles[:max_tiles],
-        num_tiles=num_tiles,
-    )
-
-
-def _block_rows(num_rows: int) -> int:
-    """Size of the planners' vectors: few sizes, so that few kernels are compiled."""
+def block_rows(num_rows: int) -> int:
+    """Size of a planner's vectors: few sizes, so that few kernels are compiled."""
     return max(triton.next_power_of_2(num_rows), 64)
 
 

@@ -1,0 +1,68 @@
+"""Models and batches of the GPU benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+BLOCK_SIZE = 64
+MAX_LEN = 131_072  # tokens of one request
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the kernels see of a model; numbers of the published configurations."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    qk_norm: bool
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in one layer, bfloat16."""
+        return 4 * self.kv_heads * self.head_dim
+
+
+MODELS = {
+    "Llama-3.1-8B": Model(32, 8, 128, 4096, 14336, False),
+    "Qwen3-8B": Model(32, 8, 128, 4096, 12288, True),
+    "Qwen3-0.6B": Model(16, 8, 128, 1024, 3072, True),
+}
+_TINY = Model(4, 2, 64, 128, 256, False)  # the interpreter takes a millisecond for each operation
+# Attention does not see more of them: Qwen3-8B's is that of Llama-3.1-8B.
+ATTENTION_MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
+
+
+def model_of(name: str, rehearsal: bool) -> Model:
+    """The model of that name; a rehearsal's is tiny, with the same options."""
+    model = MODELS[name]
+    return replace(_TINY, qk_norm=model.qk_norm) if rehearsal else model
+
+
+def uniform_lengths(batch: int, context: int) -> list[int]:
+    """Every row has the same length."""
+    return [context] * batch
+
+
+def skewed_lengths(batch: int, context: int) -> list[int]:
+    """As many tokens in all, row i's share in proportion to 1 / (i + 1) (Zipf), at least one and at most `MAX_LEN`.
+
+    What the longest rows may not have is spread evenly over the others.
+    """
+    spread = batch * (context - 1)
+    harmonic = sum(1 / (i + 1) for i in range(batch))
+    lengths = [1 + min(int(spread / harmonic / (i + 1)), MAX_LEN - 1) for i in range(batch)]
+    rest = batch * context - sum(lengths)
+    while rest > 0:
+        open_rows = [i for i, length in enumerate(lengths) if length < MAX_LEN]
+        share = max(rest // len(open_rows), 1)
+        for i in open_rows:
+            taken = min(share, MAX_LEN - lengths[i], rest)
+            lengths[i] += taken
+            rest -= taken
+    return lengths
+
+
+LENGTHS = {"uniform": uniform_lengths, "skewed": skewed_lengths}

@@ -1,0 +1,181 @@
+"""Entries of the compile table: every attention configuration of the tuning tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+
+from quire.kernels import (
+    attention_decode,
+    attention_prefill,
+    decode_plan,
+    prefill_plan,
+    tuning,
+)
+from quire.kernels.attention_call import AttentionShape
+from quire.kernels.attention_tile import FP8_BITS, FP8_NATIVE, FP8_NONE
+from quire.kernels.checks import HEAD_DIMS
+from quire.kernels.offline_compile import Entry
+
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_INT32 = "*i32"
+
+
+def entries() -> Iterator[Entry]:
+    """Every entry of the tuning tables at every head size it serves; every option at head size 128 on Hopper."""
+    for arch in tuning.ARCHS:
+        for head_dim in HEAD_DIMS:
+            yield from _attention(arch, torch.bfloat16, head_dim)
+        for head_dim in (64, 96, 128, 256):
+            yield from _attention(arch, torch.float32, head_dim)
+        for head_dim in (128, 256):
+            yield from _attention(arch, torch.bfloat16, head_dim, "fp8")
+        yield from _attention(arch, torch.bfloat16, 128, "window")
+        yield from _planners(arch)
+    yield from _attention("sm_90", torch.float16, 128)
+    for option in ("chunk", "softcap", "sinks", "block16"):
+        yield from _attention("sm_90", torch.bfloat16, 128, option)
+    for group in (1, 3, 5, 7, 12, 16):
+        yield from _attention("sm_90", torch.bfloat16, 128, f"group{group}")
+
+
+def _attention(arch: str, dtype: torch.dtype, head_dim: int, option: str = "") -> Iterator[Entry]:
+    kv_heads, group = 8, int(option.removeprefix("group")) if option.startswith("group") else 4
+    block_size = 16 if option == "block16" else 64
+    fp8 = FP8_NONE
+    if option == "fp8":
+        fp8 = FP8_NATIVE if arch in ("sm_90", "sm_100") else FP8_BITS
+    value = _TYPES[dtype]
+    cache = {FP8_NATIVE: "fp8e4nv", FP8_BITS: "u8"}.get(fp8, value)
+    types = {
+        **{name: f"*{value}" for name in ("out_ptr", "q_ptr")},
+        **{name: f"*{cache}" for name in ("k_ptr", "v_ptr")},
+        **{name: "*fp32" for name in ("partial_acc_ptr", "partial_ml_ptr")},
+        **{
+            f"{name}_ptr": _INT32
+            for name in (
+                "tables cu_q kv_len items num_items row_slot tiles num_tiles merge_rows num_rows"
+            ).split()
+        },
+        "scale": "fp32",
+    }
+    if option == "sinks":
+        types["sinks_ptr"] = "*fp32"
+    if option == "fp8":
+        types["k_scale_ptr"] = types["v_scale_ptr"] = "*fp32"
+    shape = AttentionShape(
+        kv_heads * group,
+        kv_heads,
+        head_dim,
+        window=1024 if option == "window" else None,
+        chunk=8192 if option == "chunk" else None,
+    )
+    geometry = dict(
+        BLOCK_SIZE=block_size,
+        SOFTCAP=50.0 if option == "softcap" else 0.0,
+        FP8=fp8.value,
+        **shape.constants(),
+    )
+    suffix = f"{value}/{head_dim}" + (f"/{option}" if option else "")
+    config = tuning.decode_config(arch, head_dim, dtype)
+    for kind, subtiles, stages, resident in (
+        ("decode", 1, config.num_stages, config.programs_per_processor),
+        (
+            "shared",
+            config.shared_subtiles,
+            config.shared_num_stages,
+            config.shared_programs_per_processor,
+        ),
+    ):
+        shared = kind == "shared"
+        if shared and option in ("window", "chunk"):
+            continue
+        yield Entry(
+            f"{arch}/{kind}/{suffix}",
+            arch,
+            attention_decode._decode_kernel,
+            {**types, "members_ptr": _INT32} if shared else types,
+            dict(
+                GROUP_PAD=triton.next_power_of_2(group),
+                SPLIT=config.split_tokens,
+                TILE=config.tile_tokens,
+                SUBTILES=subtiles,
+                SHARED=shared,
+                **geometry,
+            ),
+            tuning.launch_options(arch, config.num_warps, stages, resident),
+            resident,
+        )
+    if dtype == torch.bfloat16 and option in ("", "window", "sinks"):
+        yield _merge(arch, suffix, types, shape, config)
+    prefill = tuning.prefill_config(arch, head_dim, dtype)
+    yield Entry(
+        f"{arch}/prefill/{suffix}",
+        arch,
+        attention_prefill._prefill_kernel,
+        types,
+        dict(BLOCK_M=prefill.block_m, TILE=prefill.tile_tokens, **geometry),
+        tuning.launch_options(arch, prefill.num_warps, prefill.num_stages),
+    )
+
+
+def _merge(
+    arch: str,
+    suffix: str,
+    types: dict[str, str],
+    shape: AttentionShape,
+    config: tuning.DecodeConfig,
+) -> Entry:
+    return Entry(
+        f"{arch}/merge/{suffix}",
+        arch,
+        attention_decode._merge_kernel,
+        types,
+        dict(
+            HEADS=shape.num_heads,
+            GROUP=shape.group,
+            HEAD_DIM=shape.head_dim,
+            DIM_BLOCK=attention_decode.merge_dims(shape.head_dim),
+            SPLIT=config.split_tokens,
+            UNROLL=config.merge_unroll,
+            WINDOW=shape.window or 0,
+            CHUNK=shape.chunk or 0,
+        ),
+        tuning.launch_options(arch, 1, programs_per_processor=config.merge_programs_per_processor),
+        config.merge_programs_per_processor,
+    )
+
+
+def _planners(arch: str) -> Iterator[Entry]:
+    split, rows = 256, 512
+    decode = dict(SPLIT=split, BLOCK_ROWS=rows)
+    lists = {
+        f"{name}_ptr": _INT32
+        for name in "items counts row_slot merge_rows cu_q kv_len tiles num_tiles".split()
+    }
+    groups = {f"{name}_ptr": _INT32 for name in ("members", "shared_len", "cu_members")}
+    for name, kernel, types, constants in (
+        ("rows", decode_plan._plan_rows_kernel, lists, dict(WINDOW=0, CHUNK=0, **decode)),
+        (
+            "groups",
+            decode_plan._plan_groups_kernel,
+            {**lists, **groups},
+            dict(ITEM_ROWS=8, **decode),
+        ),
+        (
+            "prefill",
+            prefill_plan._plan_prefill_kernel,
+            lists,
+            dict(TILE_QUERIES=32, BLOCK_ROWS=rows),
+        ),
+    ):
+        yield Entry(
+            f"{arch}/plan_{name}/{rows}",
+            arch,
+            kernel,
+            types,
+            constants,
+            tuning.launch_options(arch, 4),
+        )

@@ -1,0 +1,152 @@
+"""Offline compilation of one kernel for a device that is not here: registers, stack, shared memory, instructions.
+
+Spilled registers live on the stack, so a stack of 0 bytes means no spills. Registers and stack are read from the
+binary: `cuobjdump --dump-resource-usage` (Triton brings it) for NVIDIA, the code object's metadata for AMD.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.kernels import tuning
+
+# Blackwell's, Hopper's and Ampere's instruction, CDNA's.
+_MATRIX = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "v_mfma")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One kernel in one configuration for one architecture."""
+
+    name: str  # arch/kernel/dtype/head_dim[/option]
+    arch: str
+    kernel: Any  # triton JITFunction
+    types: dict[str, str]  # of the arguments; a missing pointer is None, a missing number int32
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    resident: int = 1  # programs that the grid expects on one processor at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the compiler made of an entry."""
+
+    registers: int  # a thread's vector registers
+    stack_bytes: int  # a thread's; 0: nothing spilled
+    shared_bytes: int  # a program's
+    matrix: str = ""  # the matrix instruction in the code, "" for none (float32)
+    layout: str = ""  # of the products' results: which thread adds what
+    problems: tuple[str, ...] = field(default=(), compare=False)
+
+
+def compile_entry(entry: Entry) -> Record:
+    """Compile one entry.
+
+    Raises
+    ------
+    RuntimeError
+        The kernels were imported for the interpreter (TRITON_INTERPRET is set).
+    """
+    if not isinstance(entry.kernel, triton.runtime.JITFunction):
+        raise RuntimeError(f"{entry.name}: unset TRITON_INTERPRET to compile kernels")
+    constants = dict(entry.constants)
+    signature, attributes = {}, {}
+    for index, name in enumerate(entry.kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in entry.types:
+            signature[name] = entry.types[name]
+        elif name.endswith("_ptr"):
+            signature[name], constants[name] = "constexpr", None
+        else:
+            signature[name] = "i32"
+        # Slices such as counts[1:] are not aligned; nor are their kernels' reads wide.
+        if (signature[name].startswith("*") and not name.startswith("num_")) or name.startswith(
+            "stride_"
+        ):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(entry.kernel, signature, constants, attributes)
+    nvidia = entry.arch.startswith("sm_")
+    target = (
+        GPUTarget("cuda", int(entry.arch.removeprefix("sm_")), 32)
+        if nvidia
+        else GPUTarget("hip", entry.arch, 64)
+    )
+    compiled = triton.compile(source, target, entry.options)
+    read = _read_cubin if nvidia else _read_amdgcn
+    registers, stack_bytes = read(compiled.asm["cubin" if nvidia else "amdgcn"])
+    shared_bytes = compiled.metadata.shared
+    problems = []
+    if stack_bytes:
+        problems.append(f"spills: {stack_bytes} bytes of stack, allowed 0")
+    if shared_bytes > tuning.SHARED_BYTES[entry.arch]:
+        problems.append(
+            f"shared memory: {shared_bytes} bytes, allowed {tuning.SHARED_BYTES[entry.arch]}"
+        )
+    problems += thread_problems(entry)
+    room = _resident(entry, registers, shared_bytes)
+    if room < entry.resident:
+        problems.append(f"programs on a processor: {room} fit, the grid expects {entry.resident}")
+    code = compiled.asm["ptx" if nvidia else "amdgcn"]
+    matrix = next((name for name in _MATRIX if name in code), "")
+    layout = _product_layout(compiled.asm["ttgir"])
+    return Record(registers, stack_bytes, shared_bytes, matrix, layout, tuple(problems))
+
+
+def thread_problems(entry: Entry) -> list[str]:
+    """A program with more threads than a device can run: the compilers do not mind it, the launch fails."""
+    threads = entry.options["num_warps"] * tuning.warp_lanes(entry.arch)
+    if threads <= tuning.PROGRAM_THREADS:
+        return []
+    return [f"threads: {threads} a program, allowed {tuning.PROGRAM_THREADS}"]
+
+
+def _product_layout(ttgir: str) -> str:
+    """Layouts of the results of `tt.dot`; with the tile's shape they fix the order of every addition."""
+    definitions = dict(re.findall(r"^(#\w+) = #ttg\.(.*?)(?: loc.*)?$", ttgir, re.MULTILINE))
+    results = re.findall(r"tt\.dot .* -> tensor<\w+, (#\w+)>", ttgir)
+    return "; ".join(sorted({definitions[name] for name in results}))
+
+
+def _resident(entry: Entry, registers: int, shared_bytes: int) -> int:
+    """Programs that fit a processor at a time, by registers and shared memory."""
+    by_shared = tuning.SHARED_BYTES[entry.arch] // max(
+        shared_bytes + 1024, 1
+    )  # 1 KiB is the system's
+    if entry.arch.startswith("sm_"):
+        # Given out 8 a thread at a time.
+        by_registers = tuning.REGISTERS // (
+            -(-registers // 8) * 8 * 32 * entry.options["num_warps"]
+        )
+    else:
+        # 4 SIMD units with 512 registers a lane; the waves of a program are spread over them.
+        by_registers = 4 * (512 // registers) // entry.options["num_warps"]
+        by_shared = tuning.SHARED_BYTES[entry.arch] // max(shared_bytes, 1)
+    return min(by_registers, by_shared)
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    return int(usage[1]), int(usage[2]) + int(usage[3])
+
+
+def _read_amdgcn(assembly: str) -> tuple[int, int]:
+    def number(key: str) -> int:
+        return int(re.search(rf"\.{key}:\s+(\d+)", assembly)[1])
+
+    return number("vgpr_count"), number("private_segment_fixed_size")

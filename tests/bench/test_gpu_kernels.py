@@ -1,0 +1,183 @@
+"""The GPU benchmark without a GPU: it runs end to end, and what it says about unfinished runs is true."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.bench import gpu_kernels, report
+from quire.bench.gpu_kernels import Results
+from quire.bench.gpu_session import NO_TIME, OutOfRoom, Part, Session, worst
+from quire.bench.gpu_shapes import MAX_LEN, MODELS, skewed_lengths
+
+COMMITTED = report.RESULTS / "gpu_kernels.json"
+# What issue 4 asks of a GPU: name, goal.
+BARS = {
+    "numerics/failed_tests": "<= 0",
+    "decode/Llama-3.1-8B_uniform": ">= 90",
+    "decode/Llama-3.1-8B_skewed": ">= 90",
+    "decode/Qwen3-0.6B_uniform": ">= 90",
+    "decode/Qwen3-0.6B_skewed": ">= 90",
+    "prefill/Llama-3.1-8B_8k": ">= 450",
+    "prefill/Qwen3-0.6B_8k": ">= 450",
+    "kv_write/worst": ">= 85",
+    "norm/worst": ">= 85",
+    "activation/worst": ">= 85",
+    "sampling/worst": "<= 2",
+}
+
+
+def rehearse(*options):
+    command = [sys.executable, "-m", "quire.bench", "gpu-kernels", "--rehearse", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
+def test_every_part_runs_in_the_interpreter(tmp_path):
+    out = tmp_path / "gpu.json"
+    done = rehearse("--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert {bar["name"]: bar["goal"] for bar in result["bars"]} == BARS
+    assert {(bar["value"], bar["holds"]) for bar in result["bars"]} == {(None, None)}
+    assert result["rehearsal"] is True
+    points = {name: part["points"] for name, part in result["parts"].items()}
+    assert len(points) == 12 and min(points.values()) > 0
+    # The interpreter's times say nothing: none is written down.
+    assert not any(part["rows"] for part in result["parts"].values())
+
+
+def test_the_committed_result_has_every_bar():
+    result = json.loads(COMMITTED.read_text())
+    assert {bar["name"]: bar["goal"] for bar in result["bars"]} == BARS
+    if result["rehearsal"]:
+        assert {bar["holds"] for bar in result["bars"]} == {None}
+    else:
+        assert result["hardware"]["accelerators"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert gpu_kernels.main([]) == 2
+    assert "device: torch finds no CUDA device; --rehearse" in capsys.readouterr().err
+
+
+def test_bad_options_are_named(tmp_path):
+    done = rehearse("--parts", "decode", "sort", "--out", str(tmp_path / "gpu.json"))
+    assert done.returncode == 2
+    assert "--parts: must be of numerics, machine, decode" in done.stderr
+    assert done.stderr.rstrip().endswith("got sort")
+
+
+def test_a_rehearsal_never_replaces_measurements(tmp_path):
+    out = tmp_path / "gpu.json"
+    out.write_text(json.dumps({"rehearsal": False}))
+    with pytest.raises(ValueError, match=r"gpu\.json holds measurements"):
+        Results(out, rehearsal=True).check_overwrite()
+    Results(out, rehearsal=False).check_overwrite()
+
+
+def test_only_rows_of_this_commit_and_machine_are_resumed(tmp_path):
+    out = tmp_path / "gpu.json"
+    first = Results(out, rehearsal=False)
+    first.rows["norm"] = [{"tokens": 1, "us": 2.0}]
+    first.write([], show=False)
+    again = Results(out, rehearsal=False)
+    again.load()
+    assert again.rows == first.rows
+    changed = json.loads(out.read_text()) | {"commit": "0" * 12}
+    out.write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match=r"--resume: gpu\.json is of commit 000000000000"):
+        again.load()
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def session_with(clock, deadline_s=10.0, rehearsal=False):
+    return Session(torch.device("cpu"), rehearsal, deadline_s, clock)
+
+
+def counting_part(clock, **options):
+    """Each point takes a second; x = 2 does not fit and x = 3 raises."""
+
+    def measure(session, point):
+        clock.now += 1.0
+        if point["x"] == 2:
+            raise OutOfRoom("memory: needs 9.0 GB, room for 1.0")
+        if point["x"] == 3:
+            raise ValueError("no\nsuch shape")
+        return {"us": float(point["x"])}
+
+    return Part("count", lambda rehearsal: [{"x": x} for x in range(6)], measure, **options)
+
+
+def test_a_part_ends_in_time_and_says_what_it_left_out():
+    clock = Clock()
+    part = counting_part(clock, budget_s=4.5)
+    rows = list(part.run(session_with(clock), part.points(False)))
+    assert rows == [
+        {"x": 0, "us": 0.0},
+        {"x": 1, "us": 1.0},
+        {"x": 2, "skipped": "memory: needs 9.0 GB, room for 1.0"},
+        {"x": 3, "error": "ValueError: no"},
+        {"x": 4, "us": 4.0},
+        {"x": 5, "skipped": NO_TIME},
+    ]
+    with pytest.raises(ValueError, match="no"):
+        list(part.run(session_with(clock, 99, rehearsal=True), [{"x": 3}]))
+
+
+def test_a_resumed_run_measures_only_what_is_open(tmp_path, capsys):
+    clock = Clock()
+    part = counting_part(clock, budget_s=4.5)
+    results = Results(tmp_path / "gpu.json", rehearsal=False)
+    errors = gpu_kernels.run(session_with(clock), results, [part], {"count"})
+    assert errors == ["count: ValueError: no"]
+    before = clock.now
+    gpu_kernels.run(session_with(clock, 99.0), results, [part], {"count"})
+    assert clock.now - before == 2.0  # the error and the one without time
+    assert sorted(row["x"] for row in results.rows["count"]) == list(range(6))
+    assert json.loads((tmp_path / "gpu.json").read_text())["parts"]["count"]["points"] == 6
+
+
+def test_a_bar_is_the_worst_row_and_open_while_rows_are_missing():
+    rows = [
+        {"x": 1, "percent": 95.0},
+        {"x": 2, "percent": 91.0},
+        {"x": 3, "skipped": "memory: ..."},
+    ]
+    bar = worst("a", rows, "percent", "%", 90)
+    assert (bar.value, bar.holds, bar.details["at"]) == (91.0, True, {"x": 2})
+    for reason in ({"skipped": NO_TIME}, {"error": "ValueError: no"}):
+        bar = worst("a", [*rows, {"x": 4, **reason}], "percent", "%", 90)
+        assert (bar.value, bar.holds, bar.details["missing"]) == (None, None, 1)
+        assert bar.details["so_far"] == 91.0
+    # One row below the goal decides it.
+    late = [*rows, {"x": 4, "skipped": NO_TIME}]
+    assert worst("a", late, "percent", "%", 92).holds is False
+    assert worst("a", rows, "percent", "%", 92, at_most=True).value == 95.0
+    assert worst("a", [], "percent", "%", 92).holds is None
+
+
+@given(batch=st.integers(1, 512), context=st.sampled_from([1, 7, 512, 4096, 32768]))
+def test_skewed_lengths_hold_as_many_tokens_as_uniform_ones(batch, context):
+    lengths = skewed_lengths(batch, context)
+    assert len(lengths) == batch and sum(lengths) == batch * context
+    assert 1 <= min(lengths) and max(lengths) <= MAX_LEN
+    assert batch == 1 or context < 7 or max(lengths) > context
+
+
+def test_models_have_the_shapes_of_their_configurations():
+    assert MODELS["Llama-3.1-8B"].token_bytes == 4096  # 128 KiB in 32 layers
+    assert all(model.heads % model.kv_heads == 0 for model in MODELS.values())
