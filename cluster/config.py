@@ -257,6 +257,12 @@ class RouterArgs(_Section):
         description="Seconds without any frame from a replica after which the router takes it for "
         "lost. An idle one sends a heartbeat each second; a busy one is silent during a step.",
     )
+    max_move_s: float = Field(
+        30.0,
+        ge=0,
+        le=600,
+        description="Seconds for which a stream that has lost its replica looks for another one.",
+    )
     drain_timeout_s: float = Field(
         45.0,
         ge=0,

@@ -28,6 +28,7 @@ from quire.protos.errors import (
     DeadlineExceeded,
     EngineError,
     ModelNotFound,
+    Overloaded,
     Unavailable,
     UnsupportedField,
     from_wire,
@@ -64,6 +65,7 @@ from quire.router.types import (
 
 MAX_ATTEMPTS = 4  # the first and three more
 NO_REPLICA_RETRY_S = 1.0
+MOVE_POLL_S = 0.05  # a stream without a replica looks for one
 
 
 class Observer:
@@ -94,6 +96,11 @@ class RouterService:
     """Serves generation requests over a transport: the `Service` that HTTP and gRPC call.
 
     Owns nothing that survives a request but the table, which the bus feeds.
+
+    Parameters
+    ----------
+    max_move_s
+        A stream that has lost its replica looks for another for at most so long.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class RouterService:
         policy: Policy,
         transport: Transport,
         observer: Observer | None = None,
+        max_move_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -115,6 +123,7 @@ class RouterService:
         self.policy = policy
         self.transport = transport
         self.observer = observer or Observer()
+        self.max_move_s = max_move_s
         self.clock = clock
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
@@ -298,6 +307,8 @@ class RequestStream:
         self._attempt: Attempt | None = None
         self._booking: RequestBooking | None = None
         self._failed_on: set[str] = set()
+        self._num_lost = 0  # attempts that a replica did not end as it should
+        self._homeless_s: float | None = None  # since when it has been without a replica that works
         self._first: OutputDelta | None = None
         self._closed = False
 
@@ -330,13 +341,28 @@ class RequestStream:
 
     # -- attempts ----------------------------------------------------------------------------------------
 
+    async def _begin_attempt(self) -> Attempt:
+        """Submit; a request that was accepted once waits for a replica when there is none."""
+        while True:
+            try:
+                return self._submit()
+            except Unavailable:
+                if self._homeless_s is None or self._has_waited_enough():
+                    raise
+            await asyncio.sleep(MOVE_POLL_S)
+
+    def _has_waited_enough(self) -> bool:
+        service = self._service
+        return service.clock() - self._homeless_s >= service.max_move_s
+
     def _submit(self) -> Attempt:
         service, now = self._service, self._service.clock()
-        views = [
-            v for v in service.table.views(self._hashes, now) if v.replica not in self._failed_on
-        ]
-        # Better a replica that failed this request once than none at all.
-        views = views or service.table.views(self._hashes, now)
+        all_views = service.table.views(self._hashes, now)
+        views = [view for view in all_views if view.replica not in self._failed_on]
+        if not views:
+            # Better a replica that failed this request once than none at all: all of them in turn.
+            self._failed_on.clear()
+            views = all_views
         if not views:
             raise Unavailable(
                 "no replica is ready to serve the model", retry_after_s=NO_REPLICA_RETRY_S
@@ -399,7 +425,7 @@ class RequestStream:
     async def _next_delta(self) -> OutputDelta:
         while True:
             if self._attempt is None:
-                self._attempt = self._submit()
+                self._attempt = await self._begin_attempt()
             event = await self._attempt.next()
             if isinstance(event, TokenDelta):
                 delta = self._on_tokens(event)
@@ -408,7 +434,7 @@ class RequestStream:
             elif isinstance(event, Lost):
                 self._on_lost(event.reason)
             else:
-                self._on_failure(event)
+                await self._on_failure(event)
 
     def _on_tokens(self, event: TokenDelta) -> OutputDelta | None:
         """Tokens to text; None when the delta held nothing new."""
@@ -418,6 +444,7 @@ class RequestStream:
         new_ids = event.token_ids[expected - event.index :]
         if not new_ids and event.finish_reason is None:
             return None
+        self._homeless_s = None
         self._observe(event)
         pieces: list[str] = []
         for i, token_id in enumerate(new_ids):
@@ -486,24 +513,37 @@ class RequestStream:
             self._unbook()  # the prefill is done: from here on the replica's own reports tell
         self._last_delta_s = now
 
-    def _on_failure(self, completion: Completion) -> None:
+    async def _on_failure(self, completion: Completion) -> None:
         """The replica ended the request: refused, failed, or going away."""
         if completion.error is None:
             self._on_lost(f"the replica ended the request with {completion.finish_reason!r}")
             return
         error = from_wire(completion.error)
-        if isinstance(error, Unavailable):
+        if self._emitted and isinstance(error, Unavailable | Overloaded):
+            # A replica that does not take over has not failed the request: only time counts.
+            self._leave()
+            if self._has_waited_enough():
+                raise error
+            await asyncio.sleep(MOVE_POLL_S)
+        elif isinstance(error, Unavailable):
             self._on_lost(error.message)
-            return
-        raise error
+        else:
+            raise error
 
     def _on_lost(self, reason: str) -> None:
         """Continue elsewhere, or give up when the budget is spent."""
-        if self._attempt is not None:
-            self._failed_on.add(self._attempt.replica)
-        self._release_attempt()
-        if self.explain.attempts >= MAX_ATTEMPTS:
+        self._num_lost += 1
+        self._leave()
+        if self._num_lost >= MAX_ATTEMPTS:
             raise Unavailable(
-                f"the request failed on {self.explain.attempts} replicas, last: {reason}",
+                f"the request failed on {self._num_lost} replicas, last: {reason}",
                 retry_after_s=NO_REPLICA_RETRY_S,
             )
+
+    def _leave(self) -> None:
+        """The attempt is over; the next one is elsewhere if it can be."""
+        if self._attempt is not None:
+            self._failed_on.add(self._attempt.replica)
+        if self._homeless_s is None:
+            self._homeless_s = self._service.clock()
+        self._release_attempt()

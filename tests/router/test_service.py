@@ -520,6 +520,79 @@ def test_stop_strings_and_text_span_a_move(runner, replicas, reference):
     runner.run(run())
 
 
+def test_a_stream_without_any_replica_waits_for_the_next(runner, replicas, reference):
+    """All die at once, in the middle of the answer; one comes back later."""
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stream = await stack.open(**SAMPLED)
+            for replica in replicas:
+                await replica.die()
+            stack.cluster.membership.update(frozenset())
+            reading = asyncio.create_task(read(stream))
+            await until(lambda: stack.cluster.table.num_ready() == 0)
+            with pytest.raises(Unavailable):  # a new request is told at once
+                await stack.open()
+            await asyncio.sleep(0.2)
+            assert not reading.done()
+            replicas[1].dead = False
+            stack.cluster.membership.update(frozenset({replicas[1].name}))
+            answer = await reading
+            assert answer.token_ids == expected(reference, **SAMPLED).token_ids
+            assert stream.explain.attempts == 2
+
+    runner.run(run())
+
+
+def test_a_stream_without_any_replica_ends_in_time(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stack.service.max_move_s = 0.3
+            stream = await stack.open(max_tokens=LONG)
+            for replica in replicas:
+                await replica.die()
+            stack.cluster.membership.update(frozenset())
+            began_s = time.monotonic()
+            with pytest.raises(Unavailable):
+                await read(stream)
+            assert 0.3 <= time.monotonic() - began_s < 3
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Unavailable("not attached"), Overloaded("full", retry_after_s=1.0)],
+    ids=["unavailable", "full"],
+)
+def test_a_refusal_of_a_stream_that_moves_is_not_its_end(
+    runner, replicas, reference, monkeypatch, error
+):
+    """More refusals than the budget has attempts: the replicas take it when they can."""
+    refusals: list[str] = []
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stream = await stack.open(**SAMPLED)
+            for replica in replicas:
+                submit = replica.engine.submit
+
+                def refuse(request: object, name: str = replica.name, submit=submit) -> None:
+                    refusals.append(name)
+                    if len(refusals) <= 3 * MAX_ATTEMPTS:
+                        raise error
+                    submit(request)
+
+                monkeypatch.setattr(replica.engine, "submit", refuse)
+            await stack.cluster.replicas[stream.explain.replica].cut_streams()
+            answer = await read(stream)
+            assert answer.token_ids == expected(reference, **SAMPLED).token_ids
+            assert len(refusals) == 3 * MAX_ATTEMPTS + 1
+            assert set(refusals) == {"a", "b"}
+
+    runner.run(run())
+
+
 def test_repeated_and_late_frames_change_nothing(runner, replicas, reference):
     earlier: list[Frame] = []
 
