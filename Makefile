@@ -6,7 +6,7 @@
 #   make proto   regenerate protos/ from the .proto files
 #   make bench   benchmarks          (ARGS="..." goes to the benchmark)
 #   make gpu     tests that need an NVIDIA GPU
-#   make chaos   tests that kill processes
+#   make chaos   tests that kill processes   (SIZE=long for the long run)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -22,6 +22,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= cluster.yaml
 ARGS ?=
+SIZE ?= ci
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -67,4 +68,4 @@ gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 chaos: $(INSTALLED)
-	$(BIN)/python -m pytest -m chaos $(ARGS)
+	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m chaos $(ARGS)
