@@ -87,4 +87,5 @@ def _service(
         transport=bus,
         observer=ServeObserver(),
         max_move_s=limits.max_move_s,
+        max_migrations=limits.max_migrations,
     )

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import faulthandler
 import gc
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -64,6 +66,7 @@ class Replica:
         self._attachments = Attachments(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )
+        self._engine.watch(_end_process)
         self._leases = Leases(LEASE_S)
         self._reaper = asyncio.create_task(self._reap())
         self._metrics = ReplicaMetrics(self._engine.load)
@@ -212,6 +215,13 @@ class Replica:
             self._engine.call(lambda scheduler: scheduler.events.snapshot())
         )
         self._attachments.send_snapshot(router_id, *snapshot)
+
+
+def _end_process(complaint: str) -> None:
+    """A device that hangs cannot be helped from here. Serve sees the actor die, at once, and starts another."""
+    logger.error("%s: this process ends", complaint)
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(1)
 
 
 def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:

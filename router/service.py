@@ -29,6 +29,7 @@ from quire.protos.errors import (
     EngineError,
     ModelNotFound,
     Overloaded,
+    QuireError,
     Unavailable,
     UnsupportedField,
     from_wire,
@@ -63,7 +64,7 @@ from quire.router.types import (
     Usage,
 )
 
-MAX_ATTEMPTS = 4  # the first and three more
+MAX_MIGRATIONS = 3
 NO_REPLICA_RETRY_S = 1.0
 MOVE_POLL_S = 0.05  # a stream without a replica looks for one
 
@@ -101,6 +102,8 @@ class RouterService:
     ----------
     max_move_s
         A stream that has lost its replica looks for another for at most so long.
+    max_migrations
+        So many times a request moves to another replica: one that kills its replicas must not kill all of them.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class RouterService:
         transport: Transport,
         observer: Observer | None = None,
         max_move_s: float = 30.0,
+        max_migrations: int = MAX_MIGRATIONS,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -124,6 +128,7 @@ class RouterService:
         self.transport = transport
         self.observer = observer or Observer()
         self.max_move_s = max_move_s
+        self.max_migrations = max_migrations
         self.clock = clock
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
@@ -432,7 +437,7 @@ class RequestStream:
                 if delta is not None:
                     return delta
             elif isinstance(event, Lost):
-                self._on_lost(event.reason)
+                await self._on_gone(event)
             else:
                 await self._on_failure(event)
 
@@ -520,21 +525,32 @@ class RequestStream:
             return
         error = from_wire(completion.error)
         if self._emitted and isinstance(error, Unavailable | Overloaded):
-            # A replica that does not take over has not failed the request: only time counts.
-            self._leave()
-            if self._has_waited_enough():
-                raise error
-            await asyncio.sleep(MOVE_POLL_S)
+            await self._try_again(error)
         elif isinstance(error, Unavailable):
             self._on_lost(error.message)
         else:
             raise error
 
+    async def _on_gone(self, lost: Lost) -> None:
+        """The replica, its stream or its call broke."""
+        if self._emitted and not self._attempt.placed:
+            await self._try_again(Unavailable(lost.reason, retry_after_s=NO_REPLICA_RETRY_S))
+        else:
+            self._on_lost(lost.reason)
+
+    async def _try_again(self, error: QuireError) -> None:
+        """A replica that did not take over an answer that has begun has not failed it: it may have been dead
+        already. So only time counts."""
+        self._leave()
+        if self._has_waited_enough():
+            raise error
+        await asyncio.sleep(MOVE_POLL_S)
+
     def _on_lost(self, reason: str) -> None:
         """Continue elsewhere, or give up when the budget is spent."""
         self._num_lost += 1
         self._leave()
-        if self._num_lost >= MAX_ATTEMPTS:
+        if self._num_lost > self._service.max_migrations:
             raise Unavailable(
                 f"the request failed on {self._num_lost} replicas, last: {reason}",
                 retry_after_s=NO_REPLICA_RETRY_S,

@@ -41,7 +41,7 @@ from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits
 from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaState, ReplicaTable
-from quire.router.service import MAX_ATTEMPTS, ModelFacts, Observer, RequestStream, RouterService
+from quire.router.service import MAX_MIGRATIONS, ModelFacts, Observer, RequestStream, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.types import Explain, GenerationRequest, OutputDelta, Usage
 
@@ -56,6 +56,7 @@ LIMITS = dict(
 )
 PROMPT = "Once upon a time"
 LONG = 150  # tokens: more than a test with an early end waits for
+MAX_ATTEMPTS = MAX_MIGRATIONS + 1
 GREEDY = dict(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = dict(temperature=0.9, top_p=0.95, seed=1234, max_tokens=24, ignore_eos=True)
 TOKENIZER = TextTokenizer.load(CHECKPOINT)
@@ -558,6 +559,35 @@ def test_a_stream_without_any_replica_ends_in_time(runner, replicas):
             with pytest.raises(Unavailable):
                 await read(stream)
             assert 0.3 <= time.monotonic() - began_s < 3
+
+    runner.run(run())
+
+
+def test_a_dead_replica_that_is_still_listed_costs_no_migration(
+    runner, replicas, reference, monkeypatch
+):
+    """Serve's news are late: the stream is sent there, again and again, until they come."""
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stack.service.max_migrations = 1
+            stream = await stack.open(**SAMPLED)
+            here = stack.cluster.replicas[stream.explain.replica]
+            there = next(replica for replica in replicas if replica is not here)
+            generate, num_calls = there.actor.generate, 0
+
+            async def die(submit: bytes, *, route: list[str]) -> bytes:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls <= 5:
+                    raise RayActorError()
+                return await generate(submit, route=route)
+
+            monkeypatch.setattr(there.actor, "generate", die)
+            await here.die()
+            answer = await read(stream)
+            assert answer.token_ids == expected(reference, **SAMPLED).token_ids
+            assert (num_calls, stream.explain.attempts) == (6, 7)
 
     runner.run(run())
 
