@@ -8,7 +8,7 @@
 #   make gpu     tests that need an NVIDIA GPU, then gpu-kernels
 #   make gpu-kernels    every kernel against the machine's roof, six minutes; ARGS="--rehearse" without a GPU
 #   make kernels-table  compile every kernel for every architecture against the committed table, five minutes
-#   make chaos   tests that kill processes
+#   make chaos   tests that kill processes   (SIZE=long for the long run)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,6 +24,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= cluster.yaml
 ARGS ?=
+SIZE ?= ci
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -78,4 +79,4 @@ kernels-table: $(INSTALLED)
 	$(BIN)/python -m quire.kernels.compile_table --check tests/kernels/compile_table.json $(ARGS)
 
 chaos: $(INSTALLED)
-	$(BIN)/python -m pytest -m chaos $(ARGS)
+	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m chaos $(ARGS)

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import grpc
 import yaml
 
 from quire.bench.report import RESULTS, ROOT, Bar, Spread, spread_json, write
+from quire.cluster.local_serve import free_ports
 from quire.protos import generation_pb2, generation_pb2_grpc
 
 PROMPT = "Tell me a story about a lighthouse."
@@ -86,11 +86,11 @@ def main() -> int:
 def cluster(config: dict) -> Iterator[tuple[int, dict[str, float]]]:
     """Run `quire serve`; yields the gRPC port and the seconds of start-up by phase."""
     config = json.loads(json.dumps(config))
-    config["http_options"]["port"] = free_port()
-    config["grpc_options"]["port"] = free_port()
+    ports = free_ports(4)
+    config["http_options"]["port"], config["grpc_options"]["port"] = ports[:2]
     variables = config["controller_options"]["runtime_env"]["env_vars"]
-    for name in ("STATS", "METRICS"):
-        variables[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(free_port())
+    for name, port in zip(("STATS", "METRICS"), ports[2:], strict=True):
+        variables[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(port)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cluster.yaml")
         path.write_text(yaml.safe_dump(config))
@@ -168,12 +168,6 @@ async def one(client: generation_pb2_grpc.GenerationStub, i: int) -> tuple[float
         first_s = first_s or time.perf_counter() - began
         num_tokens += len(response.token_ids)
     return first_s, num_tokens
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -223,6 +223,14 @@ class EngineArgs(_Section):
         "priority: as fifo, prompts by priority (smaller first), deadline, arrival; at least every "
         "eighth to start is the one that waits longest.",
     )
+    step_timeout_s: float = Field(
+        10.0,
+        ge=1,
+        le=3600,
+        description="A step that takes longer than this, and longer than five times what the measured "
+        "speed foretold, counts as hung: the replica's process ends, Serve starts another, and its "
+        "streams continue elsewhere.",
+    )
     max_prefill_ms: float | None = Field(
         100.0,
         ge=1,
@@ -332,6 +340,18 @@ class RouterArgs(_Section):
         le=600,
         description="Seconds without any frame from a replica after which the router takes it for "
         "lost. An idle one sends a heartbeat each second; a busy one is silent during a step.",
+    )
+    max_migrations: int = Field(
+        3,
+        ge=0,
+        le=1000,
+        description="Most replicas that one request may lose and still continue on another.",
+    )
+    max_move_s: float = Field(
+        30.0,
+        ge=0,
+        le=600,
+        description="Seconds for which a stream that has lost its replica looks for another one.",
     )
     drain_timeout_s: float = Field(
         45.0,

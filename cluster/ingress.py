@@ -86,4 +86,6 @@ def _service(
         policy=make_policy("slo"),
         transport=bus,
         observer=ServeObserver(),
+        max_move_s=limits.max_move_s,
+        max_migrations=limits.max_migrations,
     )

@@ -2,7 +2,8 @@
 
 Ray's own `serve run` does the work in a child process; it never ends when a deployment fails and
 writes everything to the terminal. So its output goes to a log file, and this module watches the
-child process, Ray's status API and `/ready` of each Quire application:
+child process, Ray's status API and `/ready` of each Quire application (of any other, the proxy's
+routes):
 
     start child ──▶ dashboard URL in log ──▶ status API, /ready ──▶ "ready" ──▶ signal, exit 0
          │                   │                       │                 │
@@ -11,8 +12,10 @@ child process, Ray's status API and `/ready` of each Quire application:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -101,6 +104,23 @@ def check_ports(config: ServeConfig) -> None:
                 problems.append(Problem(path, f"cannot listen on port {port}: {error.strerror}"))
     if problems:
         raise ConfigError(problems)
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports that nobody uses, for a cluster that is to listen on them seconds from now.
+
+    Never from the range out of which the kernel takes ports for outgoing connections and for `bind`
+    to 0: Ray opens hundreds of these while it starts, and one of them could be ours by then. Nor
+    below 20000, where Ray's own workers listen.
+    """
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise OSError(f"found {len(ports)} free ports from 20000 to 32767, wanted {count}")
 
 
 def fetch_ready(url: str, timeout_s: float = 2.0) -> dict[str, Any] | None:
@@ -261,12 +281,20 @@ class LocalServe:
             if app.name in bodies or state not in ("RUNNING", "DEPLOYING"):
                 continue
             if app.config is None or app.route_prefix is None:
-                if state == "RUNNING":
+                if state == "RUNNING" and self._is_routed(app):
                     bodies[app.name] = {}
                 continue
             body = fetch_ready(Endpoint.of(self.config).url(app.route_prefix, "/ready"))
             if body is not None:
                 bodies[app.name] = body
+
+    def _is_routed(self, app: Application) -> bool:
+        """Whether a request would find the application: RUNNING speaks of its replicas only, and the
+        proxy hears of the route by a way of its own."""
+        if app.route_prefix is None or self.config.schema.proxy_location == "Disabled":
+            return True
+        routes = fetch_ready(Endpoint.of(self.config).url("/", "/-/routes"))
+        return routes is not None and app.route_prefix in routes
 
     def _ready_lines(
         self, bodies: dict[str, dict[str, Any]], ray_s: float, total_s: float
@@ -309,21 +337,44 @@ class LocalServe:
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
     def _end_child(self) -> None:
-        """SIGTERM ends Ray and all its processes within seconds.
+        """SIGTERM ends Ray and all its processes within seconds; what is left after `TERMINATE_S` is killed.
 
         SIGINT would drain first, and Serve keeps an ingress replica for 30 s after its last
         request, so that load balancers notice: nothing that a local run needs. Impatient further
         signals change nothing: SIGKILL would leave Ray's daemons and HAProxy behind, holding the ports.
+
+        Ray gives a daemon one second to end and then kills it, so on a loaded machine its workers may
+        outlive the driver. They share the child's session whatever their process groups are.
         """
         if self._child is None:
             return
         self._child.terminate()
-        end_s = time.monotonic() + TERMINATE_S
-        while self._child.poll() is None and time.monotonic() < end_s:
+        kill_s = time.monotonic() + TERMINATE_S
+        while self._child.poll() is None or session_pids(self._child.pid):
+            if time.monotonic() >= kill_s:
+                self._kill_session()
             time.sleep(POLL_S)
-        if self._child.poll() is None:
-            os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
+
+    def _kill_session(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)  # all there is to do without /proc
+        for pid in session_pids(self._child.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def session_pids(session: int) -> list[int]:
+    """The processes of a session that have not ended, by Linux' /proc; none are found elsewhere."""
+    pids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The command's name, in parentheses, may contain anything; fields from the third on follow.
+            state, _, _, of_session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it ended meanwhile
+            continue
+        if int(of_session) == session and state not in "ZX":
+            pids.append(int(stat.parent.name))
+    return pids
 
 
 def serve_command(path: Path) -> list[str]:

@@ -35,6 +35,9 @@ class ServeObserver(Observer):
         self._cached = metrics.Counter(
             "quire_router_cached_tokens", description="Prompt tokens found in a replica's cache"
         )
+        self._migrations = metrics.Counter(
+            "quire_migrations", description="Attempts after the first: streams that moved"
+        )
 
     def on_first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
@@ -47,6 +50,7 @@ class ServeObserver(Observer):
             (self._tokens_in, usage.prompt_tokens),
             (self._tokens_out, usage.completion_tokens),
             (self._cached, usage.cached_tokens),
+            (self._migrations, max(0, explain.attempts - 1)),
         ):
             if count:
                 counter.inc(count)

@@ -24,6 +24,7 @@ import numpy as np
 
 WIRE_VERSION = 1
 MAX_LOGPROBS = 20
+LEASE_S = 10.0  # a stream that its router has not named for so long ends at the replica
 
 
 class WireError(ValueError):

@@ -9,15 +9,18 @@
 
 The unary call `generate` stays open as long as its request lives, so Serve's own machinery sees the work
 (cancellation, drain, autoscaling, death); the tokens travel in the attach stream's frames. Every way in which a
-request can lose its reader ends it: cancelled call, explicit abort, end of the router's attach stream.
+request can lose its reader ends it: cancelled call, explicit abort, end of the router's attach stream, and where all
+of these fail, the end of its lease.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import faulthandler
 import gc
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -26,16 +29,17 @@ from ray import serve
 from ray.serve import metrics
 
 from quire.protos.errors import Aborted, QuireError, Unavailable
-from quire.protos.wire import Completion, Load, Submit
+from quire.protos.wire import LEASE_S, Completion, Load, Submit
 from quire.replica.attachments import Attachments
 from quire.replica.config import EngineArgs
 from quire.replica.engine import Engine
+from quire.replica.leases import Leases, StreamKey
 from quire.replica.loop import LoopOutput
 from quire.replica.plan import RequestDelta
 from quire.replica.request import Request
 
 logger = logging.getLogger("ray.serve")
-StreamKey = tuple[str, int]  # (router id, stream id)
+_LEASE_CHECKS = 10  # in the time of a lease
 
 
 class Replica:
@@ -62,6 +66,9 @@ class Replica:
         self._attachments = Attachments(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )
+        self._engine.watch(_end_process)
+        self._leases = Leases(LEASE_S)
+        self._reaper = asyncio.create_task(self._reap())
         self._metrics = ReplicaMetrics(self._engine.load)
         logger.info("engine ready: %s", self._engine.startup_s)
 
@@ -76,6 +83,7 @@ class Replica:
         yield self._engine.hello(self._replica_id).encode()
         if route != [self._replica_id]:
             return
+        self._leases.attach(router_id, time.monotonic())
         frames = self._attachments.stream(router_id, self._engine.load)
         snapshot = asyncio.create_task(self._send_snapshot(router_id))
         try:
@@ -105,6 +113,7 @@ class Replica:
             return _failed(error, request).encode()
         finished = asyncio.get_running_loop().create_future()
         self._finished[key] = finished
+        self._leases.begin(key, time.monotonic())
         try:
             source = self._attachments.source(request.router_id)
             self._engine.submit(_engine_request(key, source, request))
@@ -116,6 +125,11 @@ class Replica:
             raise
         finally:
             self._finished.pop(key, None)
+            self._leases.end(key)
+
+    async def renew(self, router_id: str, stream_ids: list[int], *, route: list[str]) -> None:
+        """The router lives and wants these streams for another `LEASE_S`."""
+        self._leases.renew(router_id, stream_ids, time.monotonic())
 
     async def ping(self, *, route: list[str]) -> None:
         """Answer: the first call through a handle makes Serve tell it the running replicas."""
@@ -183,11 +197,31 @@ class Replica:
             if key[0] == router_id:
                 self._engine.abort(key)
 
+    async def _reap(self) -> None:
+        """End what no router wants any more."""
+        while True:
+            await asyncio.sleep(LEASE_S / _LEASE_CHECKS)
+            now = time.monotonic()
+            for router_id in self._leases.expire_routers(now):
+                if router_id in self._attachments:
+                    logger.warning("%s has been silent for %.0f s: detached", router_id, LEASE_S)
+                    self._attachments.detach(router_id)
+            for key in self._leases.expired_streams(now):
+                logger.warning("stream %s has not been renewed for %.0f s: aborted", key, LEASE_S)
+                self._engine.abort(key)
+
     async def _send_snapshot(self, router_id: str) -> None:
         snapshot = await asyncio.wrap_future(
             self._engine.call(lambda scheduler: scheduler.events.snapshot())
         )
         self._attachments.send_snapshot(router_id, *snapshot)
+
+
+def _end_process(complaint: str) -> None:
+    """A device that hangs cannot be helped from here. Serve sees the actor die, at once, and starts another."""
+    logger.error("%s: this process ends", complaint)
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(1)
 
 
 def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:

@@ -217,6 +217,12 @@ class Attachments:
             del self._by_router[router_id]
             self._on_detach(router_id)
 
+    def detach(self, router_id: str) -> None:
+        """End a router's attachment from here; nothing when it has none."""
+        attachment = self._by_router.get(router_id)
+        if attachment is not None:
+            self._detach(router_id, attachment)
+
     def close(self) -> None:
         for attachment in self._by_router.values():
             attachment.close()

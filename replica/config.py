@@ -39,6 +39,7 @@ class EngineArgs:
     demotion_order: str = "lru"  # lru | most_recent
     deterministic: bool | None = None  # None: on for float32 on the CPU
     num_threads: int | None = None
+    step_timeout_s: float = 10.0  # what every step may take before it counts as hung
     # Another name for prefix_caching, as transformers has it.
     allow_block_sharing: InitVar[bool | None] = None
 
@@ -82,6 +83,7 @@ class EngineConfig:
         0.0  # share of available blocks from which admissions resume after a preemption
     )
     demotion_order: str = "lru"  # lru | most_recent
+    step_timeout_s: float = 10.0  # see `watchdog`
 
     def __post_init__(self) -> None:
         full = [group.is_full for group in self.groups]

@@ -75,7 +75,12 @@ class Engine:
         scheduler = Scheduler(self.config)
         self.epoch: str = scheduler.events.epoch
         self._offline = None if on_output is not None else OfflineFront(self)
-        self._loop = EngineLoop(scheduler, runtime.runner, on_output or self._offline.on_output)
+        self._loop = EngineLoop(
+            scheduler,
+            runtime.runner,
+            on_output or self._offline.on_output,
+            step_timeout_s=self.config.step_timeout_s,
+        )
         self._grammars = GrammarCompiler(
             self.checkpoint / "tokenizer.json", self.config.vocab_size, self.config.eos_token_ids
         )
@@ -162,11 +167,19 @@ class Engine:
         return self._loop.is_alive()
 
     def check_health(self) -> None:
-        """Raise `EngineError` when the engine cannot serve any more: its loop ended, or every step fails."""
+        """Raise `EngineError` when the engine cannot serve any more: its loop ended, a step hangs, or every
+        step fails."""
         if not self._loop.is_alive():
             raise EngineError("the engine's loop has ended")
+        complaint = self._loop.step_watch.complaint()
+        if complaint is not None:
+            raise EngineError(complaint)
         if self._loop.num_failed_in_a_row >= MAX_FAILED_STEPS:
             raise EngineError(f"the last {self._loop.num_failed_in_a_row} steps failed")
+
+    def watch(self, on_hang: Callable[[str], None]) -> threading.Thread:
+        """Call `on_hang` once, in a thread of its own, when a step hangs: see `StepWatch`."""
+        return self._loop.step_watch.watch(on_hang)
 
     def close(self) -> None:
         """Stop the loop; requests still alive end with `abort`."""

@@ -21,6 +21,7 @@ from quire.protos.wire import CacheEvents, Load
 from quire.replica.plan import RequestDelta, StepPlan, StepResult
 from quire.replica.request import DeltaBatch
 from quire.replica.scheduler import Scheduler
+from quire.replica.watchdog import StepWatch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,6 +59,8 @@ class EngineLoop:
         Called in the loop's thread after every turn that produced something; must not block or raise.
     clock
         Monotonic seconds.
+    step_timeout_s
+        What every step may take before `step_watch` complains.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class EngineLoop:
         on_output: Callable[[LoopOutput], None],
         *,
         clock: Callable[[], float] = time.monotonic,
+        step_timeout_s: float = 10.0,
     ):
+        self.step_watch = StepWatch(step_timeout_s, clock)
         self._scheduler = scheduler
         self._runner = runner
         self._on_output = on_output
@@ -161,6 +166,7 @@ class EngineLoop:
         """Answer everybody who still waits: mail that came too late, then every live request."""
         with self._wake:
             self._closing = True
+        self.step_watch.close()
         try:
             self._drain_mailbox()
             self._deltas.extend(self._scheduler.abort_all())
@@ -169,6 +175,7 @@ class EngineLoop:
             logger.exception("the engine's loop could not end its requests")
 
     def _step(self, plan: StepPlan) -> DeltaBatch:
+        self.step_watch.begin(plan.step, self._predicted_s(plan))
         try:
             result = self._runner.collect(self._runner.launch(plan))
         except Exception as error:
@@ -177,8 +184,15 @@ class EngineLoop:
             self.num_failed_in_a_row += 1
             message = f"the engine failed in step {plan.step} ({type(error).__name__})"
             return DeltaBatch(self._scheduler.fail_step(plan, EngineError(message)))
+        finally:
+            self.step_watch.end()
         self.num_failed_in_a_row = 0
         return self._scheduler.commit(plan, result, self._clock())
+
+    def _predicted_s(self, plan: StepPlan) -> float:
+        speed = self._scheduler.speed
+        num_prefill_tokens = plan.num_tokens - plan.num_decode_rows
+        return speed.decode_step_s + num_prefill_tokens * speed.prefill_s_per_token
 
     def _drain_mailbox(self) -> None:
         while self._mail:

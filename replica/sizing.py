@@ -187,6 +187,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         max_waiting_requests=args.max_waiting_requests,
         scheduler=args.scheduler,
         max_prefill_ms=args.max_prefill_ms,
+        step_timeout_s=args.step_timeout_s,
         safety_margin=args.safety_margin,
         resume_margin=(
             min(1.0, args.safety_margin + _RESUME_STEP)
@@ -353,6 +354,9 @@ def _check_args(args: EngineArgs) -> None:
         raise SizingError(
             f"max_prefill_ms must be at least 1, or None for no bound, got {max_ms!r}"
         )
+    timeout_s = args.step_timeout_s
+    if isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
+        raise SizingError(f"step_timeout_s must be a positive number, got {timeout_s!r}")
     gib = args.kv_cache_gib
     if gib is not None and not (math.isfinite(gib) and gib > 0):
         raise SizingError(f"kv_cache_gib must be a positive number, got {gib!r}")

@@ -24,7 +24,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.handle import DeploymentHandle
 
 from quire.protos.errors import QuireError, Unavailable
-from quire.protos.wire import Completion, Frame, Hello, Submit
+from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
 from quire.router import membership
 from quire.router.replicas import ReplicaTable
 from quire.router.transport import Attempt, Lost
@@ -32,6 +32,7 @@ from quire.router.transport import Attempt, Lost
 logger = logging.getLogger("ray.serve")
 ATTACH_RETRY_S = 0.2
 WATCH_PERIOD_S = 1.0
+LEASE_RENEWALS = 4  # in the time of a lease
 # A completion and the last frame leave the replica together, by different ways.
 LAST_FRAME_TIMEOUT_S = 10.0
 
@@ -70,6 +71,7 @@ class Bus:
         """Follow the membership from now on."""
         self._spawn(self._first_call())
         self._spawn(self._watch())
+        self._spawn(self._renew_leases())
         self._on_members(self._membership.listen(self._hear_members))
 
     @property
@@ -214,6 +216,19 @@ class Bus:
                 if done_s is not None and now - done_s > LAST_FRAME_TIMEOUT_S:
                     attempt.put(Lost(attempt.replica, "the last tokens did not arrive"))
 
+    async def _renew_leases(self) -> None:
+        """Tell every replica that we live and which of its streams we want."""
+        while True:
+            await asyncio.sleep(LEASE_S / LEASE_RENEWALS)
+            wanted: dict[str, list[int]] = {replica: [] for replica in self._hellos}
+            # Serve may have given these to any replica.
+            unplaced = [a.stream_id for a in self._attempts.values() if not a.placed]
+            for attempt in self._attempts.values():
+                if attempt.placed and attempt.replica in wanted:
+                    wanted[attempt.replica].append(attempt.stream_id)
+            for replica, ids in wanted.items():
+                self._spawn(self._call("renew", self._router_id, ids + unplaced, route=[replica]))
+
     def _on_frame(self, replica: str, frame: Frame) -> None:
         action = self._table.on_frame(replica, frame, time.monotonic())
         if action.resync_from is not None:
@@ -223,7 +238,7 @@ class Bus:
         for delta in frame.token_deltas():
             attempt = self._attempts.get(delta.stream_id)
             if attempt is not None:
-                attempt.replica = replica
+                attempt.replica, attempt.placed = replica, True
                 attempt.put(delta)
                 if attempt.finished:
                     self._forget(attempt)

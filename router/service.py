@@ -28,6 +28,8 @@ from quire.protos.errors import (
     DeadlineExceeded,
     EngineError,
     ModelNotFound,
+    Overloaded,
+    QuireError,
     Unavailable,
     UnsupportedField,
     from_wire,
@@ -62,8 +64,9 @@ from quire.router.types import (
     Usage,
 )
 
-MAX_ATTEMPTS = 4  # the first and three more
+MAX_MIGRATIONS = 3
 NO_REPLICA_RETRY_S = 1.0
+MOVE_POLL_S = 0.05  # a stream without a replica looks for one
 
 
 class Observer:
@@ -94,6 +97,13 @@ class RouterService:
     """Serves generation requests over a transport: the `Service` that HTTP and gRPC call.
 
     Owns nothing that survives a request but the table, which the bus feeds.
+
+    Parameters
+    ----------
+    max_move_s
+        A stream that has lost its replica looks for another for at most so long.
+    max_migrations
+        So many times a request moves to another replica: one that kills its replicas must not kill all of them.
     """
 
     def __init__(
@@ -107,6 +117,8 @@ class RouterService:
         policy: Policy,
         transport: Transport,
         observer: Observer | None = None,
+        max_move_s: float = 30.0,
+        max_migrations: int = MAX_MIGRATIONS,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -115,6 +127,8 @@ class RouterService:
         self.policy = policy
         self.transport = transport
         self.observer = observer or Observer()
+        self.max_move_s = max_move_s
+        self.max_migrations = max_migrations
         self.clock = clock
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
@@ -298,6 +312,8 @@ class RequestStream:
         self._attempt: Attempt | None = None
         self._booking: RequestBooking | None = None
         self._failed_on: set[str] = set()
+        self._num_lost = 0  # attempts that a replica did not end as it should
+        self._homeless_s: float | None = None  # since when it has been without a replica that works
         self._first: OutputDelta | None = None
         self._closed = False
 
@@ -330,13 +346,28 @@ class RequestStream:
 
     # -- attempts ----------------------------------------------------------------------------------------
 
+    async def _begin_attempt(self) -> Attempt:
+        """Submit; a request that was accepted once waits for a replica when there is none."""
+        while True:
+            try:
+                return self._submit()
+            except Unavailable:
+                if self._homeless_s is None or self._has_waited_enough():
+                    raise
+            await asyncio.sleep(MOVE_POLL_S)
+
+    def _has_waited_enough(self) -> bool:
+        service = self._service
+        return service.clock() - self._homeless_s >= service.max_move_s
+
     def _submit(self) -> Attempt:
         service, now = self._service, self._service.clock()
-        views = [
-            v for v in service.table.views(self._hashes, now) if v.replica not in self._failed_on
-        ]
-        # Better a replica that failed this request once than none at all.
-        views = views or service.table.views(self._hashes, now)
+        all_views = service.table.views(self._hashes, now)
+        views = [view for view in all_views if view.replica not in self._failed_on]
+        if not views:
+            # Better a replica that failed this request once than none at all: all of them in turn.
+            self._failed_on.clear()
+            views = all_views
         if not views:
             raise Unavailable(
                 "no replica is ready to serve the model", retry_after_s=NO_REPLICA_RETRY_S
@@ -399,16 +430,16 @@ class RequestStream:
     async def _next_delta(self) -> OutputDelta:
         while True:
             if self._attempt is None:
-                self._attempt = self._submit()
+                self._attempt = await self._begin_attempt()
             event = await self._attempt.next()
             if isinstance(event, TokenDelta):
                 delta = self._on_tokens(event)
                 if delta is not None:
                     return delta
             elif isinstance(event, Lost):
-                self._on_lost(event.reason)
+                await self._on_gone(event)
             else:
-                self._on_failure(event)
+                await self._on_failure(event)
 
     def _on_tokens(self, event: TokenDelta) -> OutputDelta | None:
         """Tokens to text; None when the delta held nothing new."""
@@ -418,6 +449,7 @@ class RequestStream:
         new_ids = event.token_ids[expected - event.index :]
         if not new_ids and event.finish_reason is None:
             return None
+        self._homeless_s = None
         self._observe(event)
         pieces: list[str] = []
         for i, token_id in enumerate(new_ids):
@@ -487,24 +519,48 @@ class RequestStream:
             self._unbook()  # the prefill is done: from here on the replica's own reports tell
         self._last_delta_s = now
 
-    def _on_failure(self, completion: Completion) -> None:
+    async def _on_failure(self, completion: Completion) -> None:
         """The replica ended the request: refused, failed, or going away."""
         if completion.error is None:
             self._on_lost(f"the replica ended the request with {completion.finish_reason!r}")
             return
         error = from_wire(completion.error)
-        if isinstance(error, Unavailable):
+        if self._emitted and isinstance(error, Unavailable | Overloaded):
+            await self._try_again(error)
+        elif isinstance(error, Unavailable):
             self._on_lost(error.message)
-            return
-        raise error
+        else:
+            raise error
+
+    async def _on_gone(self, lost: Lost) -> None:
+        """The replica, its stream or its call broke."""
+        if self._emitted and not self._attempt.placed:
+            await self._try_again(Unavailable(lost.reason, retry_after_s=NO_REPLICA_RETRY_S))
+        else:
+            self._on_lost(lost.reason)
+
+    async def _try_again(self, error: QuireError) -> None:
+        """A replica that did not take over an answer that has begun has not failed it: it may have been dead
+        already. So only time counts."""
+        self._leave()
+        if self._has_waited_enough():
+            raise error
+        await asyncio.sleep(MOVE_POLL_S)
 
     def _on_lost(self, reason: str) -> None:
         """Continue elsewhere, or give up when the budget is spent."""
-        if self._attempt is not None:
-            self._failed_on.add(self._attempt.replica)
-        self._release_attempt()
-        if self.explain.attempts >= MAX_ATTEMPTS:
+        self._num_lost += 1
+        self._leave()
+        if self._num_lost > self._service.max_migrations:
             raise Unavailable(
-                f"the request failed on {self.explain.attempts} replicas, last: {reason}",
+                f"the request failed on {self._num_lost} replicas, last: {reason}",
                 retry_after_s=NO_REPLICA_RETRY_S,
             )
+
+    def _leave(self) -> None:
+        """The attempt is over; the next one is elsewhere if it can be."""
+        if self._attempt is not None:
+            self._failed_on.add(self._attempt.replica)
+        if self._homeless_s is None:
+            self._homeless_s = self._service.clock()
+        self._release_attempt()

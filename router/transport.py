@@ -33,6 +33,7 @@ class Attempt:
     def __init__(self, stream_id: int, replica: str, on_cancel: Callable[[Attempt], None]):
         self.stream_id = stream_id
         self.replica = replica  # who has it, as far as known
+        self.placed = False  # a frame has confirmed it
         self.call: asyncio.Task[None] | None = None
         self.finished = False  # nothing more is taken
         self.needs_abort = True  # the replica may still be at work on it

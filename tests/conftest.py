@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 
@@ -37,11 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def free_ports() -> tuple[int, int]:
-    """Two TCP ports of the loopback that nobody listens on."""
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]
+    """Two TCP ports that nobody listens on and that no connection is given meanwhile."""
+    from quire.cluster import local_serve  # loads Ray
+
+    return tuple(local_serve.free_ports(2))
 
 
 @pytest.fixture

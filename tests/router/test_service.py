@@ -32,14 +32,16 @@ from quire.protos.errors import (
 )
 from quire.protos.wire import Frame, SamplingParams
 from quire.replica import Engine
+from quire.replica import actor as actor_module
 from quire.replica.embedded import CHECKPOINT
+from quire.replica.leases import Leases
 from quire.router import bus as bus_module
 from quire.router.chat_template import ChatTemplate
 from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits
 from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaState, ReplicaTable
-from quire.router.service import MAX_ATTEMPTS, ModelFacts, Observer, RequestStream, RouterService
+from quire.router.service import MAX_MIGRATIONS, ModelFacts, Observer, RequestStream, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.types import Explain, GenerationRequest, OutputDelta, Usage
 
@@ -54,6 +56,7 @@ LIMITS = dict(
 )
 PROMPT = "Once upon a time"
 LONG = 150  # tokens: more than a test with an early end waits for
+MAX_ATTEMPTS = MAX_MIGRATIONS + 1
 GREEDY = dict(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAMPLED = dict(temperature=0.9, top_p=0.95, seed=1234, max_tokens=24, ignore_eos=True)
 TOKENIZER = TextTokenizer.load(CHECKPOINT)
@@ -520,6 +523,108 @@ def test_stop_strings_and_text_span_a_move(runner, replicas, reference):
     runner.run(run())
 
 
+def test_a_stream_without_any_replica_waits_for_the_next(runner, replicas, reference):
+    """All die at once, in the middle of the answer; one comes back later."""
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stream = await stack.open(**SAMPLED)
+            for replica in replicas:
+                await replica.die()
+            stack.cluster.membership.update(frozenset())
+            reading = asyncio.create_task(read(stream))
+            await until(lambda: stack.cluster.table.num_ready() == 0)
+            with pytest.raises(Unavailable):  # a new request is told at once
+                await stack.open()
+            await asyncio.sleep(0.2)
+            assert not reading.done()
+            replicas[1].dead = False
+            stack.cluster.membership.update(frozenset({replicas[1].name}))
+            answer = await reading
+            assert answer.token_ids == expected(reference, **SAMPLED).token_ids
+            assert stream.explain.attempts == 2
+
+    runner.run(run())
+
+
+def test_a_stream_without_any_replica_ends_in_time(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stack.service.max_move_s = 0.3
+            stream = await stack.open(max_tokens=LONG)
+            for replica in replicas:
+                await replica.die()
+            stack.cluster.membership.update(frozenset())
+            began_s = time.monotonic()
+            with pytest.raises(Unavailable):
+                await read(stream)
+            assert 0.3 <= time.monotonic() - began_s < 3
+
+    runner.run(run())
+
+
+def test_a_dead_replica_that_is_still_listed_costs_no_migration(
+    runner, replicas, reference, monkeypatch
+):
+    """Serve's news are late: the stream is sent there, again and again, until they come."""
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stack.service.max_migrations = 1
+            stream = await stack.open(**SAMPLED)
+            here = stack.cluster.replicas[stream.explain.replica]
+            there = next(replica for replica in replicas if replica is not here)
+            generate, num_calls = there.actor.generate, 0
+
+            async def die(submit: bytes, *, route: list[str]) -> bytes:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls <= 5:
+                    raise RayActorError()
+                return await generate(submit, route=route)
+
+            monkeypatch.setattr(there.actor, "generate", die)
+            await here.die()
+            answer = await read(stream)
+            assert answer.token_ids == expected(reference, **SAMPLED).token_ids
+            assert (num_calls, stream.explain.attempts) == (6, 7)
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Unavailable("not attached"), Overloaded("full", retry_after_s=1.0)],
+    ids=["unavailable", "full"],
+)
+def test_a_refusal_of_a_stream_that_moves_is_not_its_end(
+    runner, replicas, reference, monkeypatch, error
+):
+    """More refusals than the budget has attempts: the replicas take it when they can."""
+    refusals: list[str] = []
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stream = await stack.open(**SAMPLED)
+            for replica in replicas:
+                submit = replica.engine.submit
+
+                def refuse(request: object, name: str = replica.name, submit=submit) -> None:
+                    refusals.append(name)
+                    if len(refusals) <= 3 * MAX_ATTEMPTS:
+                        raise error
+                    submit(request)
+
+                monkeypatch.setattr(replica.engine, "submit", refuse)
+            await stack.cluster.replicas[stream.explain.replica].cut_streams()
+            answer = await read(stream)
+            assert answer.token_ids == expected(reference, **SAMPLED).token_ids
+            assert len(refusals) == 3 * MAX_ATTEMPTS + 1
+            assert set(refusals) == {"a", "b"}
+
+    runner.run(run())
+
+
 def test_repeated_and_late_frames_change_nothing(runner, replicas, reference):
     earlier: list[Frame] = []
 
@@ -676,6 +781,122 @@ def test_a_call_that_serve_gives_to_another_replica_does_not_disturb_its_attachm
             answer = await stack.answer(**GREEDY)
             assert answer.stream.explain.replica == "b"
             cluster.handle.passes_over.clear()
+
+    runner.run(run())
+
+
+SHORT_LEASE_S = 1.0
+
+
+@pytest.fixture
+def short_leases(runner, replicas, monkeypatch) -> Iterator[None]:
+    """On both sides of the bus."""
+
+    async def restart_reapers() -> None:
+        for replica in replicas:
+            actor = replica.actor
+            actor._reaper.cancel()
+            actor._leases = Leases(actor_module.LEASE_S)
+            actor._reaper = asyncio.create_task(actor._reap())
+
+    with monkeypatch.context() as patch:
+        for module in (actor_module, bus_module):
+            patch.setattr(module, "LEASE_S", SHORT_LEASE_S)
+        runner.run(restart_reapers())
+        yield
+    runner.run(restart_reapers())
+
+
+def hang(stack: Stack) -> None:
+    """The router says nothing more and does nothing about what becomes of its streams."""
+    stack.cluster.bus._members = frozenset()  # or its links would attach anew
+    for task in stack.cluster.bus._background:
+        if task.get_coro().__name__ == "_renew_leases":
+            task.cancel()
+
+
+def test_what_a_silent_router_left_ends_with_its_lease(runner, replicas, reference, short_leases):
+    """It hangs: its calls and its attach streams stay open. The other router's streams go on."""
+
+    async def run() -> None:
+        async with stack_of(replicas) as lives:
+            hung = Stack(replicas)
+            await hung.cluster.start()
+            for _ in range(4):
+                await hung.open(max_tokens=900)
+            kept = await lives.open(max_tokens=LONG)
+            hang(hung)
+            began_s = time.monotonic()
+            reading = asyncio.create_task(read(kept))
+            await until(
+                lambda: (
+                    not any(
+                        key[0] == hung.cluster.router_id
+                        for replica in replicas
+                        for key in replica.actor._finished
+                    )
+                )
+            )
+            assert time.monotonic() - began_s > SHORT_LEASE_S / 2
+            assert all(
+                hung.cluster.router_id not in replica.actor._attachments for replica in replicas
+            )
+            answer = await reading
+            params = GREEDY | dict(max_tokens=LONG)
+            assert answer.token_ids == expected(reference, **params).token_ids
+            assert kept.explain.attempts == 1
+            await asyncio.sleep(2 * SHORT_LEASE_S)
+            assert all(
+                lives.cluster.router_id in replica.actor._attachments for replica in replicas
+            )
+            await hung.cluster.bus.close()
+
+    runner.run(run())
+
+
+def test_a_stream_that_its_living_router_forgot_ends_with_its_lease(
+    runner, replicas, reference, short_leases
+):
+    """As if both the cancelled call and the abort had been lost."""
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            forgotten = await stack.open(max_tokens=900)
+            stack.cluster.bus._attempts.pop(forgotten._attempt.stream_id)
+            name = forgotten.explain.replica
+            engine = stack.cluster.replicas[name].engine
+            await until(lambda: engine.load().num_running == 0)
+            assert stack.cluster.router_id in stack.cluster.replicas[name].actor._attachments
+            answer = await stack.answer(**GREEDY)
+            assert answer.token_ids == expected(reference, **GREEDY).token_ids
+            await forgotten.aclose()
+
+    runner.run(run())
+
+
+def test_a_request_that_serve_gave_to_another_replica_is_renewed_there(
+    runner, replicas, short_leases, monkeypatch
+):
+    """No frame has told the router yet: it waits in a queue for longer than a lease."""
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            ranked = await stack.open(max_tokens=1)
+            await read(ranked)
+            first, second = ranked.explain.replica, ranked.explain.runner_up
+            stack.cluster.handle.passes_over.add(first)
+            engine = stack.cluster.replicas[second].engine
+            submit, held = engine.submit, []
+            monkeypatch.setattr(engine, "submit", held.append)
+            opening = asyncio.create_task(stack.open(**GREEDY))
+            await until(lambda: held)
+            stack.cluster.handle.passes_over.clear()
+            await asyncio.sleep(2.5 * SHORT_LEASE_S)
+            assert not opening.done()
+            submit(held[0])
+            answer = await read(await opening)
+            assert answer.stream.explain.attempts == 1
+            assert answer.stream.explain.replica == second
 
     runner.run(run())
 

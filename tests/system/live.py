@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import openai
 import pytest
 import yaml
 
-from quire.cluster.local_serve import ray_auth_header
+from quire.cluster.local_serve import free_ports, ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
@@ -76,12 +75,6 @@ class Cluster:
         return list(reply.replicas)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
     """Poll until `condition` holds; returns the seconds it took."""
     began = time.monotonic()
@@ -95,11 +88,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:
     """Run `quire serve` on cluster.yaml as changed by `change`, until the fixture ends."""
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    config["http_options"]["port"] = free_port()
-    config["grpc_options"]["port"] = free_port()
+    ports = free_ports(4)
+    config["http_options"]["port"], config["grpc_options"]["port"] = ports[:2]
     haproxy = config["controller_options"]["runtime_env"]["env_vars"]
-    for name in ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT"):
-        haproxy[name] = str(free_port())
+    for name, port in zip(("STATS", "METRICS"), ports[2:], strict=True):
+        haproxy[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(port)
     change(config)
     path = directory / "cluster.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))

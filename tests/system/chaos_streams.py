@@ -1,0 +1,208 @@
+"""Streams of every kind for the chaos tests: what is asked over which API, and what a client sees of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import httpx
+
+from quire.protos import generation_pb2 as pb
+from quire.protos import generation_pb2_grpc
+
+# Small models write white space for ever where a schema allows it.
+SCHEMA = {
+    "type": "array",
+    "items": {"type": "string", "minLength": 12, "maxLength": 24},
+    "minItems": 3,
+    "maxItems": 5,
+    "x-guidance": {"whitespace_flexible": False},
+}
+MULTI_BYTE = "[一-龥éüß😀-😏]{30,40}"  # two to four bytes a character, which tokens cut anywhere
+KINDS = ("greedy", "sampled", "schema", "choices", "logprobs", "stop", "multi-byte", "penalties")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Stream number `i`: a function of it, so that asking again asks for the same."""
+
+    i: int
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.i % len(KINDS)]
+
+    @property
+    def over_http(self) -> bool:
+        return self.i // len(KINDS) % 2 == 0
+
+    @property
+    def num_choices(self) -> int:
+        return 2 if self.kind == "choices" else 1
+
+    @property
+    def prompt(self) -> str:
+        return f"Story {self.i} of the harbour: " + "the tide, the quay and the light. " * (
+            self.i % 9
+        )
+
+    def sampling(self) -> dict[str, Any]:
+        """What both APIs call by the same names."""
+        max_tokens = 48 + 8 * (self.i % 7)
+        if self.kind == "greedy":
+            return {"temperature": 0.0, "max_tokens": max_tokens}
+        sampling = {"temperature": 1.0, "seed": self.i, "max_tokens": max_tokens}
+        if self.kind == "sampled":
+            sampling["top_p"] = 0.95
+        elif self.kind in ("schema", "multi-byte"):
+            sampling["max_tokens"] = 160
+        elif self.kind == "stop":
+            sampling["min_tokens"] = max_tokens // 2
+        elif self.kind == "penalties":
+            sampling |= {"repetition_penalty": 1.2, "presence_penalty": 0.4}
+            sampling["frequency_penalty"] = 0.3
+        return sampling
+
+    def http_body(self) -> dict[str, Any]:
+        body = {"prompt": self.prompt, "stream": True, "return_token_ids": True, **self.sampling()}
+        body["stream_options"] = {"include_usage": True}
+        if self.kind == "schema":
+            schema = {"name": "titles", "schema": SCHEMA}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif self.kind == "multi-byte":
+            body["structured_outputs"] = {"regex": MULTI_BYTE}
+        elif self.kind == "stop":
+            body["stop"] = ["e ", ", ", "."]
+        elif self.kind == "choices":
+            body["n"] = 2
+        elif self.kind == "logprobs":
+            body["logprobs"] = 3
+        if self.kind not in ("schema", "multi-byte"):
+            body["ignore_eos"] = True
+        return body
+
+    def grpc_request(self) -> pb.GenerateRequest:
+        request = pb.GenerateRequest(
+            prompt=self.prompt, sampling=pb.SamplingOptions(**self.sampling())
+        )
+        if self.kind == "schema":
+            request.structured_output.json_schema = json.dumps(SCHEMA)
+        elif self.kind == "multi-byte":
+            request.structured_output.regex = MULTI_BYTE
+        elif self.kind == "stop":
+            request.stop.extend(["e ", ", ", "."])
+        elif self.kind == "choices":
+            request.n = 2
+        elif self.kind == "logprobs":
+            request.logprobs = 3
+        request.ignore_eos = self.kind not in ("schema", "multi-byte")
+        return request
+
+
+@dataclass(slots=True)
+class Choice:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | int | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that a client sees but time: equal or not to the answer without faults."""
+
+    choices: list[Choice]
+    usage: tuple[int, int] = (0, 0)  # prompt, completion
+    done: bool = False  # the stream said that it was complete
+
+
+@dataclass(slots=True)
+class Watch:
+    """Seconds between two messages of a stream, at worst; and how often it was refused before the first."""
+
+    refusals: int = 0
+    attempts: int = 0  # of the router, where the API tells
+    stall_s: float = 0.0
+    _last_s: float | None = None
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self._last_s is not None:
+            self.stall_s = max(self.stall_s, now - self._last_s)
+        self._last_s = now
+
+
+class Refused(Exception):
+    """The server answered before anything was generated: come back later."""
+
+
+async def ask_http(client: httpx.AsyncClient, spec: Spec, watch: Watch) -> Outcome:
+    outcome = Outcome([Choice() for _ in range(spec.num_choices)])
+    async with client.stream("POST", "/v1/completions", json=spec.http_body()) as response:
+        if response.status_code in (429, 503):
+            raise Refused(await response.aread())
+        if response.status_code != 200:
+            raise AssertionError((response.status_code, await response.aread()))
+        async for line in response.aiter_lines():
+            if not line:
+                continue
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                outcome.done = True
+                continue
+            chunk = json.loads(data)
+            assert "error" not in chunk, chunk
+            watch.tick()
+            if chunk.get("usage"):
+                usage = chunk["usage"]
+                outcome.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+            for part in chunk["choices"]:
+                choice = outcome.choices[part["index"]]
+                assert choice.finish_reason is None, "nothing follows the end"
+                choice.text += part["text"]
+                choice.token_ids += part.get("token_ids") or []
+                choice.finish_reason = part["finish_reason"]
+                choice.stop_reason = part.get("stop_reason")
+                if part.get("logprobs"):
+                    scores = part["logprobs"]
+                    choice.logprobs += zip(
+                        scores["tokens"],
+                        scores["token_logprobs"],
+                        scores["top_logprobs"],
+                        strict=True,
+                    )
+    return outcome
+
+
+async def ask_grpc(stub: generation_pb2_grpc.GenerationStub, spec: Spec, watch: Watch) -> Outcome:
+    outcome = Outcome([Choice() for _ in range(spec.num_choices)])
+    call = stub.Generate(spec.grpc_request())
+    try:
+        async for message in call:
+            watch.tick()
+            choice = outcome.choices[message.choice]
+            assert choice.finish_reason is None, "nothing follows the end"
+            assert message.index == len(choice.token_ids), "an index is missing or comes twice"
+            choice.text += message.text
+            choice.token_ids += message.token_ids
+            choice.logprobs += [scores.SerializeToString() for scores in message.logprobs]
+            if message.finish_reason:
+                choice.finish_reason = message.finish_reason
+                stop_reason = message.WhichOneof("stop_reason")
+                choice.stop_reason = stop_reason and getattr(message, stop_reason)
+            if message.HasField("usage"):
+                usage = message.usage
+                outcome.usage = (usage.prompt_tokens, usage.completion_tokens)
+    except grpc.aio.AioRpcError as error:
+        refused = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        if error.code() in refused and not any(c.token_ids for c in outcome.choices):
+            raise Refused(error.details()) from error
+        raise
+    trailing = dict(await call.trailing_metadata())
+    watch.attempts = int(trailing.get("x-quire-attempts", 0))
+    outcome.done = True
+    return outcome
