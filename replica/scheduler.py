@@ -663,6 +663,8 @@ class Scheduler:
         num_compiles
             The runner's, which the scheduler does not know.
         """
+        host = self.host.blocks
+        host_free, host_cached = host.num_free, host.num_cached
         return Load(
             num_running=self.rows.num_active,
             num_waiting=self.num_waiting,
@@ -679,10 +681,10 @@ class Scheduler:
             num_steps=self.num_steps,
             num_compiles=num_compiles,
             num_preemptions=self.num_preemptions,
-            host_blocks_free=self.host.blocks.num_free,
-            host_blocks_cached=self.host.blocks.num_cached,
-            host_blocks_in_use=self.host.blocks.num_in_use,
-            host_blocks_total=self.host.blocks.num_blocks,
+            host_blocks_free=host_free,
+            host_blocks_cached=host_cached,
+            host_blocks_in_use=host.num_blocks - host_free - host_cached,
+            host_blocks_total=host.num_blocks,
             num_offloads=self.num_offloads,
             num_restores=self.num_restores,
         )

@@ -326,6 +326,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert refusal.error.code == "overloaded"
             client.take(refusal)
 
+    @rule(
+        sizes=st.lists(
+            st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(20, 60)),
+            min_size=2,
+            max_size=6,
+        ),
+        count=st.integers(1, 60),
+    )
+    def crowd(self, sizes, count):
+        """Long outputs side by side, more than most caches hold."""
+        for trunk, blocks, max_tokens in sizes:
+            tail = [trunk, len(self.clients) % VOCAB]
+            options = dict(stops=(), ignore_eos=True, tenant="", patience_s=None)
+            self.submit(trunk, blocks, tail, max_tokens, 0, 0, trunk, **options)
+        self.steps(count)
+
     @precondition(lambda self: self.plan is None)
     @rule()
     def launch(self):
