@@ -339,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for trunk, blocks, max_tokens in sizes:
             tail = [trunk, len(self.clients) % VOCAB]
             options = dict(stops=(), ignore_eos=True, tenant="", patience_s=None)
-            self.submit(trunk, blocks, tail, max_tokens, 0, 0, trunk, **options)
+            self.submit(trunk, blocks, tail, max_tokens, 0, 0, trunk, priority=0, **options)
         self.steps(count)
 
     @precondition(lambda self: self.plan is None)
