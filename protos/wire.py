@@ -78,6 +78,8 @@ class SamplingParams:
     # so many of the likeliest in its place, at most MAX_LOGPROBS; None = none at all.
     logprobs: int | None = None
     grammar: Grammar | None = None
+    # The same of each token of the prompt, given those before it; the first has none.
+    prompt_logprobs: int | None = None
 
     def to_wire(self) -> list[Any]:
         return [getattr(self, f.name) for f in dataclasses.fields(self)]

@@ -61,9 +61,19 @@ class Admission:
             held = [len(hit.blocks[g]) for g in sliding]
             left -= self._set_aside(request.num_tokens, chunk, held)
             left -= self._num_set_aside(prefilling)
-        if left < (self._margin_blocks if self._rows.num_active else 0):
+        if left < self._margin():
             return None
         return Offer(hit, lacking)
+
+    def has_room(self, num_blocks: int, prefilling: Iterable[Request]) -> bool:
+        """Whether a request that starts now may take so many blocks and no more; see `offer`."""
+        left = self._blocks.num_available - num_blocks
+        if self._rows.sliding:
+            left -= self._num_set_aside(prefilling)
+        return left >= self._margin()
+
+    def _margin(self) -> float:
+        return self._margin_blocks if self._rows.num_active else 0
 
     def take(self, request: Request, offer: Offer) -> int:
         """Give the request its row and what was offered; returns how many of its tokens are computed."""
@@ -117,7 +127,10 @@ class Admission:
         return sum(
             self._set_aside(
                 request.num_tokens,
-                self._config.max_batch_tokens,
+                min(
+                    self._config.max_batch_tokens,
+                    request.num_tokens - int(self._rows.num_computed[request.row]),
+                ),
                 held[self._rows.sliding, request.row].tolist(),
             )
             for request in prefilling

@@ -78,6 +78,9 @@ class Request:
         queue time is reported as 0.
     priority
         Smaller is sooner.
+    fork_of
+        Key of a live request with the same prompt and tenant, which computes it for both (`forks.py`); when there
+        is none any more, this is an ordinary request.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Request:
         arrival_s: float | None = None,
         deadline_s: float | None = None,
         priority: int = 0,
+        fork_of: Hashable | None = None,
     ):
         self.key = key
         self.params = params
@@ -103,6 +107,8 @@ class Request:
         self.arrival_s = arrival_s
         self.deadline_s = deadline_s
         self.priority = priority
+        self.fork_of = fork_of
+        self.parent: Request | None = None  # whom `fork_of` names, until this one starts
         self.phase = Phase.PENDING
         self.row = -1  # in the row table while PREFILLING or DECODING
         self.arrival_index = -1  # position in the order of submission
@@ -335,6 +341,12 @@ def _validate_labels(request: Request) -> None:
     if deadline_s is not None and (not is_real(deadline_s) or deadline_s != deadline_s):
         refuse("deadline_s", f"must be a number, got {deadline_s!r}")
     check_int("priority", request.priority, -_MAX_INT32, _MAX_INT32)
+    if request.fork_of is not None and request.num_emitted:
+        refuse(
+            "fork_of",
+            f"must be None for the rest of an earlier attempt, got {request.fork_of!r} "
+            f"(num_emitted: {request.num_emitted})",
+        )
 
 
 def _validate_sampling(params: SamplingParams) -> None:

@@ -15,7 +15,7 @@ Who gets which blocks is `admission.py`; what a step puts into the prefix index 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from quire.replica.admission import Admission, Offer
 from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
+from quire.replica.forks import Share, Sharing, WaitingForks, find_parent, held_positions
 from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
 from quire.replica.prefix import PrefixCache
 from quire.replica.queues import Deadlines, WaitingQueue
@@ -84,6 +85,7 @@ class Scheduler:
         )
         self._admission = Admission(config, self.prefix, self.blocks, self.rows)
         self._indexer = StepIndexer(config, self.prefix, self.blocks, self.rows)
+        self._sharing = Sharing(config, self.prefix, self.blocks, self.rows)
         self.speed = StepSpeed()
         self.num_steps = 0
         self.num_preemptions = 0
@@ -91,6 +93,8 @@ class Scheduler:
         self.num_prefix_tokens_hit = 0
         self._requests: dict[Hashable, Request] = {}  # every live one
         self._waiting = WaitingQueue()
+        self._forks = WaitingForks()  # outside the queue
+        self._fresh_parents: list[Request] = []  # got their first token in the step before
         self._prefilling: dict[Hashable, Request] = {}  # in order of admission
         self._deadlines = Deadlines()
         self._num_submitted = 0
@@ -108,7 +112,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._forks)
 
     def validate(self, request: Request) -> None:
         """Refuse what can never be served; safe in any thread.
@@ -129,13 +133,20 @@ class Scheduler:
         try:
             self.validate(request)
             self._check_room()
+            parent = find_parent(request, self._requests)
         except QuireError as error:
             return request.refusal(error)
         request.accept(self.config.eos_token_ids)
         request.arrival_index = self._num_submitted
         self._num_submitted += 1
         self._requests[request.key] = request
-        self._waiting.append(request)
+        request.parent = parent
+        if parent is None:
+            self._waiting.append(request)
+        elif parent.phase in (Phase.PENDING, Phase.PREFILLING):
+            self._forks.add(request)
+        else:
+            self._push_front([request])
         if request.deadline_s is not None:
             self._deadlines.push(request, request.deadline_s, len(self._requests))
         return None
@@ -157,10 +168,10 @@ class Scheduler:
 
     def _check_room(self) -> None:
         bound = self.config.max_waiting_requests
-        if len(self._waiting) >= bound:
+        if self.num_waiting >= bound:
             wait_s = self._waiting.num_tokens * self.speed.prefill_s_per_token
             raise Overloaded(
-                f"the waiting queue is full: {len(self._waiting)} requests, the bound is {bound} "
+                f"the waiting queue is full: {self.num_waiting} requests, the bound is {bound} "
                 "(max_waiting_requests)",
                 retry_after_s=max(1.0, wait_s),
             )
@@ -179,15 +190,35 @@ class Scheduler:
         token_ids
             Tokens of the request that no delta has told yet.
         """
-        if request.phase is Phase.PENDING:
+        if request in self._forks:
+            self._forks.remove(request)
+        elif request.phase is Phase.PENDING:
             self._waiting.remove(request)
             self._num_changes += 1
         else:
             self._vacate(request)
         request.enter(Phase.FINISHED)
         del self._requests[request.key]
+        self._replace_parent(request)
         index = request.num_tokens - request.num_prompt_tokens - len(token_ids)
         return request.delta(index, list(token_ids), reason, error)
+
+    def _replace_parent(self, ended: Request) -> None:
+        """The first fork that waits for a request that has ended is an ordinary one, the others wait for it."""
+        forks = self._forks.take(ended)
+        if not forks:
+            return
+        heir, *others = forks
+        heir.parent = None
+        self._waiting.append(heir)
+        for fork in others:
+            fork.parent = heir
+            self._forks.add(fork)
+
+    def _push_front(self, requests: Sequence[Request]) -> None:
+        for request in reversed(requests):
+            self._waiting.push_front(request)
+        self._num_changes += 1
 
     def _vacate(self, request: Request) -> None:
         """Give back a running request's row and blocks; its full blocks stay cached."""
@@ -224,7 +255,9 @@ class Scheduler:
             # They wait for each other's sliding blocks; ends as in `_grow_decodes`.
             self._soft_reset(self.rows.newest())
             step, decodes = self._compose(now_s)
-        plan, step.rows, step.sample_rows = self.rows.build(step.number, decodes, step.chunks)
+        plan, step.rows, step.sample_rows = self.rows.build(
+            step.number, decodes, step.chunks, step.copies
+        )
         step.decodes = None if step.chunks else decodes
         gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
         if gathered or step.chunks or step.number % _HASH_STEPS == 0:
@@ -236,9 +269,9 @@ class Scheduler:
 
     def _compose(self, now_s: float) -> tuple[Step, DecodeRows]:
         """Choose the work of a step and give it its blocks; also the rows that decode."""
-        if stale := self.rows.trim():
-            self.blocks.release(stale)
-            self._num_changes += 1
+        # A parent keeps what its forks see for one plan; forks that do not start in it compute anew what is gone.
+        self._trim(held_positions(self._fresh_parents))
+        self._fresh_parents = []
         decodes, may_admit = self._grow_decodes()
         step = Step(self.num_steps + 1)
         self._indexer.register_decodes(step, decodes)
@@ -248,6 +281,13 @@ class Scheduler:
         if may_admit:
             self._admit(step, budget, now_s)
         return step, decodes
+
+    def _trim(self, held: Mapping[int, int] | None = None) -> bool:
+        """Free what fell out of the rows' windows; returns whether that was anything."""
+        stale = self.rows.trim(held)
+        self.blocks.release(stale)
+        self._num_changes += bool(stale)
+        return bool(stale)
 
     def _grow_decodes(self) -> tuple[DecodeRows, bool]:
         """Give a block of each group to every decoding row that needs one, if it must be from the newest
@@ -265,6 +305,8 @@ class Scheduler:
         roomy = True
         num_groups = len(self.config.groups)
         while (blocks := self.blocks.allocate(len(lacking) * num_groups)) is None:
+            if self._trim():
+                continue
             # Ends: a request alone always fits, or it would have been refused.
             self._soft_reset(self.rows.newest())
             decodes = self.rows.decode_rows()
@@ -299,16 +341,27 @@ class Scheduler:
             if self._blocked_at_change == self._num_changes:
                 return
             request = self._waiting.head()
-            offer = self._admission.offer(request, self._prefilling.values())
+            share = self._sharing.offer(request)
+            if share is None:
+                offer = self._admission.offer(request, self._prefilling.values())
+            elif self._admission.has_room(self._sharing.num_fresh_blocks, self._prefilling.values()):
+                offer = share
+            else:
+                offer = None
             if offer is None:
                 self._blocked_at_change = self._num_changes
                 return
-            self._start(request, offer, now_s)
+            self._start(step, request, offer, now_s)
             budget -= self._schedule_chunk(step, request, budget)
 
-    def _start(self, request: Request, offer: Offer, now_s: float) -> None:
+    def _start(self, step: Step, request: Request, offer: Offer | Share, now_s: float) -> None:
         self._waiting.remove(request)
-        num_hit = self._admission.take(request, offer)
+        request.parent = None
+        if isinstance(offer, Share):
+            step.copies += self._sharing.take(request, offer)
+            num_hit = offer.num_computed
+        else:
+            num_hit = self._admission.take(request, offer)
         request.enter(Phase.PREFILLING)
         self._prefilling[request.key] = request
         if request.first_scheduled_s is None:
@@ -428,6 +481,9 @@ class Scheduler:
             if request.first_token_s is None:
                 request.first_token_s = now_s
             complete[i] = request.delta(int(index[i]), [int(tokens[i])])
+            if forks := self._forks.take(request):
+                self._push_front(forks)
+                self._fresh_parents.append(request)
         if len(prefilled):
             self.rows.begin_decoding(rows[prefilled])
         return complete
@@ -444,8 +500,11 @@ class Scheduler:
         """
         return Load(
             num_running=self.rows.num_active,
-            num_waiting=len(self._waiting),
-            queued_prefill_tokens=self._waiting.num_tokens + self.rows.num_missing_tokens,
+            num_waiting=self.num_waiting,
+            # A fork computes one token of its prompt.
+            queued_prefill_tokens=(
+                self._waiting.num_tokens + len(self._forks) + self.rows.num_missing_tokens
+            ),
             num_decode_tokens=self.rows.num_decode_tokens,
             blocks_free=self.blocks.num_free,
             blocks_cached=self.blocks.num_cached,
@@ -483,6 +542,7 @@ class Scheduler:
             "events": {"seq": self.events.seq, "held": self.events.num_held},
             "rows": self.rows.snapshot(),
             "waiting": [{"key": r.key, "length": r.num_tokens} for r in self._waiting],
+            "waiting_forks": len(self._forks),
         }
 
     def check(self) -> None:
@@ -501,7 +561,7 @@ class Scheduler:
                     f"the prefix entry of request {request.key!r} counts {request.tip.num_rows} rows"
                 )
         pending = {k for k, r in self._requests.items() if r.phase is Phase.PENDING}
-        self._waiting.check(pending)
+        self._waiting.check(pending - self._forks.check(self._requests))
         if len(pending) + self.rows.num_active != len(self._requests):
             raise IntegrityError(f"{len(self._requests)} requests live, rows and queue hold others")
         for key, request in self._requests.items():
