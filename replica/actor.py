@@ -27,6 +27,7 @@ from ray.serve import metrics
 
 from quire.protos.errors import Aborted, QuireError, Unavailable
 from quire.protos.wire import Completion, Load, Submit
+from quire.replica.arrivals import Arrivals
 from quire.replica.attachments import Attachments
 from quire.replica.config import EngineArgs
 from quire.replica.engine import Engine
@@ -62,6 +63,7 @@ class Replica:
         self._attachments = Attachments(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )
+        self._arrivals = Arrivals()
         self._metrics = ReplicaMetrics(self._engine.load)
         logger.info("engine ready: %s", self._engine.startup_s)
 
@@ -107,6 +109,9 @@ class Replica:
         self._finished[key] = finished
         try:
             source = self._attachments.source(request.router_id)
+            self._arrivals.tell(key)
+            if request.fork_of is not None:
+                await self._arrivals.wait((request.router_id, request.fork_of))
             self._engine.submit(_engine_request(key, source, request))
             return (await finished).encode()
         except QuireError as error:
@@ -203,6 +208,7 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
         arrival_s=now,
         deadline_s=None if submit.deadline_s is None else now + submit.deadline_s,
         priority=submit.priority,
+        fork_of=None if submit.fork_of is None else (submit.router_id, submit.fork_of),
     )
 
 

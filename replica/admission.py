@@ -52,7 +52,7 @@ class Admission:
         groups, sliding = self._config.groups, self._rows.sliding
         hit = Hit([], [[] for _ in groups])
         if self._config.prefix_caching:
-            hit = self._prefix.match(request.token_ids, chain=request.chain)
+            hit = self._prefix.match(request.reusable_ids, chain=request.chain)
         lacking = -(-request.num_tokens // self._config.block_size) - len(hit.entries)
         left = self._blocks.num_available - self._blocks.num_unowned(hit.all_blocks)
         left -= lacking * (len(groups) - len(sliding))

@@ -150,6 +150,7 @@ class Attachments:
                     delta.num_cached_tokens,
                     delta.queue_s,
                     delta.logprobs,
+                    delta.prompt_logprobs,
                 )
             )
         events = [] if output.events is None else [output.events]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, QuireError
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import MAX_LOGPROBS, SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.plan import RequestDelta
 from quire.replica.prefix import ContentChain, Entry
@@ -114,6 +114,7 @@ class Request:
         self.arrival_index = -1  # position in the order of submission
         self.stop_ids: frozenset[int] = frozenset()  # EOS included unless ignored
         self.chain = ContentChain(tenant)  # names of its full blocks
+        self.num_scored = 0  # leading prompt positions whose next token's log-probability has been told
         self.num_indexed = 0  # of its leading blocks, while it has a row
         self.tip: Entry | None = None  # of the last of them
         self.num_cached_tokens = 0  # of the prompt, at first admission
@@ -136,6 +137,18 @@ class Request:
         if self._newest:
             self._join()
         return self._tokens[: self.num_tokens]
+
+    @property
+    def num_to_score(self) -> int:
+        """Leading prompt positions whose next token's log-probability is asked for."""
+        return 0 if self.params.prompt_logprobs is None else self.num_prompt_tokens - 1
+
+    @property
+    def reusable_ids(self) -> np.ndarray:
+        """The tokens of which a cached prefix may be taken, and one more: those not scored yet are computed."""
+        if self.num_scored < self.num_to_score:
+            return self.token_ids[: self.num_scored + 1]
+        return self.token_ids
 
     @property
     def max_length(self) -> int:
@@ -360,6 +373,8 @@ def _validate_sampling(params: SamplingParams) -> None:
     check_int("top_k", params.top_k, 0, _MAX_INT32)
     check_int("seed", params.seed, 0, _MAX_UINT64)
     check_int("choice", params.choice, 0, _MAX_INT32)
+    if params.prompt_logprobs is not None:
+        check_int("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
 
 
 def _validate_stops(params: SamplingParams, config: EngineConfig) -> None:

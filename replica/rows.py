@@ -27,7 +27,7 @@ import numpy as np
 
 from quire.replica.blocks import IntegrityError
 from quire.replica.groups import FULL_ATTENTION, LayerGroup
-from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.plan import PromptTargets, SamplingBatch, StepPlan
 from quire.replica.planned_tables import PlannedTables
 from quire.replica.request import FinishReason, Phase, Request
 from quire.replica.sampling_columns import SamplingColumns
@@ -452,11 +452,28 @@ class RowTable:
             slots=slots,
             sampling=self.sampling.batch(self, sample_rows, cu_q[samples + 1] - 1),
             copies=tuple(copies),
+            prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
         )
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += len(decode_rows)
         self.num_missing_tokens -= int(cu_q[-1]) - len(decode_rows)
         return plan, rows, sample_rows
+
+    def _prompt_targets(
+        self, chunks: Sequence[tuple[int, int]], begins: Sequence[int]
+    ) -> tuple[PromptTargets, ...]:
+        """What the chunks compute of the prompts whose log-probabilities are asked for."""
+        targets = []
+        for (row, count), begin in zip(chunks, begins[:-1], strict=True):
+            request = self.request(row)
+            start = int(self.num_computed[row])
+            first = max(start, request.num_scored)
+            end = min(start + count, request.num_to_score)
+            if first < end:
+                ids = request.token_ids[first + 1 : end + 1].astype(np.int64)
+                num_top = request.params.prompt_logprobs
+                targets.append(PromptTargets(row, begin + first - start, first + 1, ids, num_top))
+        return tuple(targets)
 
     def _chunk_tokens(
         self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray

@@ -387,6 +387,7 @@ class Scheduler:
         if error is not None:
             return DeltaBatch(self.fail_step(plan, error))
         self._step = None
+        scored = self._tell_scores(plan, result)  # before any of these rows ends
         table, rows, decodes = self.rows, step.sample_rows, step.decodes
         has_stuck = bool((tokens == NO_TOKEN).any())
         if decodes is not None and not has_stuck and table.are_unchanged(decodes):
@@ -423,8 +424,21 @@ class Scheduler:
                     delta.logprobs = [logprobs[row]]
         num_prefill = plan.num_tokens - plan.num_decode_rows
         self.speed.observe(num_prefill, plan.num_decode_rows, result.duration_s)
-        batch = DeltaBatch([*self.take_ended(), *complete.values()], *columns)
+        batch = DeltaBatch([*scored, *self.take_ended(), *complete.values()], *columns)
         return batch.without(complete) if complete else batch
+
+    def _tell_scores(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+        """Deltas with the log-probabilities of prompts; they come before the first token."""
+        deltas = []
+        for targets, scores in zip(plan.prompts, result.prompt_logprobs, strict=True):
+            request = self.rows.requests[targets.row]
+            if request is None:  # aborted while in flight
+                continue
+            request.num_scored = targets.start + len(scores) - 1
+            delta = request.delta(request.num_emitted, [])
+            delta.prompt_logprobs = scores
+            deltas.append(delta)
+        return deltas
 
     def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """End the rows whose constraints left no token; returns the others and their tokens."""

@@ -147,19 +147,23 @@ class RouterService:
         )
         hashes = self._hasher(hello, request.tenant).hashes(prompt_ids)
         context = () if request.messages else prompt_ids[-16:].tolist()
-        streams = [
-            RequestStream(
-                self,
-                request,
-                prompt_ids,
-                dataclasses.replace(sampling, choice=choice),
-                hashes,
-                hello,
-                self._detokenizers.new(request.skip_special_tokens, context),
-                arrived_s,
+        streams: list[RequestStream] = []
+        for choice in range(request.n):
+            # The prompt is the same for all: the lead's log-probabilities of it are everybody's.
+            scored = sampling.prompt_logprobs if choice == 0 else None
+            streams.append(
+                RequestStream(
+                    self,
+                    request,
+                    prompt_ids,
+                    dataclasses.replace(sampling, choice=choice, prompt_logprobs=scored),
+                    hashes,
+                    hello,
+                    self._detokenizers.new(request.skip_special_tokens, context),
+                    arrived_s,
+                    lead=streams[0] if streams else None,
+                )
             )
-            for choice in range(request.n)
-        ]
         stream = streams[0] if request.n == 1 else ChoicesStream(streams)
         await stream.start()
         return stream
@@ -265,6 +269,11 @@ class RequestStream:
 
     The emitted tokens, the detokeniser and the stop matcher live here, so a stream whose replica is lost
     continues on another with prompt + emitted tokens, the same seed and the next index.
+
+    Parameters
+    ----------
+    lead
+        The first choice of the same request, submitted before: this one goes to the same replica as its fork.
     """
 
     def __init__(
@@ -277,6 +286,7 @@ class RequestStream:
         hello: Hello,
         detokenizer: Detokenizer,
         arrived_s: float,
+        lead: RequestStream | None = None,
     ):
         self.request_id = request.request_id
         self.model = service.facts.name
@@ -286,6 +296,7 @@ class RequestStream:
         self.explain = Explain()
         self._service = service
         self._request = request
+        self._lead = lead
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._hashes = hashes
@@ -297,6 +308,7 @@ class RequestStream:
         self._emitted: list[int] = []
         self._attempt: Attempt | None = None
         self._booking: RequestBooking | None = None
+        self._route: list[str] = []  # of the attempt, best first
         self._failed_on: set[str] = set()
         self._first: OutputDelta | None = None
         self._closed = False
@@ -347,20 +359,25 @@ class RequestStream:
             if deadline_s <= 0:
                 raise DeadlineExceeded("the request's deadline passed before it was sent")
         num_prompt_tokens = len(self._prompt_ids) + len(self._emitted)
-        ranking = service.policy.choose(
-            RouteRequest(num_prompt_tokens, self._request.session, self._request.priority),
-            views,
-            now,
-            service.rng,
-        ).scores
-        best = ranking[0]
+        parent = self._parent()
+        if parent is not None:
+            route, num_cached = self._lead._route, num_prompt_tokens - 1
+        else:
+            ranking = service.policy.choose(
+                RouteRequest(num_prompt_tokens, self._request.session, self._request.priority),
+                views,
+                now,
+                service.rng,
+            ).scores
+            route, num_cached = [s.replica for s in ranking], ranking[0].cached_tokens
+        self._route = route
         self._booking = service.table.book(
-            best.replica, self._hashes, num_prompt_tokens - best.cached_tokens, now
+            route[0], self._hashes, num_prompt_tokens - num_cached, now
         )
         self.explain.attempts += 1
-        self.explain.replica = best.replica
-        self.explain.predicted_cached_tokens = best.cached_tokens
-        self.explain.runner_up = ranking[1].replica if len(ranking) > 1 else ""
+        self.explain.replica = route[0]
+        self.explain.predicted_cached_tokens = num_cached
+        self.explain.runner_up = route[1] if len(route) > 1 else ""
         submit = Submit(
             router_id=service.router_id,
             stream_id=service.transport.next_stream_id(),
@@ -373,8 +390,16 @@ class RequestStream:
             tenant=self._request.tenant,
             deadline_s=deadline_s,
             priority=self._request.priority,
+            fork_of=None if parent is None else parent.stream_id,
         )
-        return service.transport.submit(submit, [scored.replica for scored in ranking])
+        return service.transport.submit(submit, route)
+
+    def _parent(self) -> Attempt | None:
+        """The lead's attempt, for the first one of this stream: whoever loses a replica goes on alone."""
+        lead = self._lead
+        if lead is None or self.explain.attempts or lead.explain.attempts != 1:
+            return None
+        return lead._attempt
 
     def _release_attempt(self) -> None:
         attempt, self._attempt = self._attempt, None

@@ -68,6 +68,7 @@ class EngineTransport:
                 submit.params,
                 num_emitted=submit.num_emitted,
                 tenant=submit.tenant,
+                fork_of=submit.fork_of,
             )
         )
         return attempt
@@ -88,6 +89,7 @@ class EngineTransport:
                     d.num_cached_tokens,
                     d.queue_s,
                     d.logprobs,
+                    d.prompt_logprobs,
                 ),
                 d.error,
             )
