@@ -369,7 +369,10 @@ class PromptLogprobs:
         return [
             self.start,
             self.top_ids.shape[1],
-            *(column.astype("<i4", copy=False).tobytes() for column in (self.token_ids, self.ranks)),
+            *(
+                column.astype("<i4", copy=False).tobytes()
+                for column in (self.token_ids, self.ranks)
+            ),
             self.top_ids.astype("<i4", copy=False).tobytes(),
             *(x.astype("<f4", copy=False).tobytes() for x in (self.logprobs, self.top_logprobs)),
         ]

@@ -114,7 +114,9 @@ class Request:
         self.arrival_index = -1  # position in the order of submission
         self.stop_ids: frozenset[int] = frozenset()  # EOS included unless ignored
         self.chain = ContentChain(tenant)  # names of its full blocks
-        self.num_scored = 0  # leading prompt positions whose next token's log-probability has been told
+        self.num_scored = (
+            0  # leading prompt positions whose next token's log-probability has been told
+        )
         self.num_indexed = 0  # of its leading blocks, while it has a row
         self.tip: Entry | None = None  # of the last of them
         self.num_cached_tokens = 0  # of the prompt, at first admission

@@ -137,9 +137,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""
-        return self._logits(
-            self._hidden_states(plan)[self._to_device(plan.sampling.token_index)]
-        )
+        return self._logits(self._hidden_states(plan)[self._to_device(plan.sampling.token_index)])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden size] to [n, vocab] float32."""

@@ -344,7 +344,9 @@ class Scheduler:
             share = self._sharing.offer(request)
             if share is None:
                 offer = self._admission.offer(request, self._prefilling.values())
-            elif self._admission.has_room(self._sharing.num_fresh_blocks, self._prefilling.values()):
+            elif self._admission.has_room(
+                self._sharing.num_fresh_blocks, self._prefilling.values()
+            ):
                 offer = share
             else:
                 offer = None

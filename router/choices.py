@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from quire.router.types import Explain, OutputDelta, Usage
+from quire.router.types import Explain, OutputDelta, TokenScores, Usage
 
 if TYPE_CHECKING:
     from quire.router.service import RequestStream
@@ -46,6 +46,11 @@ class ChoicesStream:
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             cached_tokens=min(usage.cached_tokens for usage in usages),
         )
+
+    @property
+    def prompt_scores(self) -> list[TokenScores] | None:
+        """Told by the first choice, for all."""
+        return self._streams[0].prompt_scores
 
     @property
     def explain(self) -> Explain:

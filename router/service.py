@@ -18,7 +18,7 @@ import dataclasses
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,7 @@ from quire.protos.errors import (
 from quire.protos.wire import (
     Completion,
     Hello,
+    PromptLogprobs,
     RoutingHasher,
     SamplingParams,
     Submit,
@@ -170,15 +171,26 @@ class RouterService:
 
     def scores(self, token_id: int, of_token: TokenLogprob) -> TokenScores:
         """A token's log-probabilities with the tokens' texts."""
-
-        def scored(token_id: int, logprob: float) -> ScoredToken:
-            utf8 = self._detokenizers.token_bytes(token_id)
-            return ScoredToken(token_id, logprob, utf8.decode(errors="replace"), utf8)
-
         return TokenScores(
-            scored(token_id, of_token.logprob),
-            tuple(map(scored, of_token.top_ids, of_token.top_logprobs)),
+            self._scored(token_id, of_token.logprob),
+            tuple(map(self._scored, of_token.top_ids, of_token.top_logprobs)),
         )
+
+    def prompt_scores(self, first_id: int, parts: Sequence[PromptLogprobs]) -> list[TokenScores]:
+        """The first token of a prompt, and those that the parts are about."""
+        scores = [TokenScores(self._scored(first_id, None), ())]
+        for part in parts:
+            tops = zip(part.top_ids.tolist(), part.top_logprobs.tolist(), strict=True)
+            columns = (part.token_ids.tolist(), part.logprobs.tolist(), part.ranks.tolist(), tops)
+            scores += [
+                TokenScores(self._scored(token_id, logprob), tuple(map(self._scored, *top)), rank)
+                for token_id, logprob, rank, top in zip(*columns, strict=True)
+            ]
+        return scores
+
+    def _scored(self, token_id: int, logprob: float | None) -> ScoredToken:
+        utf8 = self._detokenizers.token_bytes(token_id)
+        return ScoredToken(token_id, logprob, utf8.decode(errors="replace"), utf8)
 
     def model_info(self) -> ModelInfo:
         hello = self._hello()
@@ -306,6 +318,8 @@ class RequestStream:
         self._arrived_s = arrived_s
         self._last_delta_s: float | None = None
         self._emitted: list[int] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []  # parts, in order
+        self._num_scored = 0  # prompt tokens in them
         self._attempt: Attempt | None = None
         self._booking: RequestBooking | None = None
         self._route: list[str] = []  # of the attempt, best first
@@ -385,7 +399,7 @@ class RequestStream:
             prompt_ids=np.concatenate(
                 [self._prompt_ids, np.asarray(self._emitted, dtype=np.int32)]
             ),
-            params=self._sampling,
+            params=self._params(),
             num_emitted=len(self._emitted),
             tenant=self._request.tenant,
             deadline_s=deadline_s,
@@ -393,6 +407,16 @@ class RequestStream:
             fork_of=None if parent is None else parent.stream_id,
         )
         return service.transport.submit(submit, route)
+
+    def _params(self) -> SamplingParams:
+        """Those of the next attempt: what has been told of the prompt is not computed again."""
+        if self._lacks_scores():
+            return self._sampling
+        return dataclasses.replace(self._sampling, prompt_logprobs=None)
+
+    def _lacks_scores(self) -> bool:
+        asked = self._sampling.prompt_logprobs is not None
+        return asked and self._num_scored < len(self._prompt_ids) - 1
 
     def _parent(self) -> Attempt | None:
         """The lead's attempt, for the first one of this stream: whoever loses a replica goes on alone."""
@@ -441,8 +465,15 @@ class RequestStream:
         if event.index > expected:
             raise EngineError(f"tokens {expected} to {event.index - 1} of the stream are missing")
         new_ids = event.token_ids[expected - event.index :]
+        if event.prompt_logprobs is not None:
+            self._take_prompt_logprobs(event.prompt_logprobs)
         if not new_ids and event.finish_reason is None:
             return None
+        if self._lacks_scores():
+            raise EngineError(
+                f"log-probabilities of {self._num_scored} of {len(self._prompt_ids) - 1} prompt tokens "
+                "came before the first token"
+            )
         self._observe(event)
         pieces: list[str] = []
         for i, token_id in enumerate(new_ids):
@@ -467,6 +498,25 @@ class RequestStream:
             delta = self._finish(event.finish_reason, pieces, new_ids)
         delta.logprobs = self._scores(event, expected, new_ids)
         return delta
+
+    def _take_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """Each position once: a second attempt may tell again what is known."""
+        expected = self._num_scored + 1
+        if part.start > expected:
+            raise EngineError(
+                f"log-probabilities of prompt tokens {expected} to {part.start - 1} are missing"
+            )
+        part = part.after(expected)
+        if len(part):
+            self._prompt_logprobs.append(part)
+            self._num_scored += len(part)
+
+    @property
+    def prompt_scores(self) -> list[TokenScores] | None:
+        """The prompt's tokens with their log-probabilities, None of the first; None if not asked for."""
+        if self._sampling.prompt_logprobs is None:
+            return None
+        return self._service.prompt_scores(int(self._prompt_ids[0]), self._prompt_logprobs)
 
     def _scores(self, event: TokenDelta, expected: int, ids: list[int]) -> list[TokenScores] | None:
         """What the replica said of `ids`, whose first has the index `expected`; None if not asked."""
