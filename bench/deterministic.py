@@ -52,7 +52,9 @@ def tokens_per_s(engine: Engine, workload: str) -> list[float]:
     """One run: prompt tokens per second of a prefill, output tokens per second of decoding."""
     count, length, new = WORKLOADS[workload]
     vocab_size = engine.config.vocab_size
-    prompts = [[3 + (7 * i + 11 * j) % (vocab_size - 3) for j in range(length)] for i in range(count)]
+    prompts = [
+        [3 + (7 * i + 11 * j) % (vocab_size - 3) for j in range(length)] for i in range(count)
+    ]
     params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
     began = time.perf_counter()
     engine.generate(prompts, params, progress=False)

@@ -3,7 +3,19 @@
 All or nothing over the layer groups. A row gets all blocks of its known tokens in the groups of full attention
 when it is admitted. In a sliding group it gets those of a chunk when the chunk is planned, and what fell out of
 the window returns at the next plan, so that a long prompt needs no more than window and chunk; admission sets
-that much aside.
+that much aside. Blocks of its prefix that are only in the host tier are copied back by its first step.
+
+While anything runs, two marks of the available blocks hold admissions back::
+
+    0 ─────────────────── safety_margin ─────────── resume_margin ───────────────── all
+                          an admission leaves       after a running request lost its blocks,
+                          at least these            none starts before there are these
+
+Without the second a full cache thrashes: blocks that come free go to a prompt at once, the rows that decode find none,
+and what was computed for the newest is thrown away again. In a simulation (300 requests of 32 to 200 and up to 600
+tokens, 512 blocks of 16) preemptions fall from 572 to 139 without a safety margin and from 36 to 29 with 0.2, at the
+same time to completion. Waiting for the second mark also after an admission that did not fit was tried: 2 % slower,
+and no fewer preemptions.
 """
 
 from __future__ import annotations
@@ -13,7 +25,8 @@ from dataclasses import dataclass
 
 from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.config import EngineConfig
-from quire.replica.prefix import Hit, PrefixCache
+from quire.replica.host_tier import HostTier
+from quire.replica.prefix import Entry, Hit, PrefixCache
 from quire.replica.request import Request
 from quire.replica.rows import RowTable
 
@@ -30,19 +43,32 @@ class Admission:
     """Gives blocks to requests that start and to chunks of their prompts."""
 
     def __init__(
-        self, config: EngineConfig, prefix: PrefixCache, blocks: BlockManager, rows: RowTable
+        self,
+        config: EngineConfig,
+        prefix: PrefixCache,
+        blocks: BlockManager,
+        host: HostTier,
+        rows: RowTable,
     ):
         self._config = config
         self._prefix = prefix
         self._blocks = blocks
+        self._host = host
         self._rows = rows
         self._margin_blocks = config.safety_margin * config.num_blocks
+        self._resume_blocks = config.resume_margin * config.num_blocks
+        self._held = False  # see `hold`
+
+    def hold(self) -> None:
+        """A running request lost its blocks: none starts before `resume_margin` of them are available."""
+        self._held = True
 
     def offer(self, request: Request, prefilling: Iterable[Request]) -> Offer | None:
         """What the request gets if it starts now, or None if it must wait; nothing is changed.
 
         While anything runs, an admission must leave `safety_margin` of the blocks available, so that decoding
-        rows can grow. A request alone may take smaller chunks than it would like.
+        rows can grow. A request alone always fits, maybe in smaller chunks than it would like, so nobody waits
+        for ever.
 
         Parameters
         ----------
@@ -54,43 +80,74 @@ class Admission:
         if self._config.prefix_caching:
             hit = self._prefix.match(request.reusable_ids, chain=request.chain)
         lacking = -(-request.num_tokens // self._config.block_size) - len(hit.entries)
-        left = self._blocks.num_available - self._blocks.num_unowned(hit.all_blocks)
-        left -= lacking * (len(groups) - len(sliding))
-        if sliding:
-            chunk = self._config.max_batch_tokens if self._rows.num_active else 1
-            held = [len(hit.blocks[g]) for g in sliding]
-            left -= self._set_aside(request.num_tokens, chunk, held)
-            left -= self._num_set_aside(prefilling)
-        if left < self._margin():
+        on_device = hit.device_blocks
+        num_restored = sum(len(blocks) for blocks in hit.blocks) - len(on_device)
+        num_fresh = lacking * (len(groups) - len(sliding)) + num_restored
+        held = [len(hit.blocks[g]) for g in sliding]
+        if not self.has_room(request.num_tokens, on_device, num_fresh, held, prefilling):
             return None
         return Offer(hit, lacking)
 
-    def has_room(self, num_blocks: int, prefilling: Iterable[Request]) -> bool:
-        """Whether a request that starts now may take so many blocks and no more; see `offer`."""
-        left = self._blocks.num_available - num_blocks
-        if self._rows.sliding:
-            left -= self._num_set_aside(prefilling)
-        return left >= self._margin()
+    def has_room(
+        self,
+        num_tokens: int,
+        known: Sequence[int],
+        num_fresh: int,
+        held: Sequence[int],
+        prefilling: Iterable[Request],
+    ) -> bool:
+        """Whether a request of `num_tokens` fits now; see `offer`.
 
-    def _margin(self) -> float:
-        return self._margin_blocks if self._rows.num_active else 0
+        Parameters
+        ----------
+        known
+            Blocks of the device that it would share.
+        num_fresh
+            Blocks that it would be given at once.
+        held
+            How many blocks of each sliding group are among these.
+        """
+        runs = self._rows.num_active > 0
+        if runs and self._held and self._blocks.num_available < self._resume_blocks:
+            return False
+        self._held = False
+        left = self._blocks.num_available - self._blocks.num_unowned(known) - num_fresh
+        if self._rows.sliding:
+            chunk = self._config.max_batch_tokens if runs else 1
+            left -= self._set_aside(num_tokens, chunk, held)
+            left -= self._num_set_aside(prefilling)
+        return left >= (self._margin_blocks if runs else 0)
 
     def take(self, request: Request, offer: Offer) -> int:
         """Give the request its row and what was offered; returns how many of its tokens are computed."""
         hit, lacking = offer.hit, offer.num_lacking
-        self._blocks.retain(hit.all_blocks)
+        self._blocks.retain(hit.device_blocks)
+        restores = hit.to_restore()
+        # Held before anything is allocated: what leaves the device then may push others out of the host tier.
+        copies = [entry.host_blocks[g] for g, _, entry in restores]
+        self._host.blocks.retain(copies)
         num_full = len(self._config.groups) - len(self._rows.sliding)
-        fresh = self._allocate(lacking * num_full)
+        fresh = self.allocate(lacking * num_full)
         blocks = [
-            known + (fresh[g * lacking : (g + 1) * lacking] if g < num_full else [])
+            list(known) + (fresh[g * lacking : (g + 1) * lacking] if g < num_full else [])
             for g, known in enumerate(hit.blocks)
         ]
+        restored = self.allocate(len(restores))
+        for (g, i, entry), copy, block in zip(restores, copies, restored, strict=True):
+            blocks[g][i] = block
+            self.restore(entry, g, copy, block)
         num_hit = len(hit.entries) * self._config.block_size
         self._rows.claim(request, blocks, num_hit)
         if hit.entries:
             request.tip, request.num_indexed = hit.entries[-1], len(hit.entries)
             self._prefix.retain_entry(request.tip)
         return num_hit
+
+    def restore(self, entry: Entry, g: int, copy: int, block: int) -> None:
+        """Copy an entry's block back from the host tier, where it is held, to a block of the device."""
+        self._host.restore(copy, block)
+        self._prefix.place(entry, g, block)
+        self._blocks.mark_content(block)
 
     def extend_sliding(self, row: int, count: int) -> int:
         """Give the row the sliding blocks of its next `count` tokens, or of as many as there are blocks for.
@@ -104,10 +161,11 @@ class Admission:
         have = int(self._rows.num_blocks[self._rows.sliding[0], row])
         lacking = -(-(start + count) // block_size) - have
         lacking = max(0, min(lacking, self._blocks.num_available // num_groups))
-        self._rows.extend(row, self._allocate(lacking * num_groups))
+        self._rows.extend(row, self.allocate(lacking * num_groups))
         return min(count, (have + lacking) * block_size - start)
 
-    def _allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
+        """Blocks that are known to be available."""
         blocks = self._blocks.allocate(count)
         if blocks is None:
             raise IntegrityError(f"{count} blocks were available and are not")

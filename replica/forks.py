@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.protos.errors import InvalidRequest
+from quire.replica.admission import Admission
 from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.config import EngineConfig
 from quire.replica.prefix import Entry, PrefixCache
@@ -97,11 +98,6 @@ class Sharing:
         self._blocks = blocks
         self._rows = rows
 
-    @property
-    def num_fresh_blocks(self) -> int:
-        """Blocks that a fork needs beside the shared ones: that of the last prompt token in each group."""
-        return self._num_groups
-
     def offer(self, request: Request) -> Share | None:
         """What the request can take from its parent now; None: nothing, it is an ordinary request."""
         parent = request.parent
@@ -128,16 +124,23 @@ class Sharing:
             num_indexed=num_indexed,
         )
 
+    def fits(self, request: Request, admission: Admission, prefilling: Iterable[Request]) -> bool:
+        """Whether there is room for the fork now."""
+        num_sliding = len(self._rows.sliding)
+        # It gets all blocks of its prompt that it will ever need: nothing more is to be set aside for it.
+        held = [-(-request.num_tokens // self._block_size)] * num_sliding
+        return admission.has_room(request.num_tokens, [], self._num_groups, held, prefilling)
+
     def take(self, request: Request, share: Share) -> list[tuple[int, int]]:
         """Give the fork its row; returns the (from, to) blocks to copy before its first step.
 
-        `num_fresh_blocks` must be available.
+        Room for that of the last prompt token in each group must have been found (`fits`).
         """
         for blocks in share.blocks:
             self._blocks.retain(blocks)
-        fresh = self._blocks.allocate(self.num_fresh_blocks)
+        fresh = self._blocks.allocate(self._num_groups)
         if fresh is None:
-            raise IntegrityError(f"{self.num_fresh_blocks} blocks were available and are not")
+            raise IntegrityError(f"{self._num_groups} blocks were available and are not")
         own = [[*blocks, block] for blocks, block in zip(share.blocks, fresh, strict=True)]
         self._rows.claim(request, own, share.num_computed)
         if share.tip is not None:
@@ -146,7 +149,9 @@ class Sharing:
         return list(zip(share.sources, fresh, strict=True)) if share.sources else []
 
 
-def find_parent(request: Request, requests: Mapping[Hashable, Request]) -> Request | None:
+def find_parent(
+    request: Request, requests: Mapping[Hashable, Request], waiting: WaitingForks
+) -> Request | None:
     """The live request that this one is a fork of; None: there is none, or nothing to share with it.
 
     A request that asks for log-probabilities of its prompt computes all of it, so it shares nothing.
@@ -157,7 +162,7 @@ def find_parent(request: Request, requests: Mapping[Hashable, Request]) -> Reque
         `fork_of` names a request of another prompt or another tenant.
     """
     parent = None if request.fork_of is None else requests.get(request.fork_of)
-    if parent is None:
+    if parent is None or parent.is_paused:
         return None
     prompt = parent.token_ids[: parent.num_prompt_tokens]
     if request.tenant != parent.tenant or not np.array_equal(prompt, request.token_ids):
@@ -167,10 +172,8 @@ def find_parent(request: Request, requests: Mapping[Hashable, Request]) -> Reque
         )
     if request.params.prompt_logprobs is not None:
         return None
-    root = parent.parent
-    if parent.phase is Phase.PENDING and root is not None and root.phase is not Phase.FINISHED:
-        return root  # a fork of a fork waits for whom that one waits for
-    return parent
+    # A fork of a waiting fork waits for whom that one waits for.
+    return parent.parent if parent in waiting else parent
 
 
 def held_positions(parents: Iterable[Request]) -> dict[int, int]:

@@ -83,6 +83,10 @@ class SamplingBatch:
     logprobs: tuple[tuple[int, int], ...] = ()  # (index in [0, S), number of likeliest ids wanted)
 
 
+def _no_pairs() -> np.ndarray:
+    return np.empty((0, 2), np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptTargets:
     """Tokens of one row's prompt whose log-probabilities are wanted, given those before them. n of them."""
@@ -117,6 +121,9 @@ class StepPlan:
         tuple[int, int], ...
     ] = ()  # (from, to) blocks copied before the step (copy-on-write)
     prompts: tuple[PromptTargets, ...] = ()
+    # Whole blocks copied between the tiers before that: first the saves, then the restores.
+    saves: np.ndarray = field(default_factory=_no_pairs)  # [k, 2] int64, (device block, host block)
+    restores: np.ndarray = field(default_factory=_no_pairs)  # [k, 2] int64, (host, device)
 
     @property
     def num_rows(self) -> int:
@@ -154,6 +161,7 @@ class RequestDelta:
     error: QuireError | None = None
     logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
     prompt_logprobs: PromptLogprobs | None = None  # of what the step computed of the prompt
+    num_host_cached_tokens: int = 0  # of `num_cached_tokens`, those copied back from the host tier
 
 
 @dataclass(slots=True)

@@ -101,6 +101,7 @@ class RowTable:
         self.stream_ids = np.zeros(max_rows, dtype=np.int64)  # [R] `Request.stream_id`
         self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
         self.decoding = np.zeros(max_rows, dtype=bool)  # [R] its phase is DECODING
+        self.paused = np.zeros(max_rows, dtype=bool)  # [R] keeps its blocks, computes nothing
         self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
         self.length = np.zeros(max_rows, dtype=np.int32)  # [R] tokens of prompt and output
         self.num_computed = np.zeros(max_rows, dtype=np.int32)  # [R] tokens with KV or planned to
@@ -148,6 +149,7 @@ class RowTable:
         self.stream_ids[row] = request.stream_id
         self.active[row] = True
         self.decoding[row] = False
+        self.paused[row] = request.is_paused
         self.arrival_index[row] = request.arrival_index
         self.length[row] = request.num_tokens
         self.num_computed[row] = num_computed
@@ -172,6 +174,11 @@ class RowTable:
         self.decoding[rows] = True
         self._decode_rows = None
         self.num_decode_tokens += int(self.num_computed[rows].sum())
+
+    def set_paused(self, row: int, paused: bool) -> None:
+        """Take the row out of the steps to come, or let it take part again."""
+        self.paused[row] = paused
+        self._decode_rows = None
 
     def vacate(self, row: int) -> list[int]:
         """Take the row from its request, whose tokens are complete afterwards.
@@ -236,17 +243,20 @@ class RowTable:
     # -- planning ----------------------------------------------------------------------------------------
 
     def decode_rows(self) -> DecodeRows:
-        """The rows that are decoding, and where they stand now."""
+        """The rows that are decoding and not paused, and where they stand now."""
         decodes = self._decode_rows
         if decodes is None:
-            decodes = self._decode_rows = self._gather_decode_rows()
+            decodes = self._decode_rows = self._gather(np.flatnonzero(self._decodes(slice(None))))
         decodes.position = self.num_computed[decodes.ids]
         decodes.block_index = decodes.position // self.block_size
         decodes.offset = decodes.position - decodes.block_index * self.block_size
         return decodes
 
-    def _gather_decode_rows(self) -> DecodeRows:
-        ids = np.flatnonzero(self.decoding)
+    def no_decode_rows(self) -> DecodeRows:
+        """For a step that leaves the decoding rows out."""
+        return self._gather(np.empty(0, np.int64))
+
+    def _gather(self, ids: np.ndarray) -> DecodeRows:
         num_prompt_tokens = self.num_prompt_tokens[ids]
         nowhere = np.empty(0, np.int32)
         return DecodeRows(
@@ -271,6 +281,10 @@ class RowTable:
             block_index=nowhere,
             offset=nowhere,
         )
+
+    def _decodes(self, rows: Any) -> Any:
+        """Whether the next step decodes these rows."""
+        return self.decoding[rows] & ~self.paused[rows]
 
     def are_unchanged(self, decodes: DecodeRows) -> bool:
         """Whether no decoding row has come or gone since `decodes` was handed out."""
@@ -346,19 +360,14 @@ class RowTable:
                 freed += table.tolist()
                 table[:] = 0
                 self.first_block[g, row] = end
-            self._planned.mark_changed(rows[stale][self.decoding[rows[stale]]])
+            self._planned.mark_changed(rows[stale][self._decodes(rows[stale])])
         return freed
 
     def replace_block(self, g: int, row: int, i: int, block: int) -> None:
         """Put another block with the same content in the i-th place of the row's table of group g."""
         self.block_tables[g, row, i] = block
-        if self.decoding[row]:
+        if self._decodes(row):
             self._planned.mark_changed(np.array([row]))
-
-    def newest(self) -> Request:
-        """The running request that was submitted last."""
-        rows = np.flatnonzero(self.active)
-        return self.request(int(rows[np.argmax(self.arrival_index[rows])]))
 
     def build(
         self,
@@ -592,6 +601,8 @@ class RowTable:
                 continue
             name = f"row {row} of request {request.key!r}"
             decoding = request.phase is Phase.DECODING
+            if bool(self.paused[row]) != request.is_paused:
+                raise IntegrityError(f"{name}: its request is paused: {request.is_paused}")
             if request.row != row or bool(self.decoding[row]) != decoding:
                 raise IntegrityError(f"{name}: its request says row {request.row}, {request.phase}")
             num_computed, length = int(self.num_computed[row]), int(self.length[row])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.replica.blocks import BlockManager
+from quire.replica.chunking import StepBudget
 from quire.replica.config import EngineConfig
 from quire.replica.prefix import PrefixCache
 from quire.replica.request import Request
@@ -26,6 +27,8 @@ class Step:
     """What the scheduler remembers of the step in flight."""
 
     number: int
+    budget: StepBudget  # of its chunks
+    leaves_out_decodes: bool = False
     rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n]
     sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]
     decodes: DecodeRows | None = None  # the rows, if all of them decode
@@ -110,9 +113,11 @@ class StepIndexer:
             self._rows.replace_block(g, row, i, indexed)
             self._blocks.release([own])
 
-    def forget(self, step: Step) -> None:
-        """The step failed: what it would have written is unknown."""
-        for block in reversed(step.registered):
-            if block in self._prefix:  # else the cache was cleared meanwhile
-                self._prefix.forget(block)
-                self._blocks.forget_content(block)
+    def forget(self, blocks: Sequence[int]) -> None:
+        """The step failed: what it would have written to these blocks is unknown."""
+        indexed = [
+            block for block in blocks if block in self._prefix
+        ]  # but if the cache was cleared
+        for block in sorted(indexed, key=lambda b: -self._prefix.place_of(b)[0].depth):
+            self._prefix.forget(block)
+            self._blocks.forget_content(block)

@@ -135,7 +135,9 @@ def test_prompt_scores_are_complete_with_the_first_token_also_after_a_loss(trans
             transport.lose_after = [tokens]
             stream, _ = await answers(service, asked)
             assert stream.prompt_scores == expected
-            again = [s for s in transport.submits if s.stream_id > transport.submits[n - 1].stream_id]
+            again = [
+                s for s in transport.submits if s.stream_id > transport.submits[n - 1].stream_id
+            ]
             assert len(again) == 1
             assert again[0].params.prompt_logprobs is None
         stream, _ = await answers(service, request(prompt=prompt, n=n))
