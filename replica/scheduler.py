@@ -392,7 +392,7 @@ class Scheduler:
     def _trim(self, held: Mapping[int, int] | None = None) -> bool:
         """Free what fell out of the rows' windows; returns whether that was anything."""
         stale = self.rows.trim(held)
-        self.blocks.release(stale)
+        self.blocks.release(stale, passed=True)
         self._num_changes += bool(stale)
         return bool(stale)
 
@@ -518,6 +518,13 @@ class Scheduler:
             if offer is None:
                 self._blocked = (request.arrival_index, self._num_changes)
                 return
+            start = (
+                offer.num_hit_tokens if isinstance(offer, Offer) else request.parked.num_computed
+            )
+            if not step.budget.grant(start, request.num_tokens - start):
+                # Started without a chunk it would not be among those who end if the step fails, though the
+                # blocks that it found may be written by that step.
+                return
             if request.is_victim:
                 self._returning.remove(request)
             else:
@@ -527,8 +534,9 @@ class Scheduler:
                 step.copies += self._sharing.take(request, offer)
                 self._count_hit(request, offer.num_computed, 0, now_s)
             elif isinstance(offer, Offer):
-                num_hit = self._admission.take(request, offer)
-                self._count_hit(request, num_hit, offer.hit.num_host_entries, now_s)
+                self._admission.take(request, offer)
+                num_host_entries = offer.hit.num_host_entries
+                self._count_hit(request, offer.num_hit_tokens, num_host_entries, now_s)
             else:
                 self._offload.take(request, offer)
                 self.num_restores += 1
@@ -740,6 +748,8 @@ class Scheduler:
         num_compiles
             The runner's, which the scheduler does not know.
         """
+        host = self.host.blocks
+        host_free, host_cached = host.num_free, host.num_cached
         return Load(
             num_running=self.rows.num_active,
             num_waiting=self.num_waiting,
@@ -758,10 +768,10 @@ class Scheduler:
             num_steps=self.num_steps,
             num_compiles=num_compiles,
             num_preemptions=self.num_preemptions,
-            host_blocks_free=self.host.blocks.num_free,
-            host_blocks_cached=self.host.blocks.num_cached,
-            host_blocks_in_use=self.host.blocks.num_in_use,
-            host_blocks_total=self.host.blocks.num_blocks,
+            host_blocks_free=host_free,
+            host_blocks_cached=host_cached,
+            host_blocks_in_use=host.num_blocks - host_free - host_cached,
+            host_blocks_total=host.num_blocks,
             num_offloads=self.num_offloads,
             num_restores=self.num_restores,
         )
