@@ -518,9 +518,7 @@ class Scheduler:
             if offer is None:
                 self._blocked = (request.arrival_index, self._num_changes)
                 return
-            start = (
-                offer.num_hit_tokens if isinstance(offer, Offer) else request.parked.num_computed
-            )
+            start = self._num_known(request, offer)
             if not step.budget.grant(start, request.num_tokens - start):
                 # Started without a chunk it would not be among those who end if the step fails, though the
                 # blocks that it found may be written by that step.
@@ -546,6 +544,13 @@ class Scheduler:
             self._started.add(request.key)
             # A fork's copies belong to this step, so its one token does.
             self._schedule_chunk(step, request, at_least=isinstance(offer, Share))
+
+    @staticmethod
+    def _num_known(request: Request, offer: Any) -> int:
+        """Tokens that need not be computed if the request takes the offer."""
+        if isinstance(offer, Share):
+            return offer.num_computed
+        return offer.num_hit_tokens if isinstance(offer, Offer) else request.parked.num_computed
 
     def _find_offer(self, request: Request) -> Any:
         """What the request gets if it starts now: of its parent, of the host tier, or what is known and new
