@@ -388,7 +388,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Long outputs side by side, more than most caches hold."""
         for trunk, blocks, max_tokens in sizes:
             tail = [trunk, len(self.clients) % VOCAB]
-            options = dict(stops=(), ignore_eos=True, tenant="", patience_s=None)
+            options = dict(stops=(), ignore_eos=True, tenant="", patience_s=None, priority=0)
             self.submit(trunk, blocks, tail, max_tokens, 0, 0, trunk, **options)
         self.steps(count)
 
