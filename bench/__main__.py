@@ -11,6 +11,7 @@ import sys
 BENCHMARKS = {
     "serving": "start-up, idle CPU and answers of the real cluster",
     "host_overhead": "host time per step, against transformers' continuous batching",
+    "deterministic": "tokens per second with and without bit-equal results",
     "bus_overhead": "Python per token on both sides of the bus",
     "gpu_kernels": "the Triton kernels on a GPU against its roof and other libraries; --rehearse without one",
 }

@@ -41,6 +41,7 @@ from quire.protos.errors import InvalidRequest, QuireError
 from quire.protos.wire import Grammar, Load
 from quire.router.types import (
     GenerationRequest,
+    GenerationStream,
     ReplicaStatus,
     ScoredToken,
     Service,
@@ -147,6 +148,7 @@ class GrpcApi:
                     response.seed = stream.seed
                     response.request_id = stream.request_id
                     response.model = stream.model
+                    response.prompt_logprobs.extend(_prompt_scores(stream))
                 if delta.finish_reason is not None:
                     _set_finish(response, answer)
                     num_open -= 1
@@ -178,6 +180,7 @@ class GrpcApi:
             request_id=stream.request_id,
             model=stream.model,
             logprobs=_scores(answer.logprobs),
+            prompt_logprobs=_prompt_scores(stream),
         )
         _set_finish(response, answer)
         for other in others:
@@ -292,6 +295,7 @@ def _generation_request(request: generation.GenerateRequest, context: Context) -
         **given,
         n=request.n if request.HasField("n") else 1,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         grammar=_grammar(request),
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
@@ -379,9 +383,16 @@ def _scores(scores: list[TokenScores] | None) -> list[generation.TokenScores]:
         )
 
     return [
-        generation.TokenScores(token=scored(of_token.token), top=map(scored, of_token.top))
+        generation.TokenScores(
+            token=scored(of_token.token), top=map(scored, of_token.top), rank=of_token.rank
+        )
         for of_token in scores or ()
     ]
+
+
+def _prompt_scores(stream: GenerationStream) -> list[generation.TokenScores]:
+    """Without the first token, which has no log-probability."""
+    return _scores((stream.prompt_scores or [])[1:])
 
 
 def _set_usage(

@@ -8,6 +8,7 @@ and finds nothing.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import orjson
@@ -52,9 +53,23 @@ class CompletionLogprobs(_Answer):
     """Log-probabilities of the model's own distribution, whatever shaped the one that was sampled."""
 
     tokens: list[str] = Field(description="`bytes:\\\\x..` where a token is no whole character.")
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None] = Field(
+        description="null of an echoed prompt's first token."
+    )
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int] = Field(description="Characters before each token.")
+
+
+class PromptLogprob(_Answer):
+    """What the model thought of one id at a place in the prompt."""
+
+    logprob: float
+    rank: int = Field(description="1 for the likeliest id of all.")
+    decoded_token: str
+
+
+# Of each prompt token, by token id: its own and the likeliest in its place; null of the first.
+PromptLogprobsAnswer = list[dict[str, PromptLogprob] | None]
 
 
 class TokenLogprobAnswer(_Answer):
@@ -84,6 +99,9 @@ class CompletionChoice(_Choice):
     logprobs: CompletionLogprobs | None
 
     text: str
+    prompt_logprobs: PromptLogprobsAnswer | None = Field(
+        None, description="With `prompt_logprobs`."
+    )
 
 
 class AssistantMessage(_Answer):
@@ -137,6 +155,9 @@ class ChatCompletion(_Envelope):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: UsageAnswer
+    prompt_logprobs: PromptLogprobsAnswer | None = Field(
+        None, description="With `prompt_logprobs`."
+    )
 
 
 class ChatCompletionChunk(_Envelope):
@@ -145,6 +166,9 @@ class ChatCompletionChunk(_Envelope):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: UsageAnswer | None = None
+    prompt_logprobs: PromptLogprobsAnswer | None = Field(
+        None, description="With `prompt_logprobs`, in the first chunk."
+    )
 
 
 class ModelCard(_Answer):
@@ -240,11 +264,39 @@ def completion_logprobs(
         "token_logprobs": [of_token.token.logprob for of_token in scores],
         # The token itself is among them, likely or not, as with OpenAI.
         "top_logprobs": [
-            {_token_name(token): token.logprob for token in (*of_token.top, of_token.token)}
+            None
+            if of_token.token.logprob is None
+            else {_token_name(token): token.logprob for token in (*of_token.top, of_token.token)}
             for of_token in scores
         ],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(scores: list[TokenScores], num_top: int) -> list[dict[str, Any] | None]:
+    """A `PromptLogprobsAnswer` with the `num_top` likeliest ids of each place."""
+
+    def entry(token: ScoredToken, rank: int | None) -> dict[str, Any]:
+        return {"logprob": token.logprob, "rank": rank, "decoded_token": token.text}
+
+    return [
+        None
+        if of_token.token.logprob is None
+        else {
+            **{
+                str(token.token_id): entry(token, rank)
+                for rank, token in enumerate(of_token.top[:num_top], 1)
+            },
+            # Last: among equal ones its rank is the best of them.
+            str(of_token.token.token_id): entry(of_token.token, of_token.rank),
+        }
+        for of_token in scores
+    ]
+
+
+def with_top(scores: list[TokenScores], num_top: int) -> list[TokenScores]:
+    """The same with at most so many of the likeliest."""
+    return [replace(of_token, top=of_token.top[:num_top]) for of_token in scores]
 
 
 def _token_logprob(token: ScoredToken) -> dict[str, Any]:

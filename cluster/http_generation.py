@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import uuid
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
@@ -17,12 +16,21 @@ from quire.cluster.http_answers import (
     chat_logprobs,
     completion_logprobs,
     json_response,
+    prompt_logprobs,
     usage_answer,
+    with_top,
 )
 from quire.cluster.http_schema import ChatCompletionRequest, CompletionRequest
 from quire.cluster.sse import DONE, ChunkEncoder, error_event
 from quire.protos.errors import QuireError
-from quire.router.types import GenerationRequest, GenerationStream, ModelInfo, Service
+from quire.router.types import (
+    GenerationRequest,
+    GenerationStream,
+    ModelInfo,
+    OutputDelta,
+    Service,
+    TokenScores,
+)
 
 GenerationBody = CompletionRequest | ChatCompletionRequest
 
@@ -92,19 +100,44 @@ class GenerationResponse(Response):
         self, stream: GenerationStream, encoders: list[ChunkEncoder], send: Send
     ) -> None:
         answers = [Answer() for _ in encoders]
-        echo = self._echo()
+        scores = stream.prompt_scores
         async for delta in stream:
             answer, encoder = answers[delta.choice], encoders[delta.choice]
             chunk = b""
             if not answer.pieces:
-                chunk = encoder.role() if self._chat else b""
-                delta = replace(delta, text=echo + delta.text)
+                chunk = self._first_chunk(encoder, scores, stream)
             answer.add(delta)
             chunk += encoder.delta(delta, stream.usage)
             if chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         for answer in answers:
             answer.end()
+
+    def _first_chunk(
+        self, encoder: ChunkEncoder, scores: list[TokenScores] | None, stream: GenerationStream
+    ) -> bytes:
+        """What a client is told of the prompt, before the first token."""
+        asked = self._prompt_logprobs(scores)
+        if self._chat:
+            return encoder.role(asked)
+        echoed = self._echoed_scores(scores)
+        text = self._echo(scores)
+        if not text and echoed is None and asked is None:
+            return b""
+        return encoder.delta(OutputDelta(text, [], logprobs=echoed), stream.usage, asked)
+
+    def _prompt_logprobs(
+        self, scores: list[TokenScores] | None
+    ) -> list[dict[str, Any] | None] | None:
+        num_top = self._body.prompt_logprobs
+        return None if num_top is None or scores is None else prompt_logprobs(scores, num_top)
+
+    def _echoed_scores(self, scores: list[TokenScores] | None) -> list[TokenScores] | None:
+        """Of the prompt, where they go before those of the answer."""
+        body = self._body
+        if not isinstance(body, CompletionRequest) or not body.echo or body.logprobs is None:
+            return None
+        return None if scores is None else with_top(scores, body.logprobs)
 
     def _encoders(self, stream: GenerationStream) -> list[ChunkEncoder]:
         """One for each choice."""
@@ -126,20 +159,31 @@ class GenerationResponse(Response):
 
     def _complete(self, stream: GenerationStream, answers: list[Answer]) -> dict[str, Any]:
         """A `Completion` or `ChatCompletion`."""
-        return {
+        scores = stream.prompt_scores
+        whole = {
             **self._envelope(stream, "chat.completion" if self._chat else "text_completion"),
-            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "choices": [self._choice(i, answer, scores) for i, answer in enumerate(answers)],
             "usage": usage_answer(stream.usage),
         }
+        if self._chat and (asked := self._prompt_logprobs(scores)) is not None:
+            whole["prompt_logprobs"] = asked
+        return whole
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def _choice(
+        self, index: int, answer: Answer, scores: list[TokenScores] | None
+    ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": answer.text}
             choice["logprobs"] = chat_logprobs(answer.logprobs)
         else:
-            choice["text"] = self._echo() + answer.text
-            choice["logprobs"] = completion_logprobs(answer.logprobs)
+            choice["text"] = self._echo(scores) + answer.text
+            of_answer = answer.logprobs
+            if of_answer is not None:
+                of_answer = [*(self._echoed_scores(scores) or ()), *of_answer]
+            choice["logprobs"] = completion_logprobs(of_answer)
+            if (asked := self._prompt_logprobs(scores)) is not None:
+                choice["prompt_logprobs"] = asked
         choice["finish_reason"] = answer.finish_reason
         choice["stop_reason"] = answer.stop_reason
         if self._body.return_token_ids:
@@ -160,10 +204,14 @@ class GenerationResponse(Response):
         options = self._body.stream_options
         return bool(options and options.include_usage)
 
-    def _echo(self) -> str:
+    def _echo(self, scores: list[TokenScores] | None) -> str:
         """The prompt's text if the client wants it in front of the answer."""
-        echo = isinstance(self._body, CompletionRequest) and self._body.echo
-        return self._request.prompt if echo and isinstance(self._request.prompt, str) else ""
+        if not isinstance(self._body, CompletionRequest) or not self._body.echo:
+            return ""
+        if isinstance(self._request.prompt, str):
+            return self._request.prompt
+        utf8 = b"".join(of_token.token.utf8 for of_token in scores or ())
+        return utf8.decode(errors="replace")
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

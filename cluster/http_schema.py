@@ -121,6 +121,12 @@ class _GenerationBody(_Strict):
         None, description="Token id to what is added to its logit."
     )
     allowed_token_ids: _Ids | None = Field(None, description="No other tokens (vLLM).")
+    prompt_logprobs: int | None = Field(
+        None,
+        description="Log-probabilities of the prompt's tokens and of so many of the likeliest in their "
+        "place, at most 20; the first has none (vLLM). The prompt's prefix is then computed, not taken from "
+        "the cache.",
+    )
     bad_words: _Texts | None = Field(
         None, description="Words whose token sequences the answer never contains (vLLM)."
     )
@@ -198,6 +204,10 @@ class _GenerationBody(_Strict):
         """How many of the likeliest tokens to tell with each token; None for no log-probabilities."""
         return None
 
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
+
     def generation_request(self, request_id: str, **prompt: Any) -> GenerationRequest:
         """The request for the router, with `prompt` or `messages` as keyword."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -217,6 +227,7 @@ class _GenerationBody(_Strict):
             allowed_token_ids=self._allowed_token_ids(),
             bad_words=tuple(self.bad_words or ()),
             logprobs=self.num_logprobs(),
+            prompt_logprobs=self.num_prompt_logprobs(),
             grammar=self._grammar(),
             seed=self.seed,
             n=1 if self.n is None else self.n,
@@ -239,7 +250,9 @@ class CompletionRequest(_GenerationBody):
         description="Text, or token ids; or a list with one of these."
     )
     echo: bool | None = Field(
-        None, description="The prompt before the answer; only for a prompt given as text."
+        None,
+        description="The prompt before the answer, with its tokens' log-probabilities if `logprobs` is given; "
+        "without them only for a prompt given as text.",
     )
 
     logprobs: int | None = Field(
@@ -249,13 +262,15 @@ class CompletionRequest(_GenerationBody):
     )
 
     def num_logprobs(self) -> int | None:
-        """As given; of the prompt's tokens there are none."""
-        if self.echo and self.logprobs is not None:
-            raise UnsupportedField(
-                "echo: not supported together with logprobs: the prompt's tokens have none here",
-                field="echo",
-            )
+        """As given."""
         return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        """As many as `prompt_logprobs` or `echo` with `logprobs` tell."""
+        asked = self.prompt_logprobs
+        if not self.echo or self.logprobs is None or (asked is not None and asked < 0):
+            return asked
+        return max(self.logprobs, asked or 0)
 
     def single_prompt(self) -> str | tuple[int, ...]:
         """The prompt without the list around it.
@@ -263,7 +278,7 @@ class CompletionRequest(_GenerationBody):
         Raises
         ------
         UnsupportedField
-            More than one prompt, or `echo` of token ids.
+            More than one prompt, or `echo` of token ids without `logprobs`.
         """
         prompt = self.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
@@ -276,9 +291,10 @@ class CompletionRequest(_GenerationBody):
             prompt = prompt[0]
         if isinstance(prompt, str):
             return prompt
-        if self.echo:
+        if self.echo and self.logprobs is None:
             raise UnsupportedField(
-                "echo: not supported for a prompt given as token ids", field="echo"
+                "echo: not supported for a prompt given as token ids, unless with logprobs",
+                field="echo",
             )
         return tuple(prompt)
 
@@ -417,7 +433,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),

@@ -68,14 +68,25 @@ class ChunkEncoder:
         self._token_ids = token_ids
         self._text_offset = 0  # characters of the tokens whose log-probabilities were sent
 
-    def role(self) -> bytes:
+    def role(self, prompt_logprobs: list[Any] | None = None) -> bytes:
         """The first chunk of a chat."""
         choice = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return self._envelope + self._choice + choice + self._usage + b"}\n\n"
+        prompt = b""
+        if prompt_logprobs is not None:
+            prompt = b',"prompt_logprobs":' + orjson.dumps(prompt_logprobs)
+        return self._envelope + self._choice + choice + prompt + self._usage + b"}\n\n"
 
-    def delta(self, delta: OutputDelta, usage: Usage) -> bytes:
-        """A chunk with the text of `delta`; empty when it has nothing to tell."""
-        plain = delta.finish_reason is None and delta.logprobs is None
+    def delta(
+        self, delta: OutputDelta, usage: Usage, prompt_logprobs: list[Any] | None = None
+    ) -> bytes:
+        """A chunk with the text of `delta`; empty when it has nothing to tell.
+
+        Parameters
+        ----------
+        prompt_logprobs
+            A `PromptLogprobsAnswer` in the choice, for the first chunk of a completion.
+        """
+        plain = delta.finish_reason is None and delta.logprobs is None and prompt_logprobs is None
         if plain and not self._continuous_usage and not self._token_ids:
             if not delta.text:  # an incomplete character, or what may become a stop string
                 return b""
@@ -85,6 +96,8 @@ class ChunkEncoder:
             rest["stop_reason"] = delta.stop_reason
         if self._token_ids:
             rest["token_ids"] = delta.token_ids
+        if prompt_logprobs is not None:
+            rest["prompt_logprobs"] = prompt_logprobs
         usage_json = self._usage
         if self._continuous_usage:
             usage_json = b',"usage":' + orjson.dumps(usage_answer(usage))

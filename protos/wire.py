@@ -79,6 +79,8 @@ class SamplingParams:
     # so many of the likeliest in its place, at most MAX_LOGPROBS; None = none at all.
     logprobs: int | None = None
     grammar: Grammar | None = None
+    # The same of each token of the prompt, given those before it; the first has none.
+    prompt_logprobs: int | None = None
 
     def to_wire(self) -> list[Any]:
         return [getattr(self, f.name) for f in dataclasses.fields(self)]
@@ -247,6 +249,8 @@ class Submit:
     tenant: str = ""  # cache key: tenants never share blocks
     deadline_s: float | None = None  # seconds from now, by the receiver's clock
     priority: int = 0  # smaller is sooner
+    # `stream_id` of another choice of the same request, sent to the same replica: its prompt is computed once.
+    fork_of: int | None = None
 
     def encode(self) -> bytes:
         return msgpack.packb(
@@ -261,24 +265,20 @@ class Submit:
                 self.tenant,
                 self.deadline_s,
                 self.priority,
+                self.fork_of,
             ]
         )
 
     @classmethod
     def decode(cls, data: bytes) -> Submit:
-        router_id, stream_id, request_id, ids, params, emitted, tenant, deadline_s, priority = (
-            _open(data, 9, "Submit")
-        )
+        router_id, stream_id, request_id, ids, params, *others = _open(data, 10, "Submit")
         return cls(
             router_id,
             stream_id,
             request_id,
             np.frombuffer(ids, dtype="<i4"),
             SamplingParams.from_wire(params),
-            emitted,
-            tenant,
-            deadline_s,
-            priority,
+            *others,
         )
 
 
@@ -344,6 +344,55 @@ class TokenLogprob(NamedTuple):
     top_logprobs: list[float]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """What the model thought of n tokens of a prompt, given those before them.
+
+    Columns, not a `TokenLogprob` each: a prompt may have a hundred thousand tokens.
+    """
+
+    start: int  # position in the prompt of the first of them, at least 1
+    token_ids: np.ndarray  # [n] int32, the prompt's own
+    logprobs: np.ndarray  # [n] float32, natural logarithms
+    ranks: np.ndarray  # [n] int32, 1 for the likeliest id of all
+    top_ids: np.ndarray  # [n, k] int32, the likeliest, best first
+    top_logprobs: np.ndarray  # [n, k] float32
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def after(self, start: int) -> PromptLogprobs:
+        """Those from this position on."""
+        skip = min(max(0, start - self.start), len(self))
+        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        return PromptLogprobs(self.start + skip, *(column[skip:] for column in columns))
+
+    def to_wire(self) -> list[Any]:
+        return [
+            self.start,
+            self.top_ids.shape[1],
+            *(
+                column.astype("<i4", copy=False).tobytes()
+                for column in (self.token_ids, self.ranks)
+            ),
+            self.top_ids.astype("<i4", copy=False).tobytes(),
+            *(x.astype("<f4", copy=False).tobytes() for x in (self.logprobs, self.top_logprobs)),
+        ]
+
+    @classmethod
+    def from_wire(cls, values: list[Any]) -> PromptLogprobs:
+        start, num_top, *columns = values
+        ids, ranks, top_ids = (np.frombuffer(column, "<i4") for column in columns[:3])
+        logprobs, top = (np.frombuffer(column, "<f4") for column in columns[3:])
+        shape = (len(ids), num_top)
+        if len(ranks) != len(ids) or len(logprobs) != len(ids) or len(top) != len(ids) * num_top:
+            raise WireError(
+                f"PromptLogprobs: {len(ids)} tokens, {len(ranks)} ranks, {len(logprobs)} "
+                f"log-probabilities and {len(top)} of the likeliest {num_top}"
+            )
+        return cls(start, ids, logprobs, ranks, top_ids.reshape(shape), top.reshape(shape))
+
+
 @dataclass(slots=True)
 class TokenDelta:
     """New tokens of one stream: `token_ids[i]` has the absolute output index `index + i`.
@@ -360,20 +409,26 @@ class TokenDelta:
     queue_s: float = 0.0  # submit to first scheduled, on the first delta only
     num_host_cached_tokens: int = 0  # of `num_cached_tokens`, those copied back from the host tier
     logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
+    # Of a part of the prompt, before the first token and in order, when asked for.
+    prompt_logprobs: PromptLogprobs | None = None
 
     def to_wire(self) -> list[Any]:
+        short = [self.stream_id, self.index, self.token_ids]
+        told = (self.finish_reason, self.num_cached_tokens, self.queue_s)
+        if self.prompt_logprobs is not None:
+            return [*short, *told, self.logprobs, self.prompt_logprobs.to_wire()]
         if self.logprobs is not None:
-            return [getattr(self, f.name) for f in dataclasses.fields(self)]
-        if self.finish_reason is None and not self.num_cached_tokens and not self.queue_s:
-            return [self.stream_id, self.index, self.token_ids]  # all but two deltas of a stream
-        return [getattr(self, f.name) for f in dataclasses.fields(self)[:-1]]
+            return [*short, *told, self.logprobs]
+        return [*short, *told] if any(told) else short  # all but two deltas of a stream
 
     @classmethod
     def from_wire(cls, values: list[Any]) -> TokenDelta:
-        if len(values) == len(dataclasses.fields(cls)):
-            *others, logprobs = values
-            return cls(*others, [TokenLogprob(*of_token) for of_token in logprobs])
-        return cls(*values)
+        if len(values) <= 6:
+            return cls(*values)
+        *others, logprobs = values[:7]
+        if logprobs is not None:
+            logprobs = [TokenLogprob(*of_token) for of_token in logprobs]
+        return cls(*others, logprobs, *map(PromptLogprobs.from_wire, values[7:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from ray.serve import metrics
 
 from quire.protos.errors import Aborted, QuireError, Unavailable
 from quire.protos.wire import LEASE_S, Completion, Load, Submit
+from quire.replica.arrivals import Arrivals
 from quire.replica.attachments import Attachments
 from quire.replica.config import EngineArgs
 from quire.replica.engine import Engine
@@ -66,6 +67,7 @@ class Replica:
         self._attachments = Attachments(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )
+        self._arrivals = Arrivals()
         self._engine.watch(_end_process)
         self._leases = Leases(LEASE_S)
         self._reaper = asyncio.create_task(self._reap())
@@ -116,6 +118,9 @@ class Replica:
         self._leases.begin(key, time.monotonic())
         try:
             source = self._attachments.source(request.router_id)
+            self._arrivals.tell(key)
+            if request.fork_of is not None:
+                await self._arrivals.wait((request.router_id, request.fork_of))
             self._engine.submit(_engine_request(key, source, request))
             return (await finished).encode()
         except QuireError as error:
@@ -237,6 +242,7 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
         arrival_s=now,
         deadline_s=None if submit.deadline_s is None else now + submit.deadline_s,
         priority=submit.priority,
+        fork_of=None if submit.fork_of is None else (submit.router_id, submit.fork_of),
     )
 
 

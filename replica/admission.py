@@ -85,7 +85,7 @@ class Admission:
         groups, sliding = self._config.groups, self._rows.sliding
         hit = Hit([], [[] for _ in groups])
         if self._config.prefix_caching:
-            hit = self._prefix.match(request.token_ids, chain=request.chain)
+            hit = self._prefix.match(request.reusable_ids, chain=request.chain)
         lacking = -(-request.num_tokens // self._config.block_size) - len(hit.entries)
         on_device = hit.device_blocks
         num_restored = sum(len(blocks) for blocks in hit.blocks) - len(on_device)
@@ -190,7 +190,10 @@ class Admission:
         return sum(
             self._set_aside(
                 request.num_tokens,
-                self._config.max_batch_tokens,
+                min(
+                    self._config.max_batch_tokens,
+                    request.num_tokens - int(self._rows.num_computed[request.row]),
+                ),
                 held[self._rows.sliding, request.row].tolist(),
             )
             for request in prefilling

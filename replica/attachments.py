@@ -159,6 +159,7 @@ class Attachments:
                     delta.queue_s,
                     delta.num_host_cached_tokens,
                     delta.logprobs,
+                    delta.prompt_logprobs,
                 )
             )
         events = [] if output.events is None else [output.events]

@@ -1,8 +1,8 @@
 """The model's attention, registered with transformers as `quire_paged`.
 
-The model is called as ``model(input_ids[1, T], position_ids[1, T], use_cache=False, logits_to_keep=index,
-quire=StepContext)``. transformers hands unknown keywords down to the attention function unchanged, so a step's
-metadata reaches it without global state and without a mask.
+The decoder is called as ``decoder(input_ids[1, T], position_ids[1, T], use_cache=False, quire=StepContext)``.
+transformers hands unknown keywords down to the attention function unchanged, so a step's metadata reaches it
+without global state and without a mask.
 """
 
 from __future__ import annotations

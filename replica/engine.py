@@ -151,10 +151,11 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts, outputs in order: see `OfflineFront.generate`."""
-        return self._front().generate(prompts, params, progress=progress)
+        return self._front().generate(prompts, params, n=n, progress=progress)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None

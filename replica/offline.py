@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.protos.errors import EngineError, QuireError
-from quire.protos.wire import SamplingParams, TokenLogprob
+from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
 from quire.replica.loop import LoopOutput
 from quire.replica.plan import RequestDelta
 from quire.replica.request import Request, validate
 
 if TYPE_CHECKING:
+    import numpy as np
     from tokenizers import Tokenizer
 
     from quire.replica.engine import Engine
@@ -39,6 +40,8 @@ class RequestOutput:
     num_cached_tokens: int
     params: SamplingParams  # as used: the seed that was drawn is in here
     logprobs: list[TokenLogprob] | None = None  # one for each token, with `SamplingParams.logprobs`
+    # Parts in order, of all of the prompt but its first token, with `SamplingParams.prompt_logprobs`.
+    prompt_logprobs: list[PromptLogprobs] | None = None
 
 
 @dataclass(slots=True)
@@ -81,6 +84,7 @@ class OfflineFront:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts in one continuous batch.
@@ -92,6 +96,9 @@ class OfflineFront:
         params
             One for all, or one for each; by default greedy with the `SamplingParams` defaults.
             A seed of 0 with a temperature above 0 draws a fresh seed.
+        n
+            Samples of each prompt, which is computed once for all of them. They differ by
+            `SamplingParams.choice` and come one after another: outputs[n * i + choice] belongs to prompts[i].
         progress
             Show a progress bar on standard error; by default for more than 8 prompts on a terminal.
 
@@ -103,11 +110,19 @@ class OfflineFront:
         """
         if isinstance(prompts, str):
             raise TypeError("prompts must be a list of prompts, got a string")
-        each = self._params_for(prompts, params)
-        requests = [
-            self._request(prompt, p, f"prompts[{i}]")
-            for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))
-        ]
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n must be an integer >= 1, got {n!r}")
+        requests: list[Request] = []
+        for i, (prompt, p) in enumerate(
+            zip(prompts, self._params_for(prompts, params), strict=True)
+        ):
+            lead = self._request(prompt, p, f"prompts[{i}]")
+            requests.append(lead)
+            for choice in range(1, n):
+                of_choice = dataclasses.replace(p, choice=p.choice + choice)
+                requests.append(
+                    self._request(lead.token_ids, of_choice, f"prompts[{i}]", fork_of=lead.key)
+                )
         outputs = {request.key: _output(request) for request in requests}
         waiting = deque(requests)
         done: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
@@ -158,10 +173,16 @@ class OfflineFront:
             if not output.finish_reason:
                 self._engine.abort(request.key)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, name: str) -> Request:
+    def _request(
+        self,
+        prompt: Prompt | np.ndarray,
+        params: SamplingParams,
+        name: str,
+        fork_of: Hashable | None = None,
+    ) -> Request:
         """A request that the engine will take."""
         try:
-            request = Request(next(self._keys), self._encode(prompt), params)
+            request = Request(next(self._keys), self._encode(prompt), params, fork_of=fork_of)
             validate(request, self._engine.config)
         except QuireError as error:
             raise type(error)(f"{name}: {error.message}", field=error.field) from None
@@ -273,6 +294,8 @@ def _collect(output: RequestOutput, delta: RequestDelta) -> None:
     output.token_ids.extend(delta.token_ids)
     if delta.logprobs is not None:
         output.logprobs = [*(output.logprobs or ()), *delta.logprobs]
+    if delta.prompt_logprobs is not None:
+        output.prompt_logprobs = [*(output.prompt_logprobs or ()), delta.prompt_logprobs]
     output.finish_reason = delta.finish_reason or ""
 
 

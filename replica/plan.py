@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.protos.errors import QuireError
-from quire.protos.wire import TokenLogprob
+from quire.protos.wire import PromptLogprobs, TokenLogprob
 
 NO_TOKEN = int(np.iinfo(np.int64).min)  # no defect gives it by accident
 
@@ -87,6 +87,17 @@ _NO_PAIRS = np.empty((0, 2), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """Tokens of one row's prompt whose log-probabilities are wanted, given those before them. n of them."""
+
+    row: int  # its place in the row table
+    begin: int  # flat index of the hidden state before the first of them; the others follow
+    start: int  # position in the prompt of the first of them
+    token_ids: np.ndarray  # [n] int64
+    num_top: int  # likeliest ids wanted
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step for the runner. `num_rows` = n, T tokens.
 
@@ -108,6 +119,7 @@ class StepPlan:
     copies: tuple[
         tuple[int, int], ...
     ] = ()  # (from, to) blocks copied before the step (copy-on-write)
+    prompts: tuple[PromptTargets, ...] = ()
     # Whole blocks copied between the tiers before that: first the saves, then the restores.
     saves: np.ndarray = field(
         default_factory=lambda: _NO_PAIRS
@@ -131,6 +143,7 @@ class StepResult:
     token_ids: np.ndarray
     duration_s: float  # launch to tokens on the host
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index in [0, S), if asked
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # aligned with `StepPlan.prompts`
 
 
 @dataclass(slots=True)
@@ -148,6 +161,7 @@ class RequestDelta:
     prefill_s: float = 0.0
     error: QuireError | None = None
     logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
+    prompt_logprobs: PromptLogprobs | None = None  # of what the step computed of the prompt
     num_host_cached_tokens: int = 0  # of `num_cached_tokens`, those copied back from the host tier
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, QuireError
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import MAX_LOGPROBS, SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.plan import RequestDelta
 from quire.replica.prefix import ContentChain, Entry
@@ -79,6 +79,9 @@ class Request:
         queue time is reported as 0.
     priority
         Smaller is sooner.
+    fork_of
+        Key of a live request with the same prompt and tenant, which computes it for both (`forks.py`); when there
+        is none any more, this is an ordinary request.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Request:
         arrival_s: float | None = None,
         deadline_s: float | None = None,
         priority: int = 0,
+        fork_of: Hashable | None = None,
     ):
         self.key = key
         self.params = params
@@ -104,11 +108,16 @@ class Request:
         self.arrival_s = arrival_s
         self.deadline_s = deadline_s
         self.priority = priority
+        self.fork_of = fork_of
+        self.parent: Request | None = None  # whom `fork_of` names, until this one starts
         self.phase = Phase.PENDING
         self.row = -1  # in the row table while PREFILLING or DECODING
         self.arrival_index = -1  # position in the order of submission
         self.stop_ids: frozenset[int] = frozenset()  # EOS included unless ignored
         self.chain = ContentChain(tenant)  # names of its full blocks
+        self.num_scored = (
+            0  # leading prompt positions whose next token's log-probability has been told
+        )
         self.num_indexed = 0  # of its leading blocks, while it has a row
         self.tip: Entry | None = None  # of the last of them
         self.num_cached_tokens = 0  # of the prompt, at first admission
@@ -135,6 +144,18 @@ class Request:
         if self._newest:
             self._join()
         return self._tokens[: self.num_tokens]
+
+    @property
+    def num_to_score(self) -> int:
+        """Leading prompt positions whose next token's log-probability is asked for."""
+        return 0 if self.params.prompt_logprobs is None else self.num_prompt_tokens - 1
+
+    @property
+    def reusable_ids(self) -> np.ndarray:
+        """The tokens of which a cached prefix may be taken, and one more: those not scored yet are computed."""
+        if self.num_scored < self.num_to_score:
+            return self.token_ids[: self.num_scored + 1]
+        return self.token_ids
 
     @property
     def max_length(self) -> int:
@@ -341,6 +362,12 @@ def _validate_labels(request: Request) -> None:
     if deadline_s is not None and (not is_real(deadline_s) or deadline_s != deadline_s):
         refuse("deadline_s", f"must be a number, got {deadline_s!r}")
     check_int("priority", request.priority, -_MAX_INT32, _MAX_INT32)
+    if request.fork_of is not None and request.num_emitted:
+        refuse(
+            "fork_of",
+            f"must be None for the rest of an earlier attempt, got {request.fork_of!r} "
+            f"(num_emitted: {request.num_emitted})",
+        )
 
 
 def _validate_sampling(params: SamplingParams) -> None:
@@ -354,6 +381,8 @@ def _validate_sampling(params: SamplingParams) -> None:
     check_int("top_k", params.top_k, 0, _MAX_INT32)
     check_int("seed", params.seed, 0, _MAX_UINT64)
     check_int("choice", params.choice, 0, _MAX_INT32)
+    if params.prompt_logprobs is not None:
+        check_int("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
 
 
 def _validate_stops(params: SamplingParams, config: EngineConfig) -> None:

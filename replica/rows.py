@@ -19,7 +19,7 @@ when they fell out of the reach of every query to come, those after are allocate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,12 @@ import numpy as np
 
 from quire.replica.blocks import IntegrityError
 from quire.replica.groups import FULL_ATTENTION, LayerGroup
-from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.plan import PromptTargets, SamplingBatch, StepPlan
 from quire.replica.planned_tables import PlannedTables
 from quire.replica.request import FinishReason, Phase, Request
 from quire.replica.sampling_columns import SamplingColumns
+
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -337,12 +339,21 @@ class RowTable:
             self.block_tables[g, row, end : end + count] = own
             self.num_blocks[g, row] = end + count
 
-    def trim(self) -> list[int]:
-        """Take from the rows the blocks that no query to come sees; returns them, oldest tokens first."""
+    def trim(self, held: Mapping[int, int] | None = None) -> list[int]:
+        """Take from the rows the blocks that no query to come sees; returns them, oldest tokens first.
+
+        Parameters
+        ----------
+        held
+            Row to an earlier position, whose query is to come too: a fork's.
+        """
         freed: list[int] = []
         rows = np.flatnonzero(self.active) if self.sliding else []
+        position = self.num_computed[rows]
+        if held and self.sliding:
+            position = np.minimum(position, [held.get(row, _MAX_INT32) for row in rows.tolist()])
         for g in self.sliding:
-            first = self.groups[g].first_key(self.num_computed[rows]) // self.block_size
+            first = self.groups[g].first_key(position) // self.block_size
             stale = np.flatnonzero(first > self.first_block[g, rows])
             for row, end in zip(rows[stale].tolist(), first[stale].tolist(), strict=True):
                 table = self.block_tables[g, row, self.first_block[g, row] : end]
@@ -359,7 +370,11 @@ class RowTable:
             self._planned.mark_changed(np.array([row]))
 
     def build(
-        self, step: int, decodes: DecodeRows, chunks: Sequence[tuple[int, int]]
+        self,
+        step: int,
+        decodes: DecodeRows,
+        chunks: Sequence[tuple[int, int]],
+        copies: Sequence[tuple[int, int]] = (),
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
         """Write a step down and count its tokens as computed.
 
@@ -371,13 +386,15 @@ class RowTable:
             Rows that compute their last token: as `decode_rows` has just returned them.
         chunks
             (row, tokens) of each prefill.
+        copies
+            (from, to) blocks to copy first; only with chunks.
 
         Returns
         -------
         The plan, [n] its rows, and [S] the rows of them that sample.
         """
         if chunks:
-            return self._build_mixed(step, decodes.ids, chunks)
+            return self._build_mixed(step, decodes.ids, chunks, copies)
         rows, kv_len = decodes.ids, decodes.position + 1
         # Flat indices: twice as fast as pairs of them.
         tables = self.block_tables.reshape(len(self.groups), -1)
@@ -412,7 +429,11 @@ class RowTable:
         return plan, rows, rows
 
     def _build_mixed(
-        self, step: int, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]]
+        self,
+        step: int,
+        decode_rows: np.ndarray,
+        chunks: Sequence[tuple[int, int]],
+        copies: Sequence[tuple[int, int]],
     ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
         rows = np.concatenate([decode_rows, np.array([row for row, _ in chunks], np.int64)])
         num_q = np.ones(len(rows), np.int32)
@@ -439,11 +460,29 @@ class RowTable:
             block_tables=self._planned.take(rows, -(-int(kv_len.max()) // block_size)),
             slots=slots,
             sampling=self.sampling.batch(self, sample_rows, cu_q[samples + 1] - 1),
+            copies=tuple(copies),
+            prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
         )
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += len(decode_rows)
         self.num_missing_tokens -= int(cu_q[-1]) - len(decode_rows)
         return plan, rows, sample_rows
+
+    def _prompt_targets(
+        self, chunks: Sequence[tuple[int, int]], begins: Sequence[int]
+    ) -> tuple[PromptTargets, ...]:
+        """What the chunks compute of the prompts whose log-probabilities are asked for."""
+        targets = []
+        for (row, count), begin in zip(chunks, begins[:-1], strict=True):
+            request = self.request(row)
+            start = int(self.num_computed[row])
+            first = max(start, request.num_scored)
+            end = min(start + count, request.num_to_score)
+            if first < end:
+                ids = request.token_ids[first + 1 : end + 1].astype(np.int64)
+                num_top = request.params.prompt_logprobs
+                targets.append(PromptTargets(row, begin + first - start, first + 1, ids, num_top))
+        return tuple(targets)
 
     def _chunk_tokens(
         self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray

@@ -25,7 +25,14 @@ from quire.replica.host_pool import HostPool
 from quire.replica.kv_pool import KVPool
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
-from quire.replica.logprobs import StepLogprobs, log_distribution, of_tokens
+from quire.replica.logprobs import (
+    StepLogprobs,
+    StepPromptLogprobs,
+    log_distribution,
+    of_tokens,
+    score_prompt,
+)
+from quire.replica.output_head import split_model
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.sampler import sample
 from quire.replica.spec import ModelSpec
@@ -38,6 +45,7 @@ class InFlight:
 
     tokens: torch.Tensor  # [S] int64, on the device
     logprobs: StepLogprobs | None
+    prompts: tuple[StepPromptLogprobs, ...]
     started_s: float
 
 
@@ -83,6 +91,9 @@ class Runner:
                 )
                 for group in pool.groups
             )
+        self._decoder, self._head = split_model(model)
+        # Rows of logits at once: the memory that sizing counts for those of a step's samples.
+        self._max_logits_rows = config.max_running_requests
 
     @classmethod
     def from_config(cls, config: EngineConfig, spec: ModelSpec) -> Runner:
@@ -108,24 +119,37 @@ class Runner:
         self.host_pool.save(plan.saves)
         self.host_pool.restore(plan.restores)
         self.pool.copy_blocks(plan.copies)
-        logits = self.forward(plan)
+        hidden = self._hidden_states(plan)
+        prompts = tuple(
+            score_prompt(hidden, targets, self._logits, self._max_logits_rows)
+            for targets in plan.prompts
+        )
+        logits = self._logits(hidden[self._to_device(plan.sampling.token_index)])
         distribution = log_distribution(logits, plan.sampling)
         tokens = sample(logits, plan.sampling, self._token_counts)
         logprobs = None
         if distribution is not None:
             logprobs = of_tokens(distribution, plan.sampling, tokens)
-        return InFlight(tokens, logprobs, started_s)
+        return InFlight(tokens, logprobs, prompts, started_s)
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Wait for a launched step."""
         tokens = in_flight.tokens.cpu().numpy()
         logprobs = {} if in_flight.logprobs is None else in_flight.logprobs.to_host()
-        return StepResult(tokens, time.perf_counter() - in_flight.started_s, logprobs)
+        prompts = tuple(scores.to_host() for scores in in_flight.prompts)
+        return StepResult(tokens, time.perf_counter() - in_flight.started_s, logprobs, prompts)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""
-        keep = plan.sampling.token_index.astype(np.int64)
+        return self._logits(self._hidden_states(plan)[self._to_device(plan.sampling.token_index)])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden size] to [n, vocab] float32."""
+        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+
+    def _hidden_states(self, plan: StepPlan) -> torch.Tensor:
+        """Write the step's KV; [T, hidden size]."""
         context = StepContext(
             pool=self.pool,
             cu_q=plan.cu_q.astype(np.int64),
@@ -136,14 +160,13 @@ class Runner:
             ],
             query_tokens=self._query_tokens,
         )
-        output = self.model(
+        output = self._decoder(
             input_ids=self._to_device(plan.token_ids)[None],
             position_ids=self._to_device(plan.positions)[None],
             use_cache=False,
-            logits_to_keep=self._to_device(keep),
             quire=context,
         )
-        return output.logits[0].float()
+        return output.last_hidden_state[0]
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)

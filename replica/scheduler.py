@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.chunking import Chunking
 from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
+from quire.replica.forks import Share, Sharing, WaitingForks, find_parent, held_positions
 from quire.replica.host_tier import HostTier, Transfers
 from quire.replica.offload import Offload
 from quire.replica.order import PrefillOrder, PriorityQueue, urgency
@@ -111,6 +112,7 @@ class Scheduler:
             config, self.prefix, self.blocks, self.host, self.rows, self._admission
         )
         self._indexer = StepIndexer(config, self.prefix, self.blocks, self.rows)
+        self._sharing = Sharing(config, self.prefix, self.blocks, self.rows)
         self.speed = StepSpeed()
         self._chunking = Chunking(config, self.speed)
         self.num_steps = 0
@@ -123,6 +125,8 @@ class Scheduler:
         self._requests: dict[Hashable, Request] = {}  # every live one
         by_urgency = config.scheduler == "priority"
         self._waiting = PriorityQueue() if by_urgency else WaitingQueue()
+        self._forks = WaitingForks()  # outside the queue
+        self._fresh_parents: list[Request] = []  # got their first token in the step before
         self._prefill_order = PrefillOrder(by_urgency)
         self._returning = ReturnQueue()
         # Paused, and out of its queue not to stop the others there. Paused requests deeper in the waiting queue
@@ -148,8 +152,9 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Accepted requests without a row: new ones, and those that gave way."""
-        return len(self._waiting) + len(self._returning) + len(self._set_aside)
+        """Accepted requests without a row: new ones, forks, and those that gave way."""
+        queued = len(self._waiting) + len(self._returning) + len(self._set_aside)
+        return queued + len(self._forks)
 
     def validate(self, request: Request) -> None:
         """Refuse what can never be served; safe in any thread.
@@ -170,13 +175,20 @@ class Scheduler:
         try:
             self.validate(request)
             self._check_room()
+            parent = find_parent(request, self._requests, self._forks)
         except QuireError as error:
             return request.refusal(error)
         request.accept(self.config.eos_token_ids)
         request.arrival_index = self._num_submitted
         self._num_submitted += 1
         self._requests[request.key] = request
-        self._waiting.append(request)
+        request.parent = parent
+        if parent is None:
+            self._waiting.append(request)
+        elif parent.phase in (Phase.PENDING, Phase.PREFILLING):
+            self._forks.add(request)
+        else:
+            self._push_front([request])
         if request.deadline_s is not None:
             self._deadlines.push(request, request.deadline_s, len(self._requests))
         return None
@@ -201,6 +213,11 @@ class Scheduler:
         if request is None or request.is_paused:
             return
         request.is_paused = True
+        self._replace_parent(request)  # nobody waits for what does not go on
+        if request in self._forks:
+            self._forks.remove(request)
+            request.parent = None
+            self._waiting.append(request)
         if request.row >= 0:
             self.rows.set_paused(request.row, True)
         elif request.is_victim:
@@ -268,8 +285,27 @@ class Scheduler:
         self._release_tip(request)
         request.enter(Phase.FINISHED)
         del self._requests[request.key]
+        self._replace_parent(request)
         index = request.num_tokens - request.num_prompt_tokens - len(token_ids)
         return request.delta(index, list(token_ids), reason, error)
+
+    def _replace_parent(self, ended: Request) -> None:
+        """Of the forks that wait for a request that ended or paused the first is an ordinary one, for which the
+        others wait."""
+        forks = self._forks.take(ended)
+        if not forks:
+            return
+        heir, *others = forks
+        heir.parent = None
+        self._waiting.append(heir)
+        for fork in others:
+            fork.parent = heir
+            self._forks.add(fork)
+
+    def _push_front(self, requests: Sequence[Request]) -> None:
+        for request in reversed(requests):
+            self._waiting.push_front(request)
+        self._num_changes += 1
 
     def _vacate(self, request: Request) -> None:
         """Give back a running request's row and blocks; its full blocks stay cached."""
@@ -284,7 +320,9 @@ class Scheduler:
 
     def _unqueue(self, request: Request) -> None:
         """Take a request out of whichever queue it waits in."""
-        if self._set_aside.pop(request.key, None) is None:
+        if request in self._forks:
+            self._forks.remove(request)
+        elif self._set_aside.pop(request.key, None) is None:
             (self._returning if request.is_victim else self._waiting).remove(request)
 
     def _expire(self, now_s: float) -> None:
@@ -314,7 +352,9 @@ class Scheduler:
             # They wait for each other's sliding blocks, or for those of paused ones; ends as in `_grow_decodes`.
             self._evict(self._choose_victim())
             step, decodes = self._compose(now_s)
-        plan, step.rows, step.sample_rows = self.rows.build(step.number, decodes, step.chunks)
+        plan, step.rows, step.sample_rows = self.rows.build(
+            step.number, decodes, step.chunks, step.copies
+        )
         self._started.clear()
         transfers = self.host.launch()
         if transfers:
@@ -332,9 +372,9 @@ class Scheduler:
 
     def _compose(self, now_s: float) -> tuple[Step, DecodeRows]:
         """Choose the work of a step and give it its blocks; also the rows that decode."""
-        if stale := self.rows.trim():
-            self.blocks.release(stale, passed=True)
-            self._num_changes += 1
+        # A parent keeps what its forks see for one plan; forks that do not start in it compute anew what is gone.
+        self._trim(held_positions(self._fresh_parents))
+        self._fresh_parents = []
         if self._leaves_out_decodes():
             budget = self._chunking.budget(0, left_out=True)
             step = Step(self.num_steps + 1, budget, leaves_out_decodes=True)
@@ -349,6 +389,13 @@ class Scheduler:
         if may_admit:
             self._admit(step, now_s)
         return step, decodes
+
+    def _trim(self, held: Mapping[int, int] | None = None) -> bool:
+        """Free what fell out of the rows' windows; returns whether that was anything."""
+        stale = self.rows.trim(held)
+        self.blocks.release(stale, passed=True)
+        self._num_changes += bool(stale)
+        return bool(stale)
 
     def _leaves_out_decodes(self) -> bool:
         if not self._chunking.prefill_first or not self._prefilling:
@@ -388,6 +435,8 @@ class Scheduler:
         roomy = True
         num_groups = len(self.config.groups)
         while (blocks := self.blocks.allocate(len(lacking) * num_groups)) is None:
+            if self._trim():
+                continue
             # Ends: a request alone always fits, or it would have been refused.
             self._evict(self._choose_victim())
             decodes = self.rows.decode_rows()
@@ -434,11 +483,12 @@ class Scheduler:
         else:
             self._returning.put(request)
 
-    def _schedule_chunk(self, step: Step, request: Request) -> None:
-        """Plan as many of the request's missing tokens as budget and blocks allow."""
+    def _schedule_chunk(self, step: Step, request: Request, at_least: int = 0) -> None:
+        """Plan as many of the request's missing tokens as budget and blocks allow, `at_least` of them whatever
+        the budget's milliseconds say."""
         row = request.row
         start = int(self.rows.num_computed[row])
-        count = step.budget.grant(start, request.num_tokens - start)
+        count = max(step.budget.grant(start, request.num_tokens - start), at_least)
         if count > 0 and self.rows.sliding:
             count = self._admission.extend_sliding(row, count)
         if count <= 0:
@@ -465,14 +515,11 @@ class Scheduler:
                 return
             if before is not None and urgency(request) > urgency(before):
                 return
-            find = self._admission if request.parked is None else self._offload
-            offer = find.offer(request, self._prefilling.values())
+            offer = self._find_offer(request)
             if offer is None:
                 self._blocked = (request.arrival_index, self._num_changes)
                 return
-            start = (
-                offer.num_hit_tokens if isinstance(offer, Offer) else request.parked.num_computed
-            )
+            start = self._num_known(request, offer)
             if not step.budget.grant(start, request.num_tokens - start):
                 # Started without a chunk it would not be among those who end if the step fails, though the
                 # blocks that it found may be written by that step.
@@ -481,8 +528,14 @@ class Scheduler:
                 self._returning.remove(request)
             else:
                 self._waiting.start(request)
-            if isinstance(offer, Offer):
-                self._start(request, offer, now_s)
+            request.parent = None
+            if isinstance(offer, Share):
+                step.copies += self._sharing.take(request, offer)
+                self._count_hit(request, offer.num_computed, 0, now_s)
+            elif isinstance(offer, Offer):
+                self._admission.take(request, offer)
+                num_host_entries = offer.hit.num_host_entries
+                self._count_hit(request, offer.num_hit_tokens, num_host_entries, now_s)
             else:
                 self._offload.take(request, offer)
                 self.num_restores += 1
@@ -490,7 +543,26 @@ class Scheduler:
             request.is_victim = False
             self._prefilling[request.key] = request
             self._started.add(request.key)
-            self._schedule_chunk(step, request)
+            # A fork's copies belong to this step, so its one token does.
+            self._schedule_chunk(step, request, at_least=isinstance(offer, Share))
+
+    @staticmethod
+    def _num_known(request: Request, offer: Any) -> int:
+        """Tokens that need not be computed if the request takes the offer."""
+        if isinstance(offer, Share):
+            return offer.num_computed
+        return offer.num_hit_tokens if isinstance(offer, Offer) else request.parked.num_computed
+
+    def _find_offer(self, request: Request) -> Any:
+        """What the request gets if it starts now: of its parent, of the host tier, or what is known and new
+        blocks; None if it must wait."""
+        prefilling = self._prefilling.values()
+        if request.parked is not None:
+            return self._offload.offer(request, prefilling)
+        share = self._sharing.offer(request)
+        if share is None:
+            return self._admission.offer(request, prefilling)
+        return share if self._sharing.fits(request, self._admission, prefilling) else None
 
     def _next_to_start(self) -> Request | None:
         """The head of the victims, or without any the first waiting request that is not paused."""
@@ -504,13 +576,15 @@ class Scheduler:
             self._set_aside[request.key] = request
         return None
 
-    def _start(self, request: Request, offer: Offer, now_s: float) -> None:
-        self._admission.take(request, offer)
+    def _count_hit(
+        self, request: Request, num_hit: int, num_host_entries: int, now_s: float
+    ) -> None:
+        """At the first start: how much of the prompt need not be computed."""
         if request.first_scheduled_s is None:
             num_prompt_tokens = request.num_prompt_tokens
-            num_restored = offer.hit.num_host_entries * self.config.block_size
+            num_restored = num_host_entries * self.config.block_size
             request.first_scheduled_s = now_s
-            request.num_cached_tokens = min(offer.num_hit_tokens, num_prompt_tokens)
+            request.num_cached_tokens = min(num_hit, num_prompt_tokens)
             request.num_host_cached_tokens = min(num_restored, request.num_cached_tokens)
             self.num_prefix_tokens_queried += num_prompt_tokens
             self.num_prefix_tokens_hit += request.num_cached_tokens
@@ -533,6 +607,7 @@ class Scheduler:
         if error is not None:
             return DeltaBatch(self.fail_step(plan, error))
         self._step = None
+        scored = self._tell_scores(plan, result)  # before any of these rows ends
         self.host.land()
         table, rows, decodes = self.rows, step.sample_rows, step.decodes
         has_stuck = bool((tokens == NO_TOKEN).any())
@@ -571,8 +646,21 @@ class Scheduler:
         self._chunking.observe(
             step.budget, plan.num_decode_rows, result.duration_s, step.leaves_out_decodes
         )
-        batch = DeltaBatch([*self.take_ended(), *complete.values()], *columns)
+        batch = DeltaBatch([*scored, *self.take_ended(), *complete.values()], *columns)
         return batch.without(complete) if complete else batch
+
+    def _tell_scores(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+        """Deltas with the log-probabilities of prompts; they come before the first token."""
+        deltas = []
+        for targets, scores in zip(plan.prompts, result.prompt_logprobs, strict=True):
+            request = self.rows.requests[targets.row]
+            if request is None:  # aborted while in flight
+                continue
+            request.num_scored = targets.start + len(scores) - 1
+            delta = request.delta(request.num_emitted, [])
+            delta.prompt_logprobs = scores
+            deltas.append(delta)
+        return deltas
 
     def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """End the rows whose constraints left no token; returns the others and their tokens."""
@@ -649,6 +737,9 @@ class Scheduler:
             if request.first_token_s is None:
                 request.first_token_s = now_s
             complete[i] = request.delta(int(index[i]), [int(tokens[i])])
+            if forks := self._forks.take(request):
+                self._push_front(forks)
+                self._fresh_parents.append(request)
         if len(prefilled):
             self.rows.begin_decoding(rows[prefilled])
         return complete
@@ -668,8 +759,10 @@ class Scheduler:
         return Load(
             num_running=self.rows.num_active,
             num_waiting=self.num_waiting,
+            # A fork computes one token of its prompt.
             queued_prefill_tokens=self._waiting.num_tokens
             + self._returning.num_tokens
+            + len(self._forks)
             + self.rows.num_missing_tokens,
             num_decode_tokens=self.rows.num_decode_tokens,
             blocks_free=self.blocks.num_free,
@@ -716,6 +809,7 @@ class Scheduler:
             "rows": self.rows.snapshot(),
             "returning": [self._describe(r) for r in self._returning],
             "waiting": [self._describe(r) for r in self._waiting],
+            "waiting_forks": len(self._forks),
             "paused": [self._describe(r) for r in self._set_aside.values()],
         }
 
@@ -741,7 +835,8 @@ class Scheduler:
                 raise IntegrityError(
                     f"the prefix entry of request {request.key!r} counts {request.tip.num_rows} rows"
                 )
-        queued = {k: r for k, r in self._requests.items() if r.row < 0 and k not in self._set_aside}
+        elsewhere = self._set_aside.keys() | self._forks.check(self._requests)
+        queued = {k: r for k, r in self._requests.items() if r.row < 0 and k not in elsewhere}
         self._waiting.check({k for k, r in queued.items() if not r.is_victim})
         self._returning.check({k for k, r in queued.items() if r.is_victim})
         if self.num_waiting + self.rows.num_active != len(self._requests):

@@ -33,6 +33,7 @@ class Step:
     sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]
     decodes: DecodeRows | None = None  # the rows, if all of them decode
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) blocks, of forks
     registered: list[int] = field(default_factory=list)  # blocks, parents before children
     # (group, row, index in its table, its own block, the block that is indexed for the same content)
     duplicates: list[tuple[int, int, int, int, int]] = field(default_factory=list)

@@ -1,8 +1,9 @@
 """Several samples of one request: `n` streams that the client sees as one.
 
 Each choice is a request of its own with the same prompt, parameters and seed and its own `choice` index, which is
-part of the noise key. On a replica they share the blocks that the prompt fills (a burst of equal prompts computes
-them once); what each of them has for itself is the prompt's last, partly filled block and its output.
+part of the noise key. All go to the replica of the first, as its forks: there the prompt is computed once, its full
+blocks are shared, and each choice has a copy of the last, partly filled one. A choice whose replica is lost
+continues by itself, wherever it is sent.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from quire.router.types import Explain, OutputDelta, Usage
+from quire.router.types import Explain, OutputDelta, TokenScores, Usage
 
 if TYPE_CHECKING:
     from quire.router.service import RequestStream
@@ -49,12 +50,18 @@ class ChoicesStream:
         )
 
     @property
+    def prompt_scores(self) -> list[TokenScores] | None:
+        """Told by the first choice, for all."""
+        return self._streams[0].prompt_scores
+
+    @property
     def explain(self) -> Explain:
         """Of the first choice."""
         return self._streams[0].explain
 
     async def start(self) -> None:
         """Submit all choices and wait for the first token of each, or for a refusal of any."""
+        # Tasks begin in the order in which they are made: the first choice is submitted before its forks.
         starts = [asyncio.ensure_future(stream.start()) for stream in self._streams]
         try:
             await asyncio.gather(*starts)

@@ -201,6 +201,7 @@ def resolve(
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids))),
         bad_words=bad_word_ids,
         logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         grammar=request.grammar,
     )
 
@@ -287,6 +288,8 @@ def _check_distribution(request: GenerationRequest, limits: Limits) -> None:
         _integer(f"allowed_token_ids[{i}]", token_id, 0, _INT32_MAX)
     if request.logprobs is not None:
         _integer("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+    if request.prompt_logprobs is not None:
+        _integer("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
     _sequence("bad_words", request.bad_words, limits.max_bad_words, "strings")
     for i, word in enumerate(request.bad_words):
         _string(f"bad_words[{i}]", word, limits.max_bad_word_bytes)

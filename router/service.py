@@ -18,7 +18,7 @@ import dataclasses
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ from quire.protos.errors import (
 from quire.protos.wire import (
     Completion,
     Hello,
+    PromptLogprobs,
     RoutingHasher,
     SamplingParams,
     Submit,
@@ -161,34 +162,49 @@ class RouterService:
         )
         hashes = self._hasher(hello, request.tenant).hashes(prompt_ids)
         context = () if request.messages else prompt_ids[-16:].tolist()
-        streams = [
-            RequestStream(
-                self,
-                request,
-                prompt_ids,
-                dataclasses.replace(sampling, choice=choice),
-                hashes,
-                hello,
-                self._detokenizers.new(request.skip_special_tokens, context),
-                arrived_s,
+        streams: list[RequestStream] = []
+        for choice in range(request.n):
+            # The prompt is the same for all: the lead's log-probabilities of it are everybody's.
+            scored = sampling.prompt_logprobs if choice == 0 else None
+            streams.append(
+                RequestStream(
+                    self,
+                    request,
+                    prompt_ids,
+                    dataclasses.replace(sampling, choice=choice, prompt_logprobs=scored),
+                    hashes,
+                    hello,
+                    self._detokenizers.new(request.skip_special_tokens, context),
+                    arrived_s,
+                    lead=streams[0] if streams else None,
+                )
             )
-            for choice in range(request.n)
-        ]
         stream = streams[0] if request.n == 1 else ChoicesStream(streams)
         await stream.start()
         return stream
 
     def scores(self, token_id: int, of_token: TokenLogprob) -> TokenScores:
         """A token's log-probabilities with the tokens' texts."""
-
-        def scored(token_id: int, logprob: float) -> ScoredToken:
-            utf8 = self._detokenizers.token_bytes(token_id)
-            return ScoredToken(token_id, logprob, utf8.decode(errors="replace"), utf8)
-
         return TokenScores(
-            scored(token_id, of_token.logprob),
-            tuple(map(scored, of_token.top_ids, of_token.top_logprobs)),
+            self._scored(token_id, of_token.logprob),
+            tuple(map(self._scored, of_token.top_ids, of_token.top_logprobs)),
         )
+
+    def prompt_scores(self, first_id: int, parts: Sequence[PromptLogprobs]) -> list[TokenScores]:
+        """The first token of a prompt, and those that the parts are about."""
+        scores = [TokenScores(self._scored(first_id, None), ())]
+        for part in parts:
+            tops = zip(part.top_ids.tolist(), part.top_logprobs.tolist(), strict=True)
+            columns = (part.token_ids.tolist(), part.logprobs.tolist(), part.ranks.tolist(), tops)
+            scores += [
+                TokenScores(self._scored(token_id, logprob), tuple(map(self._scored, *top)), rank)
+                for token_id, logprob, rank, top in zip(*columns, strict=True)
+            ]
+        return scores
+
+    def _scored(self, token_id: int, logprob: float | None) -> ScoredToken:
+        utf8 = self._detokenizers.token_bytes(token_id)
+        return ScoredToken(token_id, logprob, utf8.decode(errors="replace"), utf8)
 
     def model_info(self) -> ModelInfo:
         hello = self._hello()
@@ -279,6 +295,11 @@ class RequestStream:
 
     The emitted tokens, the detokeniser and the stop matcher live here, so a stream whose replica is lost
     continues on another with prompt + emitted tokens, the same seed and the next index.
+
+    Parameters
+    ----------
+    lead
+        The first choice of the same request, submitted before: this one goes to the same replica as its fork.
     """
 
     def __init__(
@@ -291,6 +312,7 @@ class RequestStream:
         hello: Hello,
         detokenizer: Detokenizer,
         arrived_s: float,
+        lead: RequestStream | None = None,
     ):
         self.request_id = request.request_id
         self.model = service.facts.name
@@ -300,6 +322,7 @@ class RequestStream:
         self.explain = Explain()
         self._service = service
         self._request = request
+        self._lead = lead
         self._prompt_ids = prompt_ids
         self._sampling = sampling
         self._hashes = hashes
@@ -309,8 +332,11 @@ class RequestStream:
         self._arrived_s = arrived_s
         self._last_delta_s: float | None = None
         self._emitted: list[int] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []  # parts, in order
+        self._num_scored = 0  # prompt tokens in them
         self._attempt: Attempt | None = None
         self._booking: RequestBooking | None = None
+        self._route: list[str] = []  # of the attempt, best first
         self._failed_on: set[str] = set()
         self._num_lost = 0  # attempts that a replica did not end as it should
         self._homeless_s: float | None = None  # since when it has been without a replica that works
@@ -378,20 +404,25 @@ class RequestStream:
             if deadline_s <= 0:
                 raise DeadlineExceeded("the request's deadline passed before it was sent")
         num_prompt_tokens = len(self._prompt_ids) + len(self._emitted)
-        ranking = service.policy.choose(
-            RouteRequest(num_prompt_tokens, self._request.session, self._request.priority),
-            views,
-            now,
-            service.rng,
-        ).scores
-        best = ranking[0]
+        parent = self._parent()
+        if parent is not None:
+            route, num_cached = self._lead._route, num_prompt_tokens - 1
+        else:
+            ranking = service.policy.choose(
+                RouteRequest(num_prompt_tokens, self._request.session, self._request.priority),
+                views,
+                now,
+                service.rng,
+            ).scores
+            route, num_cached = [s.replica for s in ranking], ranking[0].cached_tokens
+        self._route = route
         self._booking = service.table.book(
-            best.replica, self._hashes, num_prompt_tokens - best.cached_tokens, now
+            route[0], self._hashes, num_prompt_tokens - num_cached, now
         )
         self.explain.attempts += 1
-        self.explain.replica = best.replica
-        self.explain.predicted_cached_tokens = best.cached_tokens
-        self.explain.runner_up = ranking[1].replica if len(ranking) > 1 else ""
+        self.explain.replica = route[0]
+        self.explain.predicted_cached_tokens = num_cached
+        self.explain.runner_up = route[1] if len(route) > 1 else ""
         submit = Submit(
             router_id=service.router_id,
             stream_id=service.transport.next_stream_id(),
@@ -399,13 +430,31 @@ class RequestStream:
             prompt_ids=np.concatenate(
                 [self._prompt_ids, np.asarray(self._emitted, dtype=np.int32)]
             ),
-            params=self._sampling,
+            params=self._params(),
             num_emitted=len(self._emitted),
             tenant=self._request.tenant,
             deadline_s=deadline_s,
             priority=self._request.priority,
+            fork_of=None if parent is None else parent.stream_id,
         )
-        return service.transport.submit(submit, [scored.replica for scored in ranking])
+        return service.transport.submit(submit, route)
+
+    def _params(self) -> SamplingParams:
+        """Those of the next attempt: what has been told of the prompt is not computed again."""
+        if self._lacks_scores():
+            return self._sampling
+        return dataclasses.replace(self._sampling, prompt_logprobs=None)
+
+    def _lacks_scores(self) -> bool:
+        asked = self._sampling.prompt_logprobs is not None
+        return asked and self._num_scored < len(self._prompt_ids) - 1
+
+    def _parent(self) -> Attempt | None:
+        """The lead's attempt, for the first one of this stream: whoever loses a replica goes on alone."""
+        lead = self._lead
+        if lead is None or self.explain.attempts or lead.explain.attempts != 1:
+            return None
+        return lead._attempt
 
     def _release_attempt(self) -> None:
         attempt, self._attempt = self._attempt, None
@@ -447,8 +496,15 @@ class RequestStream:
         if event.index > expected:
             raise EngineError(f"tokens {expected} to {event.index - 1} of the stream are missing")
         new_ids = event.token_ids[expected - event.index :]
+        if event.prompt_logprobs is not None:
+            self._take_prompt_logprobs(event.prompt_logprobs)
         if not new_ids and event.finish_reason is None:
             return None
+        if self._lacks_scores():
+            raise EngineError(
+                f"log-probabilities of {self._num_scored} of {len(self._prompt_ids) - 1} prompt tokens "
+                "came before the first token"
+            )
         self._homeless_s = None
         self._observe(event)
         pieces: list[str] = []
@@ -474,6 +530,25 @@ class RequestStream:
             delta = self._finish(event.finish_reason, pieces, new_ids)
         delta.logprobs = self._scores(event, expected, new_ids)
         return delta
+
+    def _take_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """Each position once: a second attempt may tell again what is known."""
+        expected = self._num_scored + 1
+        if part.start > expected:
+            raise EngineError(
+                f"log-probabilities of prompt tokens {expected} to {part.start - 1} are missing"
+            )
+        part = part.after(expected)
+        if len(part):
+            self._prompt_logprobs.append(part)
+            self._num_scored += len(part)
+
+    @property
+    def prompt_scores(self) -> list[TokenScores] | None:
+        """The prompt's tokens with their log-probabilities, None of the first; None if not asked for."""
+        if self._sampling.prompt_logprobs is None:
+            return None
+        return self._service.prompt_scores(int(self._prompt_ids[0]), self._prompt_logprobs)
 
     def _scores(self, event: TokenDelta, expected: int, ids: list[int]) -> list[TokenScores] | None:
         """What the replica said of `ids`, whose first has the index `expected`; None if not asked."""

@@ -35,6 +35,7 @@ class GenerationRequest:
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None  # log-probabilities of the tokens, and of so many likeliest ones
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens
     seed: int | None = None
     grammar: Grammar | None = None  # a language that the text must be in
     n: int = 1  # samples; each ends with its own finish reason
@@ -55,17 +56,18 @@ class ScoredToken:
     """A token and its log-probability in the model's own distribution."""
 
     token_id: int
-    logprob: float
+    logprob: float | None  # None: of a prompt's first token, which nothing comes before
     text: str  # by itself: bytes that are no whole character are U+FFFD
     utf8: bytes  # what it adds to the text, byte by byte
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """One output token and the likeliest ones in its place, best first."""
+    """One token and the likeliest ones in its place, best first."""
 
     token: ScoredToken
     top: tuple[ScoredToken, ...]
+    rank: int | None = None  # of a prompt's token, 1 for the likeliest of all; None: not asked for
 
 
 @dataclass(slots=True)
@@ -148,6 +150,7 @@ class GenerationStream(Protocol):
     Closing it early (`aclose`, also on cancellation of the consumer) aborts the request on its replica.
     `usage` and `explain` are complete when the iteration has ended; `usage.prompt_tokens` and
     `explain.replica` already at the first delta. With `n` > 1 the deltas of all choices come in one iteration.
+    `prompt_scores` are the prompt's tokens, complete before the first delta; None unless asked for.
     """
 
     request_id: str
@@ -156,6 +159,9 @@ class GenerationStream(Protocol):
     seed: int
     usage: Usage
     explain: Explain
+
+    @property
+    def prompt_scores(self) -> list[TokenScores] | None: ...
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
 

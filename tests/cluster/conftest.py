@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import threading
 from collections.abc import AsyncIterator
@@ -59,6 +60,16 @@ class FakeStream:
         self._sampling = sampling
         self._request = request
         self._deltas = self._generate()
+
+    @property
+    def prompt_scores(self) -> list[TokenScores] | None:
+        num_top = self._sampling.prompt_logprobs
+        if num_top is None:
+            return None
+        ids = range(self.usage.prompt_tokens)
+        first, *others = (scores(i % len(VOCAB), num_top) for i in ids)
+        first = TokenScores(dataclasses.replace(first.token, logprob=None), ())
+        return [first, *(dataclasses.replace(score, rank=i) for i, score in enumerate(others, 3))]
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self._deltas

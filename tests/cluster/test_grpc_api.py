@@ -190,6 +190,7 @@ def test_every_field_reaches_the_router(service) -> None:
         },
         n=2,
         logprobs=4,
+        prompt_logprobs=5,
         stop=["a", "b"],
         stop_token_ids=[1],
         ignore_eos=True,
@@ -214,6 +215,7 @@ def test_every_field_reaches_the_router(service) -> None:
     sampling = (full.max_tokens, full.min_tokens, full.temperature, full.top_p, full.top_k)
     assert sampling == (7, 2, 0.0, 0.5, 3) and full.seed == 2**64 - 1
     assert (full.n, full.logprobs, bare.n, bare.logprobs) == (2, 4, 1, None)
+    assert (full.prompt_logprobs, bare.prompt_logprobs) == (5, None)
     assert (full.min_p, full.repetition_penalty) == (0.25, 1.5)
     assert (full.presence_penalty, full.frequency_penalty) == (-1.0, 0.5)
     assert full.logit_bias == ((7, -100.0), (12, 1.5))
@@ -224,6 +226,22 @@ def test_every_field_reaches_the_router(service) -> None:
     assert (full.tenant, full.session, full.priority) == ("tenant", "session", -2)
     unset = (bare.model, bare.min_tokens, bare.temperature, bare.top_p, bare.top_k, bare.seed)
     assert unset == (None,) * 6 and bare.skip_special_tokens and bare.stop == ()
+
+
+def test_prompt_logprobs_come_with_the_first_message(service) -> None:
+    asked = request(prompt="once", sampling={"max_tokens": 3}, n=2, prompt_logprobs=2)
+
+    async def body(clients: Clients) -> None:
+        whole = await clients.generation.GenerateOnce(asked)
+        assert [s.token.token_id for s in whole.prompt_logprobs] == [1, 2, 3]
+        assert [s.token.logprob for s in whole.prompt_logprobs] == [-2.5, -3.5, -4.5]
+        assert [s.rank for s in whole.prompt_logprobs] == [3, 4, 5]
+        assert all(len(s.top) == 2 for s in whole.prompt_logprobs)
+        first, *others = [response async for response in clients.generation.Generate(asked)]
+        assert first.prompt_logprobs == whole.prompt_logprobs
+        assert not any(response.prompt_logprobs for response in others)
+
+    run(service, "direct", body)
 
 
 def test_choices_and_logprobs_are_the_same_streamed_and_whole(service) -> None:
@@ -340,6 +358,7 @@ INVALID = [
     (request(prompt="x", n=0), "n", "invalid_request"),
     (request(prompt="x", n=33), "n", "invalid_request"),
     (request(prompt="x", logprobs=21), "logprobs", "invalid_request"),
+    (request(prompt="x", prompt_logprobs=21), "prompt_logprobs", "invalid_request"),
     (request(prompt="x", stop=[""]), "stop[0]", "invalid_request"),
     (request(prompt="x", stop_token_ids=[100]), "stop_token_ids[0]", "invalid_request"),
     (request(prompt="x", request_id="a\nb"), "request_id", "invalid_request"),

@@ -263,6 +263,59 @@ def test_logprobs_of_a_completion_are_openais(http: httpx.Client) -> None:
         assert parts == logprobs[name]
 
 
+@pytest.mark.parametrize("prompt", ["Once ", [5, 6, 7]])
+def test_echo_with_logprobs_scores_the_prompt_first(http: httpx.Client, service, prompt) -> None:
+    body = {"prompt": prompt, "seed": 4, "max_tokens": 3, "n": 2, "logprobs": 2, "echo": True}
+    answer = http.post(COMPLETIONS, json=body).json()
+    Completion.model_validate(answer)
+    assert service.requests[0].prompt_logprobs == 2
+    plain = http.post(COMPLETIONS, json={**body, "prompt": "x" * len(prompt), "echo": False}).json()
+    streamed = [
+        e["choices"][0] for e in events_of(http.post(COMPLETIONS, json={**body, "stream": True}))
+    ]
+    for choice, own in zip(answer["choices"], plain["choices"], strict=True):
+        logprobs, index = choice["logprobs"], choice["index"]
+        echoed = "".join(f"word{i} " for i in range(3)) if prompt != "Once " else "Once "
+        assert choice["text"] == echoed + own["text"]
+        assert "prompt_logprobs" not in choice
+        assert logprobs["tokens"][: len(prompt)] == [f"word{i} " for i in range(len(prompt))]
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        assert logprobs["token_logprobs"][1 : len(prompt)] == [
+            -1.5 - i for i in range(1, len(prompt))
+        ]
+        assert all(len(top) in (2, 3) for top in logprobs["top_logprobs"][1:])
+        assert logprobs["tokens"][len(prompt) :] == own["logprobs"]["tokens"]
+        for name in logprobs:
+            mine = [chunk["logprobs"][name] for chunk in streamed if chunk["index"] == index]
+            assert len(mine[0]) == len(prompt), "the prompt comes before the first token"
+            assert [part for parts in mine for part in parts] == logprobs[name]
+        assert "".join(c["text"] for c in streamed if c["index"] == index) == choice["text"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_prompt_logprobs_are_vllms(http: httpx.Client, service, path) -> None:
+    asked = {"prompt": "abcd", "logprobs": 4, "echo": True} if path == COMPLETIONS else {}
+    asked = asked or {"messages": [{"role": "user", "content": "abcd"}]}
+    body = {**asked, "max_tokens": 2, "seed": 1, "prompt_logprobs": 1}
+    answer = http.post(path, json=body).json()
+    (Completion if path == COMPLETIONS else ChatCompletion).model_validate(answer)
+    assert service.requests[0].prompt_logprobs == (4 if path == COMPLETIONS else 1)
+    told = (answer["choices"][0] if path == COMPLETIONS else answer)["prompt_logprobs"]
+    assert told[0] is None and len(told) == 4
+    assert told[2] == {
+        "98": {"logprob": -0.5, "rank": 1, "decoded_token": "\ufffd"},
+        "2": {"logprob": -3.5, "rank": 4, "decoded_token": "word2 "},
+    }
+    events = events_of(http.post(path, json={**body, "stream": True}))
+    if path == CHAT:
+        for event in events:
+            ChatCompletionChunk.model_validate(event)
+    holders = [event["choices"][0] if path == COMPLETIONS else event for event in events]
+    assert [holder.get("prompt_logprobs") for holder in holders] == [told] + [None] * (
+        len(events) - 1
+    )
+
+
 def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> None:
     body = {
         "model": "acme/tiny",
@@ -286,6 +339,7 @@ def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> N
         "n": 2,
         "logprobs": True,
         "top_logprobs": 4,
+        "prompt_logprobs": 3,
         "seed": 9,
         "stop": ["a", "b"],
         "stop_token_ids": [1],
@@ -303,7 +357,7 @@ def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> N
     names = ("model", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
     names += ("repetition_penalty", "presence_penalty", "frequency_penalty")
     served = {name: getattr(request, name) for name in names}
-    assert (request.n, request.logprobs) == (2, 4)
+    assert (request.n, request.logprobs, request.prompt_logprobs) == (2, 4, 3)
     assert request.logit_bias == ((7, -100.0), (12, 1.5))
     assert (request.allowed_token_ids, request.bad_words) == ((5, 7, 12), ("x", "y"))
     assert served == {name: body[name] for name in served}
@@ -531,7 +585,15 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "x", "n": True}, "invalid_request", "n"),
     (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "invalid_request", "logprobs"),
     (COMPLETIONS, {"prompt": "x", "logprobs": True}, "invalid_request", "logprobs"),
-    (COMPLETIONS, {"prompt": "x", "logprobs": 0, "echo": True}, "unsupported_field", "echo"),
+    (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 21}, "invalid_request", "prompt_logprobs"),
+    (CHAT, {"messages": MESSAGES, "prompt_logprobs": -1}, "invalid_request", "prompt_logprobs"),
+    (CHAT, {"messages": MESSAGES, "prompt_logprobs": True}, "invalid_request", "prompt_logprobs"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "logprobs": 3, "echo": True, "prompt_logprobs": -1},
+        "invalid_request",
+        "prompt_logprobs",
+    ),
     (COMPLETIONS, {"prompt": "x", "top_logprobs": 2}, "unsupported_field", "top_logprobs"),
     (CHAT, {"messages": MESSAGES, "logprobs": 1}, "invalid_request", "logprobs"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "invalid_request", "top_logprobs"),

@@ -103,6 +103,14 @@ class ModelDevice:
         num_written = plan.num_tokens * len(self.groups)
         assert len(set(plan.slots.ravel().tolist())) == num_written, "a slot is written twice"
         size = self.block_size
+        targets = {target for _, target in plan.copies}
+        assert len(targets) == len(plan.copies), "a block is copied over twice"
+        assert not targets & {source for source, _ in plan.copies}, "a copy reads a copied block"
+        for source, target in plan.copies:
+            for chains in (self.before, self.after):
+                chains[target * size : (target + 1) * size] = chains[
+                    source * size : (source + 1) * size
+                ]
         tables = plan.block_tables
         assert tables.shape[:2] == (len(self.groups), plan.num_rows)
         starts = plan.kv_len - np.diff(plan.cu_q)
@@ -318,13 +326,55 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline_s=None if patience_s is None else self.now_s + patience_s,
             priority=priority,
         )
-        client = self.clients[key] = Client(request, *alone(prompt, params, emitted))
+        self.add(request)
+
+    def add(self, request):
+        expected = alone(request.token_ids.tolist(), request.params, request.num_emitted)
+        client = self.clients[request.key] = Client(request, *expected)
         full = self.scheduler.num_waiting >= self.config.max_waiting_requests
         refusal = self.scheduler.add(request)
         assert (refusal is not None) == full
         if refusal is not None:
             assert refusal.error.code == "overloaded"
             client.take(refusal)
+
+    @rule(
+        pick=st.integers(0, 30),
+        count=st.integers(1, 4),
+        max_tokens=st.integers(1, 40),
+        min_tokens=st.integers(0, 12),
+        alive=st.sampled_from([True, True, True, False]),
+        patience_s=st.sampled_from([None, None, None, 3.0]),
+    )
+    def fork(self, pick, count, max_tokens, min_tokens, alive, patience_s):
+        """Children of a parent in any phase; of one that has ended, too."""
+        parents = [c.request for c in self.clients.values() if (c.ended is None) == alive]
+        if not parents:
+            return
+        parent = parents[pick % len(parents)]
+        prompt = parent.token_ids[: parent.num_prompt_tokens].tolist()
+        limit = min(self.config.max_model_len, self.config.max_cache_tokens)
+        max_tokens = min(max_tokens, limit - len(prompt))
+        for seed in range(count):
+            params = dataclasses.replace(
+                parent.params,
+                max_tokens=max_tokens,
+                min_tokens=min(min_tokens, max_tokens),
+                seed=7 + seed,
+            )
+            key = ("router", len(self.clients))
+            deadline_s = None if patience_s is None else self.now_s + patience_s
+            self.add(
+                Request(
+                    key,
+                    prompt,
+                    params,
+                    tenant=parent.tenant,
+                    arrival_s=self.now_s,
+                    deadline_s=deadline_s,
+                    fork_of=parent.key,
+                )
+            )
 
     @rule(
         sizes=st.lists(

@@ -68,6 +68,7 @@ class EngineTransport:
                 submit.params,
                 num_emitted=submit.num_emitted,
                 tenant=submit.tenant,
+                fork_of=submit.fork_of,
             )
         )
         return attempt
@@ -89,6 +90,7 @@ class EngineTransport:
                     d.queue_s,
                     d.num_host_cached_tokens,
                     d.logprobs,
+                    d.prompt_logprobs,
                 ),
                 d.error,
             )

@@ -76,7 +76,7 @@ def test_choices_differ_by_their_noise_alone_and_come_again(transport) -> None:
 
 
 def test_choices_share_the_blocks_of_their_prompt(transport) -> None:
-    """The prompt's last partial block is all that each choice computes for itself."""
+    """The prompt's last token is all of it that each choice but the first computes for itself."""
     prompt = tuple(range(100, 300))
     before = transport.engine.snapshot()["prefix"]["tokens_hit"]
 
@@ -85,8 +85,65 @@ def test_choices_share_the_blocks_of_their_prompt(transport) -> None:
 
     stream, _ = run(transport, body)
     hit = transport.engine.snapshot()["prefix"]["tokens_hit"] - before
-    assert hit == 3 * (200 // 32 * 32)
+    assert hit == 3 * 199
     assert (stream.usage.prompt_tokens, stream.usage.cached_tokens) == (200, 0)
+
+
+def test_choices_are_forks_of_the_first_on_its_replica(transport) -> None:
+    async def body(service: RouterService) -> None:
+        stream, _ = await answers(service, request(n=4))
+        lead, *forks = transport.submits
+        assert lead.fork_of is None
+        assert [fork.fork_of for fork in forks] == [lead.stream_id] * 3
+        assert {s.explain.replica for s in stream._streams} == {stream.explain.replica}
+        assert stream.usage.cached_tokens == 0 or stream.explain.predicted_cached_tokens
+
+    run(transport, body)
+
+
+def test_a_choice_whose_replica_is_lost_continues_alone(transport) -> None:
+    async def body(service: RouterService) -> None:
+        transport.lose_after = []
+        _, expected = await answers(service, request(n=3, temperature=1.0))
+        transport.submits.clear()
+        transport.lose_after = [0, 6, 9]
+        _, moved = await answers(service, request(n=3, temperature=1.0))
+        assert [c.token_ids for c in moved] == [c.token_ids for c in expected]
+        assert len(transport.submits) == 6
+        assert [submit.fork_of for submit in transport.submits[3:]] == [None] * 3
+
+    run(transport, body)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_prompt_scores_are_complete_with_the_first_token_also_after_a_loss(transport, n) -> None:
+    prompt = tuple(range(100, 180))
+
+    async def body(service: RouterService) -> None:
+        asked = request(prompt=prompt, n=n, prompt_logprobs=2, max_tokens=8)
+        transport.lose_after = []
+        stream = await service.generate(asked)
+        expected = stream.prompt_scores
+        await stream.aclose()
+        assert [scores.token.token_id for scores in expected] == list(prompt)
+        assert (expected[0].token.logprob, expected[0].top, expected[0].rank) == (None, (), None)
+        assert all(len(s.top) == 2 and s.rank >= 1 > s.token.logprob for s in expected[1:])
+        asked_of = [submit.params.prompt_logprobs for submit in transport.submits]
+        assert asked_of == [2] + [None] * (n - 1)
+        for tokens in (0, 3):  # lost as soon as the prompt is told, and later
+            transport.submits.clear()
+            transport.lose_after = [tokens]
+            stream, _ = await answers(service, asked)
+            assert stream.prompt_scores == expected
+            again = [
+                s for s in transport.submits if s.stream_id > transport.submits[n - 1].stream_id
+            ]
+            assert len(again) == 1
+            assert again[0].params.prompt_logprobs is None
+        stream, _ = await answers(service, request(prompt=prompt, n=n))
+        assert stream.prompt_scores is None
+
+    run(transport, body)
 
 
 def test_a_refusal_of_one_choice_refuses_the_request_and_ends_the_others(transport) -> None:
