@@ -87,6 +87,7 @@ class EngineTransport:
                     d.finish_reason,
                     d.num_cached_tokens,
                     d.queue_s,
+                    d.num_host_cached_tokens,
                     d.logprobs,
                 ),
                 d.error,

@@ -160,6 +160,10 @@ def test_streams_equal_their_uninterrupted_selves_under_random_kills(chaos_clust
         if outcome.done and outcome.usage[1] > 20
     )
     assert set(kinds) == set(KINDS), "each kind has answers long enough to be interrupted"
+    for number, outcome in calm.outcomes.items():
+        for choice in outcome.choices:
+            num_scores = len(choice.token_ids) if Spec(number).kind == "logprobs" else 0
+            assert len(choice.logprobs) == num_scores, Spec(number)
 
     killer = Killer(chaos_cluster, random.Random(seed))
     storm = Clients(chaos_cluster)
