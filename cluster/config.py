@@ -227,8 +227,8 @@ class EngineArgs(_Section):
         10.0,
         ge=1,
         le=3600,
-        description="A step that takes longer than this, and longer than five times what the measured "
-        "speed foretold, counts as hung: the replica's process ends, Serve starts another, and its "
+        description="Seconds after which a step counts as hung, if they are also more than five times "
+        "what the measured speed foretold: the replica's process ends, Serve starts another, and its "
         "streams continue elsewhere.",
     )
     max_prefill_ms: float | None = Field(

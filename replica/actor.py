@@ -206,12 +206,11 @@ class Replica:
         """End what no router wants any more."""
         while True:
             await asyncio.sleep(LEASE_S / _LEASE_CHECKS)
-            now = time.monotonic()
-            for router_id in self._leases.expire_routers(now):
+            for router_id in self._leases.expire_routers():
                 if router_id in self._attachments:
                     logger.warning("%s has been silent for %.0f s: detached", router_id, LEASE_S)
                     self._attachments.detach(router_id)
-            for key in self._leases.expired_streams(now):
+            for key in self._leases.expired_streams():
                 logger.warning("stream %s has not been renewed for %.0f s: aborted", key, LEASE_S)
                 self._engine.abort(key)
 

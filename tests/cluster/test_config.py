@@ -58,7 +58,15 @@ def test_every_field_has_a_description_and_a_default(model: type[BaseModel], nam
 
 
 UNITS = ("_tokens", "_ms", "_s", "_bytes", "_gib")
-COUNTS = ("num_blocks", "num_threads", "num_cpus", "num_gpus", "replicas", "routers")
+COUNTS = (
+    "num_blocks",
+    "num_threads",
+    "num_cpus",
+    "num_gpus",
+    "replicas",
+    "routers",
+    "max_migrations",
+)
 # Names that the field's engines share; the description states the unit.
 STANDARD_TERMS = {
     "block_size": "Tokens",

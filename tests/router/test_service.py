@@ -874,6 +874,27 @@ def test_a_stream_that_its_living_router_forgot_ends_with_its_lease(
     runner.run(run())
 
 
+def test_a_draining_replica_finishes_what_it_has_though_no_renewal_reaches_it(
+    runner, replicas, reference, short_leases, monkeypatch
+):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stream = await stack.open(max_tokens=LONG)
+            name = stream.explain.replica
+            # Serve offers it to nobody any more, and tells.
+            stack.cluster.handle.passes_over.add(name)
+            stack.cluster.membership.update(frozenset(stack.cluster.replicas) - {name})
+            engine = stack.cluster.replicas[name].engine
+            await asyncio.wrap_future(engine.call(lambda _: time.sleep(3 * SHORT_LEASE_S)))
+            answer = await read(stream)
+            params = GREEDY | dict(max_tokens=LONG)
+            assert answer.token_ids == expected(reference, **params).token_ids
+            assert (stream.explain.attempts, stream.explain.replica) == (1, name)
+            stack.cluster.handle.passes_over.clear()
+
+    runner.run(run())
+
+
 def test_a_request_that_serve_gave_to_another_replica_is_renewed_there(
     runner, replicas, short_leases, monkeypatch
 ):

@@ -55,12 +55,13 @@ def chaos_cluster(tmp_path_factory) -> Iterator[Cluster]:
 
 
 class Killer:
-    """Kills a random replica, and now and then all of them, at random moments."""
+    """Kills a random replica at random moments; and once, when half of the work is done, all of them."""
 
     def __init__(self, cluster: Cluster, rng: random.Random):
         self._cluster = cluster
         self._rng = rng
         self.num_kills = 0
+        self.had_all = False
 
     def pids(self) -> list[int]:
         """Of the replicas that run, as Serve says."""
@@ -75,7 +76,9 @@ class Killer:
             pids = await asyncio.to_thread(self.pids)
             if len(pids) < 2:
                 continue
-            doomed = pids if self._rng.random() < 0.1 else [self._rng.choice(pids)]
+            doomed = [self._rng.choice(pids)]
+            if not self.had_all and self.num_kills >= NUM_KILLS // 2:
+                self.had_all, doomed = True, pids
             for pid in doomed:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -157,6 +160,10 @@ def test_streams_equal_their_uninterrupted_selves_under_random_kills(chaos_clust
         if outcome.done and outcome.usage[1] > 20
     )
     assert set(kinds) == set(KINDS), "each kind has answers long enough to be interrupted"
+    for number, outcome in calm.outcomes.items():
+        for choice in outcome.choices:
+            num_scores = len(choice.token_ids) if Spec(number).kind == "logprobs" else 0
+            assert len(choice.logprobs) == num_scores, Spec(number)
 
     killer = Killer(chaos_cluster, random.Random(seed))
     storm = Clients(chaos_cluster)
@@ -217,15 +224,23 @@ def report(
         for n, watch in storm.watches.items()
     )
     refused = sum(watch.refusals > 0 for watch in storm.watches.values())
-    details = {"kills": killer.num_kills, "seconds": round(storm_s), "refused_first": refused}
+    stall_p99_s = stalls[int(0.99 * (len(stalls) - 1))]
+    details = {
+        "seconds": round(storm_s),
+        "refused_first": refused,
+        "added_stall_p50_s": round(stalls[len(stalls) // 2], 2),
+        "added_stall_p99_s": round(stall_p99_s, 2),
+        "added_stall_max_s": round(stalls[-1], 2),
+    }
     wanted_migrations = 1000 if SIZE == "long" else 1
     bars = [
         Bar("chaos/bad_streams", num_bad, "streams", 0, details=details),
         Bar("chaos/streams", len(storm.outcomes), "streams", NUM_STREAMS, at_most=False),
         Bar("chaos/kills", killer.num_kills, "SIGKILL", NUM_KILLS, at_most=False),
         Bar("chaos/migrations", migrations, "attempts", wanted_migrations, at_most=False),
-        Bar("chaos/added_stall_p99", stalls[int(0.99 * (len(stalls) - 1))], "s", 3.0),
     ]
+    if SIZE == "long":  # the time without any replica is all of p99 in 300 streams, not in 5000
+        bars.append(Bar("chaos/added_stall_p99", stall_p99_s, "s", 3.0))
     for bar in bars:
         print(bar.to_json())
     out = os.environ.get("CHAOS_OUT")
