@@ -20,7 +20,7 @@ from quire.kernels import (
     sampling,
 )
 from quire.kernels.offline_compile import Entry
-from quire.kernels.tuning import ARCHS
+from quire.kernels.tuning import ARCHS, launch_options
 
 VOCAB = 151_936  # Qwen3
 _EXACT = dict(enable_fp_fusion=False)  # as every wrapper asks
@@ -142,7 +142,8 @@ def _sampling(arch: str) -> Iterator[Entry]:
                 sampling._sample_kernel,
                 types,
                 dict(PIVOTS=config.pivots, **shape),
-                options,
+                launch_options(arch, config.num_warps, sampling.NUM_STAGES, sampling.RESIDENT),
+                sampling.RESIDENT,
             )
         for num_top in (0, 20):
             yield Entry(

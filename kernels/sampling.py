@@ -13,7 +13,7 @@ Bias and penalties are applied before, to the few ids that have any: `quire.kern
 
 Search. What is kept is { (y, -id) >= (t, -last tie) }. The threshold t is found among integers of the same order as
 the values: a pass counts, for PIVOTS thresholds between the bounds, the values at or above each (or their mass),
-and the bounds close in on the one where k (or p) is reached, at most 11 passes for all 2^32 values, fewer where
+and the bounds close in on the one where k (or p) is reached, at most 14 passes for all 2^32 values, fewer where
 one value is left between the bounds. Masses are float32 sums in a fixed order: rounding never makes a sum of
 more terms smaller, so the search is well defined and independent of the batch. A share within about 1e-6 of p may
 fall to either side.
@@ -52,6 +52,7 @@ from quire.kernels.sampling_tile import (
     scaled,
     survey,
 )
+from quire.kernels.tuning import device_arch, launch_options
 
 MAX_VOCAB = 1 << 24
 NO_TOKEN = -1
@@ -68,11 +69,15 @@ class SamplingConfig:
 
     tile: int = 1024  # ids of one step, a power of two
     max_candidates: int = 4096
-    pivots: int = 8  # thresholds of a search pass, a power of two
+    pivots: int = (
+        4  # thresholds of a search pass, a power of two; 8 take too many registers for `RESIDENT`
+    )
     num_warps: int = 8
 
 
 DEFAULT_CONFIG = SamplingConfig()
+RESIDENT = 2  # programs that fit a multiprocessor: 256 rows run at the same time on 132 of them
+NUM_STAGES = 3
 
 
 @triton.jit
@@ -324,7 +329,7 @@ def sample_tokens(
             out, logits, mask, temperature, top_k, top_p, min_p, noise_keys.view(torch.int32), candidates,
             logits.stride(0), 0 if mask is None else mask.stride(0),
             VOCAB=vocab, TILE=config.tile, MAX_CANDIDATES=config.max_candidates, PIVOTS=config.pivots,
-            num_warps=config.num_warps, enable_fp_fusion=False,
+            **launch_options(device_arch(device), config.num_warps, NUM_STAGES, RESIDENT),
         )
         # fmt: on
     return out
