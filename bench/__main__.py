@@ -8,6 +8,7 @@ import sys
 BENCHMARKS = {
     "serving": "start-up, idle CPU and answers of the real cluster",
     "host_overhead": "host time per step, against transformers' continuous batching",
+    "cpu_attention": "attention on the CPU, one layer: native, torch, SDPA, and the machine's floor",
     "bus_overhead": "Python per token on both sides of the bus",
 }
 

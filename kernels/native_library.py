@@ -64,6 +64,9 @@ def load() -> NativeLibrary | None:
         ctypes.c_void_p,
         ctypes.c_int64,
     ]
+    functions.quire_scatter_bytes.restype = ctypes.c_int64
+    functions.quire_scatter.restype = None
+    functions.quire_scatter.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     functions.quire_exp2.argtypes = [
         ctypes.c_void_p,
         ctypes.c_void_p,

@@ -214,6 +214,7 @@ def test_an_editable_install_runs_the_source_folder(source: Path, tmp_path):
     result = run(python, code)
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()) == source / "cluster" / "cli.py"
+    assert (source / "kernels" / Path(LIBRARY).name).exists() == HAS_COMPILER
     result = subprocess.run([python.parent / "quire", "--version"], capture_output=True, text=True)
     assert result.stdout == "quire 0.1.0\n"
 
