@@ -215,6 +215,7 @@ def _completion(delta: RequestDelta) -> Completion:
         delta.queue_s,
         delta.prefill_s,
         None if delta.error is None else delta.error.to_wire(),
+        delta.num_host_cached_tokens,
     )
 
 

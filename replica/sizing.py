@@ -20,7 +20,7 @@ import torch
 from quire.kernels import cpu_attention, cpu_attention_native
 from quire.kernels.cpu_attention_torch import PREFILL_ROWS
 from quire.replica.checkpoint import count_parameters
-from quire.replica.config import EngineArgs, EngineConfig
+from quire.replica.config import DEMOTION_ORDERS, SCHEDULERS, EngineArgs, EngineConfig
 from quire.replica.groups import max_sequence_tokens, sequence_blocks
 from quire.replica.kv_pool import block_elements
 from quire.replica.spec import ModelSpec
@@ -31,6 +31,9 @@ GIB = 1 << 30
 _CPU_KV_BYTES = 1 * GIB  # default: several replicas share a machine
 _CPU_BATCH_TOKENS = 512
 _CUDA_BATCH_TOKENS = 8192
+_RESUME_STEP = (
+    0.1  # between the two marks of admission: more costs throughput and spares no preemption
+)
 _SMALL_MODEL_PARAMETERS = (
     200_000_000  # below, float32 on a CPU is fast enough to have exactness for free
 )
@@ -170,7 +173,15 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         # A step decodes one token of every running request.
         max_running_requests=min(args.max_running_requests, max_batch_tokens),
         max_waiting_requests=args.max_waiting_requests,
+        scheduler=args.scheduler,
+        max_prefill_ms=args.max_prefill_ms,
         safety_margin=args.safety_margin,
+        resume_margin=(
+            min(1.0, args.safety_margin + _RESUME_STEP)
+            if args.resume_margin is None
+            else args.resume_margin
+        ),
+        demotion_order=args.demotion_order,
         prefix_caching=args.prefix_caching,
         deterministic=exact if args.deterministic is None else args.deterministic,
         num_threads=num_threads,
@@ -284,7 +295,12 @@ def choose_dtype(
 
 def _check_args(args: EngineArgs) -> None:
     """Bounds of what the user wrote; every message names field, bound and value."""
-    choices = {"device": ("auto", "cpu", "cuda"), "dtype": ("auto", *_BYTES)}
+    choices = {
+        "device": ("auto", "cpu", "cuda"),
+        "dtype": ("auto", *_BYTES),
+        "scheduler": SCHEDULERS,
+        "demotion_order": DEMOTION_ORDERS,
+    }
     for name, allowed in choices.items():
         if getattr(args, name) not in allowed:
             raise SizingError(
@@ -302,6 +318,16 @@ def _check_args(args: EngineArgs) -> None:
         raise SizingError(f"max_memory_percent must be in (0, 1], got {args.max_memory_percent!r}")
     if not 0 <= args.safety_margin < 1:
         raise SizingError(f"safety_margin must be in [0, 1), got {args.safety_margin!r}")
+    resume = args.resume_margin
+    if resume is not None and not args.safety_margin <= resume <= 1:
+        raise SizingError(
+            f"resume_margin must be in [safety_margin, 1], here [{args.safety_margin:g}, 1], got {resume!r}"
+        )
+    max_ms = args.max_prefill_ms
+    if max_ms is not None and not (math.isfinite(max_ms) and max_ms >= 1):
+        raise SizingError(
+            f"max_prefill_ms must be at least 1, or None for no bound, got {max_ms!r}"
+        )
     gib = args.kv_cache_gib
     if gib is not None and not (math.isfinite(gib) and gib > 0):
         raise SizingError(f"kv_cache_gib must be a positive number, got {gib!r}")

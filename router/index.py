@@ -3,7 +3,7 @@
 A prompt is a chain of routing hashes (`quire.protos.wire.RoutingHasher`), one for each 64-token
 prefix. The index maps a hash to the replicas that hold it, as the bits of an int:
 
-    confirmed   hash -> mask    what the replicas' own events say
+    confirmed   hash -> mask    what the replicas' own events say, in whichever tier
     booked      hash -> mask    requests on their way or in prefill, counted by (replica, hash)
 
     prompt      h0     h1     h2     h3
@@ -27,11 +27,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents
+from quire.protos.wire import CacheEvents, tier_digest
 
 _NUM_SHARDS = 256
 _SHARD_MASK = _NUM_SHARDS - 1
 _SWEEP_ENTRIES = 4096  # scanned after one update, to whole shards: under a millisecond
+_NO_HASHES = np.empty(0, np.uint64)
 _MAX_INTERNED_MASKS = 1 << 16  # beyond it sharing starts over; only memory is lost
 
 
@@ -44,7 +45,8 @@ class _Holder:
     seq: int
     slot: int
     bit: int  # 1 << slot
-    digest: int = 0  # XOR of all confirmed hashes
+    gpu_xor: int = 0  # XOR of the confirmed hashes in its `gpu` tier
+    host_xor: int = 0  # of those in its `host` tier
     num_blocks: int = 0
     complete: bool = True  # False: a store was dropped at the memory bound
     booked: dict[int, int] = field(default_factory=dict)  # hash -> number of bookings
@@ -145,8 +147,9 @@ class PrefixIndex:
         return self._holders[replica].seq
 
     def digest(self, replica: str) -> int:
-        """XOR of the replica's confirmed hashes: equals `Frame.digest` if `is_complete`."""
-        return self._holders[replica].digest
+        """`tier_digest` of the replica's confirmed hashes: equals `Frame.digest` if `is_complete`."""
+        holder = self._holders[replica]
+        return tier_digest(holder.gpu_xor, holder.host_xor)
 
     def num_blocks(self, replica: str) -> int:
         """Confirmed routing blocks of the replica."""
@@ -174,13 +177,22 @@ class PrefixIndex:
             return True
         if events.cleared:
             self._clear(holder)
-        self._remove(holder, events.removed.tolist())
-        self._store(holder, events.stored.tolist())
+        holder.gpu_xor ^= self._remove(holder, events.removed.tolist())
+        holder.host_xor ^= self._remove(holder, events.host_removed.tolist())
+        holder.gpu_xor ^= self._store(holder, events.stored.tolist())
+        holder.host_xor ^= self._store(holder, events.host_stored.tolist())
         holder.seq = events.seq
         self._sweep_step()
         return True
 
-    def reset(self, replica: str, epoch: str, seq: int, hashes: np.ndarray) -> None:
+    def reset(
+        self,
+        replica: str,
+        epoch: str,
+        seq: int,
+        hashes: np.ndarray,
+        host_hashes: np.ndarray = _NO_HASHES,
+    ) -> None:
         """Replace all that is known of a replica by a snapshot.
 
         Bookings survive when the epoch is the same and are dropped when it is another.
@@ -188,10 +200,12 @@ class PrefixIndex:
         Parameters
         ----------
         hashes
-            [n] uint64, all routing hashes held after event batch `seq`.
+            [n] uint64, all routing hashes in the replica's `gpu` tier after event batch `seq`.
+        host_hashes
+            [m] uint64, those in its `host` tier.
         """
         self.begin_reset(replica, epoch, seq)
-        self.extend_reset(replica, hashes)
+        self.extend_reset(replica, hashes, host_hashes)
         self.commit_reset(replica)
 
     def begin_reset(self, replica: str, epoch: str, seq: int) -> None:
@@ -199,9 +213,13 @@ class PrefixIndex:
         self._drop_staged(replica)
         self._staged[replica] = self._new_holder(replica, epoch, seq)
 
-    def extend_reset(self, replica: str, hashes: np.ndarray) -> None:
+    def extend_reset(
+        self, replica: str, hashes: np.ndarray, host_hashes: np.ndarray = _NO_HASHES
+    ) -> None:
         """Add one page of the snapshot under way."""
-        self._store(self._staged[replica], hashes.tolist())
+        staged = self._staged[replica]
+        staged.gpu_xor ^= self._store(staged, hashes.tolist())
+        staged.host_xor ^= self._store(staged, host_hashes.tolist())
 
     def commit_reset(self, replica: str) -> None:
         """Put the snapshot in the place of what was known."""
@@ -212,7 +230,7 @@ class PrefixIndex:
             # counts.
             self._move_bookings(old, staged.bit)
             self._make_dead(old)
-            for name in ("seq", "slot", "bit", "digest", "num_blocks", "complete"):
+            for name in ("seq", "slot", "bit", "gpu_xor", "host_xor", "num_blocks", "complete"):
                 setattr(old, name, getattr(staged, name))
             staged = old
         else:
@@ -339,11 +357,12 @@ class PrefixIndex:
 
     # --------------------------------------------------------------------------------------- state
 
-    def _store(self, holder: _Holder, hashes: Iterable[int]) -> None:
+    def _store(self, holder: _Holder, hashes: Iterable[int]) -> int:
+        """Set the holder's bit for these hashes; returns the XOR of those for which it was not set."""
         shards, interned, bit = self._shards, self._interned, holder.bit
         if len(interned) > _MAX_INTERNED_MASKS:
             interned.clear()
-        digest, added = holder.digest, 0
+        added_xor, added = 0, 0
         for routing_hash in hashes:
             shard = shards[routing_hash & _SHARD_MASK]
             mask = shard.get(routing_hash, 0)
@@ -356,20 +375,23 @@ class PrefixIndex:
                 self._size += 1
             mask |= bit
             shard[routing_hash] = interned.setdefault(mask, mask)
-            digest ^= routing_hash
+            added_xor ^= routing_hash
             added += 1
-        holder.digest = digest
         holder.num_blocks += added
+        return added_xor
 
-    def _remove(self, holder: _Holder, hashes: Iterable[int]) -> None:
+    def _remove(self, holder: _Holder, hashes: Iterable[int]) -> int:
+        """Clear the holder's bit for these hashes; returns the XOR of those for which it was set."""
+        removed_xor = 0
         for routing_hash in hashes:
             shard = self._shards[routing_hash & _SHARD_MASK]
             mask = shard.get(routing_hash, 0)
             if not mask & holder.bit:
                 continue
             self._put(shard, routing_hash, mask ^ holder.bit)
-            holder.digest ^= routing_hash
+            removed_xor ^= routing_hash
             holder.num_blocks -= 1
+        return removed_xor
 
     def _put(self, shard: dict[int, int], routing_hash: int, mask: int) -> None:
         if mask:
@@ -384,7 +406,7 @@ class PrefixIndex:
         slot = self._take_slot()
         self._move_bookings(holder, 1 << slot)
         holder.slot, holder.bit = slot, 1 << slot
-        holder.digest = holder.num_blocks = 0
+        holder.gpu_xor = holder.host_xor = holder.num_blocks = 0
         holder.complete = True
         self._make_live(holder)
 

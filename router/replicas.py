@@ -279,7 +279,7 @@ class ReplicaTable:
         if not entry.in_snapshot:
             self._index.begin_reset(entry.name, frame.epoch, frame.events_seq)
             entry.in_snapshot = True
-        self._index.extend_reset(entry.name, frame.snapshot)
+        self._index.extend_reset(entry.name, frame.snapshot, frame.host_snapshot)
         if not frame.snapshot_more:
             self._index.commit_reset(entry.name)
             entry.in_snapshot = False

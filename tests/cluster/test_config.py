@@ -65,6 +65,7 @@ STANDARD_TERMS = {
     "max_model_len": "tokens",
     "max_memory_percent": "Fraction",
     "safety_margin": "Fraction",
+    "resume_margin": "Fraction",
     "max_tokens_default": "tokens",
 }
 

@@ -255,11 +255,11 @@ def test_a_paged_snapshot_gives_the_router_the_whole_cache(monkeypatch, num_hash
         router = Router(attachments, "a")
         await settle()
         # A batch overtakes the snapshot, as it may between the engine's thread and the event loop.
-        seq, hashes = log.snapshot()
+        snapshot = log.snapshot()
         log.hold([1000])
         attachments.publish(output([], log.flush(), log.seq, log.digest, Load()))
-        attachments.send_snapshot("a", seq, hashes)
-        attachments.send_snapshot("gone", seq, hashes)
+        attachments.send_snapshot("a", *snapshot)
+        attachments.send_snapshot("gone", *snapshot)
         # The replay agrees with the first frame that is not older than it.
         attachments.publish(output([delta("a", 1, 0)], None, log.seq, log.digest, Load()))
         await settle()

@@ -52,9 +52,10 @@ def test_a_release_too_many_is_an_error():
         blocks.release([block])
 
 
-def test_a_pool_needs_a_block():
-    with pytest.raises(ValueError, match="num_blocks must be >= 1, got 0"):
-        BlockManager(0, on_demote=lambda block: None)
+def test_a_pool_may_be_empty_but_no_smaller():
+    assert BlockManager(0, on_demote=lambda block: None).allocate(1) is None
+    with pytest.raises(ValueError, match="num_blocks must be >= 0, got -1"):
+        BlockManager(-1, on_demote=lambda block: None)
 
 
 @pytest.mark.parametrize("owners", [[0, 0, 0], [2, 0, 0], [1, 1, 0]])

@@ -24,9 +24,10 @@ from hypothesis.stateful import (
 )
 
 from quire.protos.errors import DeadlineExceeded, EngineError
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import SamplingParams, tier_digest
 from quire.replica import prefix
 from quire.replica.config import EngineConfig
+from quire.replica.events import Tier
 from quire.replica.groups import LayerGroup, sequence_blocks
 from quire.replica.plan import StepPlan, StepResult
 from quire.replica.request import Request
@@ -68,9 +69,10 @@ def alone(prompt, params, num_emitted):
 
 
 class ModelDevice:
-    """Slots of chains; runs a plan as the contract says: all KV is written before any is read."""
+    """Slots of chains in two tiers; runs a plan as the contract says: saves, restores, then all KV is written
+    before any is read."""
 
-    def __init__(self, num_blocks, block_size, groups):
+    def __init__(self, num_blocks, num_host_blocks, block_size, groups):
         self.block_size = block_size
         self.groups = groups
         # The group whose queries see the token before theirs: it tells what a row continues.
@@ -79,8 +81,25 @@ class ModelDevice:
         )
         self.before = np.zeros(num_blocks * block_size, dtype=object)
         self.after = np.zeros(num_blocks * block_size, dtype=object)
+        # [host blocks, 2, block_size]: `before` and `after` of the blocks copied there
+        self.host = np.full((num_host_blocks, 2, block_size), None, dtype=object)
+
+    def slots_of(self, block):
+        return slice(block * self.block_size, (block + 1) * self.block_size)
+
+    def transfer(self, plan):
+        saves, restores = plan.saves.tolist(), plan.restores.tolist()
+        targets = [[pair[1] for pair in pairs] for pairs in (saves, restores)]
+        assert all(len(set(of_kind)) == len(of_kind) for of_kind in targets)
+        for block, host_block in saves:
+            slots = self.slots_of(block)
+            self.host[host_block] = self.before[slots], self.after[slots]
+        for host_block, block in restores:
+            slots = self.slots_of(block)
+            self.before[slots], self.after[slots] = self.host[host_block]
 
     def run(self, plan: StepPlan) -> StepResult:
+        self.transfer(plan)
         num_written = plan.num_tokens * len(self.groups)
         assert len(set(plan.slots.ravel().tolist())) == num_written, "a slot is written twice"
         size = self.block_size
@@ -154,7 +173,8 @@ class Client:
             assert (self.output, self.ended) == (self.expected, self.reason)
         if self.ended is not None:
             assert delta.num_output_tokens == self.request.num_emitted + len(self.output)
-            assert delta.num_cached_tokens <= delta.num_prompt_tokens
+            cached, on_host = delta.num_cached_tokens, delta.num_host_cached_tokens
+            assert on_host <= cached <= delta.num_prompt_tokens
 
 
 FULL = LayerGroup()
@@ -186,9 +206,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
         margin=st.sampled_from([0.0, 0.2, 0.5]),
         caching=st.sampled_from([True, True, True, False]),
+        num_host_blocks=st.one_of(st.just(0), st.integers(1, 20)),
         pick=st.integers(0, 30),
     )
-    def start(self, num_blocks, max_batch_tokens, max_running, margin, caching, pick):
+    def start(
+        self, num_blocks, max_batch_tokens, max_running, margin, caching, num_host_blocks, pick
+    ):
         groups = MIXES[self.mix][pick % len(MIXES[self.mix])]
         # Room for one row of a few blocks at least.
         num_blocks += sequence_blocks(groups, 3 * self.block_size, 1, self.block_size) - 3
@@ -210,13 +233,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             deterministic=True,
             num_threads=1,
             groups=groups,
+            num_host_blocks=num_host_blocks,
         )
         self.scheduler = Scheduler(self.config, max_event_batches=4)
-        self.device = ModelDevice(num_blocks, self.block_size, groups)
+        self.device = ModelDevice(num_blocks, num_host_blocks, self.block_size, groups)
         self.clients = {}
+        self.paused = set()
         self.plan = None
         self.now_s = 0.0
-        self.replayed, self.seq = set(), 0
+        self.replayed, self.seq = (set(), set()), 0  # by tier
 
     # -- what can happen ---------------------------------------------------------------------------------
 
@@ -286,17 +311,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.plan = self.scheduler.plan(self.now_s)
         if self.plan is None:
             self.deliver(self.scheduler.take_ended())
-            assert all(c.ended for c in live), "requests live and no step for them"
+            running = [c for c in live if not c.ended and c.request.key not in self.paused]
+            assert not running, "requests live and no step for them"
             return
         assert self.plan.num_tokens <= self.config.max_batch_tokens
         assert self.plan.num_rows <= self.config.max_running_requests
         assert (np.diff(self.plan.cu_q)[: self.plan.num_decode_rows] == 1).all()
+        rows = self.scheduler.rows
+        planned = {rows.requests[row].key for row in self.scheduler._step.rows.tolist()}
+        assert not planned & self.paused
         self.spoil_what_nobody_may_read()
         self.result = self.device.run(self.plan)
 
     def spoil_what_nobody_may_read(self):
-        """Blocks that a row gave back hold what another wrote by now."""
-        owned = {b for row in self.scheduler.snapshot()["rows"] for b in row["blocks"]}
+        """Blocks that a row gave back hold what another wrote by now, in the host tier too. What the step saves
+        or restores is spoiled after it."""
+        snapshot = self.scheduler.snapshot()
+        pinned = {h for h, _ in self.plan.restores.tolist()} | {
+            h for _, h in self.plan.saves.tolist()
+        }
+        for queue in ("returning", "paused"):
+            pinned |= {h for entry in snapshot[queue] for h in entry.get("host_blocks", ())}
+        for block in set(range(self.config.num_host_blocks)) - pinned:
+            if not self.scheduler.host.blocks.has_content(block):
+                self.device.host[block] = None
+        owned = {b for row in snapshot["rows"] for b in row["blocks"]}
+        owned |= {d for d, _ in self.plan.saves.tolist()}
         written = set((self.plan.slots // self.block_size).ravel().tolist())
         for block in range(self.config.num_blocks):
             if block not in owned | written and not self.scheduler.blocks.has_content(block):
@@ -328,8 +368,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             deltas = self.scheduler.commit(plan, result, self.now_s)
         else:
             deltas = self.scheduler.fail_step(plan, EngineError("the device is gone"))
-        # What the step wrote must not be trusted: no later row may read it.
+        # What the step wrote must not be trusted: no later row may read it. Its copies may have failed too.
         self.device.before[plan.slots.ravel()] = None
+        for _, block in plan.restores.tolist():
+            self.device.before[self.device.slots_of(block)] = None
+        self.device.host[plan.saves[:, 1]] = None
         self.deliver(deltas)
 
     @rule(pick=st.integers(0, 30))
@@ -343,6 +386,23 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert delta.finish_reason == "abort"
                 self.clients[key].take(delta)
             assert self.scheduler.abort(key) is None
+
+    @rule(pick=st.integers(0, 30))
+    def pause(self, pick):
+        live = [key for key, client in self.clients.items() if client.ended is None]
+        if live:
+            key = live[pick % len(live)]
+            self.scheduler.pause(key)
+            self.scheduler.pause(key)
+            self.paused.add(key)
+
+    @precondition(lambda self: self.paused)
+    @rule(pick=st.integers(0, 30))
+    def resume(self, pick):
+        key = sorted(self.paused)[pick % len(self.paused)]
+        self.paused.discard(key)
+        self.scheduler.resume(key)
+        self.scheduler.resume(key)
 
     @rule()
     def clear_cache(self):
@@ -363,11 +423,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks = self.scheduler.blocks
         self.scheduler.check()
         assert blocks.num_free + blocks.num_cached + blocks.num_in_use == self.config.num_blocks
-        owned = Counter(b for row in self.scheduler.snapshot()["rows"] for b in set(row["blocks"]))
+        snapshot = self.scheduler.snapshot()
+        owned = Counter(b for row in snapshot["rows"] for b in set(row["blocks"]))
         assert len(owned) == blocks.num_in_use
         assert all(blocks.ref_count(block) == count for block, count in owned.items())
+        host = self.scheduler.host.blocks
+        assert host.num_free + host.num_cached + host.num_in_use == self.config.num_host_blocks
+        parked = Counter(
+            block
+            for queue in ("returning", "paused")
+            for entry in snapshot[queue]
+            for block in entry.get("host_blocks", ())
+        )
+        if self.plan is not None:  # held until it has run
+            parked.update(h for h, _ in self.plan.restores.tolist())
+        waits_for_a_step = self.plan is None and self.scheduler.host._planned.restores
+        if not waits_for_a_step:
+            assert len(parked) == host.num_in_use
+            assert all(host.ref_count(block) == count for block, count in parked.items())
         if not self.config.prefix_caching:
-            assert blocks.num_cached == 0
+            assert blocks.num_cached == host.num_cached == 0
         rows = self.scheduler.rows
         for row in np.flatnonzero(rows.active).tolist():
             for g, group in enumerate(self.config.groups):
@@ -381,30 +456,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         events = self.scheduler.events
-        seq, hashes = events.snapshot()
-        assert (seq, set(hashes.tolist())) == (self.seq, self.replayed)
+        seq, *hashes = events.snapshot()
+        assert (seq, *(set(of_tier.tolist()) for of_tier in hashes)) == (self.seq, *self.replayed)
         batch = events.flush()
         if batch is not None:
             assert batch.seq == self.seq + 1
-            if batch.cleared:
-                self.replayed.clear()
-            removed, stored = set(batch.removed.tolist()), set(batch.stored.tolist())
-            assert batch.cleared or removed <= self.replayed
-            self.replayed -= removed
-            assert not stored & self.replayed
-            self.replayed |= stored
+            self.replay(batch)
             self.seq = batch.seq
             assert events.since(self.seq - 1)[-1] is batch
         assert events.seq == self.seq
-        assert self.replayed == events.held()
-        digest = 0
-        for routing_hash in self.replayed:
-            digest ^= routing_hash
-        assert digest == events.digest
+        assert self.replayed == (events.held(Tier.GPU), events.held(Tier.HOST))
+        digests = [0, 0]
+        for tier in Tier:
+            for routing_hash in self.replayed[tier]:
+                digests[tier] ^= routing_hash
+        assert tier_digest(*digests) == events.digest
+
+    def replay(self, batch):
+        gpu, host = self.replayed
+        if batch.cleared:
+            gpu.clear()
+            host.clear()
+        for held, removed in ((gpu, batch.removed), (host, batch.host_removed)):
+            removed = set(removed.tolist())
+            assert removed <= held
+            held -= removed
+        for held, stored in ((gpu, batch.stored), (host, batch.host_stored)):
+            stored = set(stored.tolist())
+            assert not stored & (gpu | host)
+            held |= stored
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
+        for key in sorted(self.paused):
+            self.scheduler.resume(key)
+        self.paused.clear()
         for _ in range(20_000):
             if self.plan is None:
                 self.launch()
@@ -415,6 +502,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.books_agree()
         self.events_replay_to_what_is_held()
         assert self.scheduler.blocks.num_in_use == 0
+        assert self.scheduler.host.blocks.num_in_use == 0
         assert self.scheduler.abort_all() == []
 
 
