@@ -180,6 +180,13 @@ class EngineArgs(_Section):
         gt=0,
         description="Memory of the KV cache in GiB. Default: what max_memory_percent leaves.",
     )
+    cpu_offload_gib: float | None = Field(
+        None,
+        ge=0,
+        description="Memory of the host tier in GiB: requests that a full cache evicts and cached "
+        "prefixes that it drops go there and return without being computed again. 0 turns it off. "
+        "Default: 4 beside a GPU, 0 on the CPU, where kv_cache_gib does the same without copies.",
+    )
     max_memory_percent: float = Field(
         0.9,
         gt=0,

@@ -423,8 +423,7 @@ def tier_digest(gpu_xor: int, host_xor: int) -> int:
     return gpu_xor ^ ((host_xor << 1 | host_xor >> 63) & (2**64 - 1))
 
 
-def _no_hashes() -> np.ndarray:
-    return np.empty(0, np.uint64)
+_NO_HASHES = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,8 +437,8 @@ class CacheEvents:
     stored: np.ndarray  # [n] uint64, parents before children
     removed: np.ndarray  # [n] uint64
     cleared: bool = False
-    host_stored: np.ndarray = field(default_factory=_no_hashes)  # [n] uint64, in no order
-    host_removed: np.ndarray = field(default_factory=_no_hashes)  # [n] uint64
+    host_stored: np.ndarray = field(default_factory=lambda: _NO_HASHES)  # [n] uint64, in no order
+    host_removed: np.ndarray = field(default_factory=lambda: _NO_HASHES)  # [n] uint64
 
     def to_wire(self) -> list[Any]:
         return [
@@ -516,7 +515,7 @@ class Frame:
     snapshot: np.ndarray | None = None  # [n] uint64: a page of all hashes in `gpu` at `events_seq`
     snapshot_more: bool = False  # another page follows
     columns: TokenColumns | None = None
-    host_snapshot: np.ndarray = field(default_factory=_no_hashes)
+    host_snapshot: np.ndarray = field(default_factory=lambda: _NO_HASHES)
     # [m] uint64: what the same page holds of the hashes in `host`
 
     def token_deltas(self) -> Iterator[TokenDelta]:
@@ -561,6 +560,8 @@ class Frame:
 
 
 def _hash_bytes(hashes: np.ndarray) -> bytes:
+    if not len(hashes):
+        return b""
     return np.ascontiguousarray(hashes, dtype="<u8").tobytes()
 
 

@@ -85,6 +85,7 @@ class BlockManager:
         del self._free[split:]
         for block in blocks:
             self._ref_count[block] = 1
+        self._cached.renew(blocks)
         return blocks
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
@@ -98,9 +99,17 @@ class BlockManager:
                 self._cached.remove(block)
             self._ref_count[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """One owner fewer for each of these blocks, given leaf first."""
-        for block in self._cached.releasing(blocks):
+    def release(self, blocks: Iterable[int], *, passed: bool = False) -> None:
+        """One owner fewer for each of these blocks.
+
+        Parameters
+        ----------
+        blocks
+            Of one chain, leaf first.
+        passed
+            They are blocks of sliding groups instead that fell out of their windows, in any order.
+        """
+        for block in self._cached.releasing(blocks, passed):
             owners = self._ref_count[block] - 1
             if owners < 0:
                 raise IntegrityError(f"block {block} is released more often than it was taken")
@@ -119,9 +128,7 @@ class BlockManager:
 
     def mark_content(self, block: int) -> None:
         """The prefix index knows this block's content from now on."""
-        if not self._has_content[block]:
-            self._cached.renew(block)
-            self._has_content[block] = 1
+        self._has_content[block] = 1
 
     def forget_content(self, block: int) -> None:
         """The prefix index has dropped this block: without an owner it becomes free."""

@@ -22,12 +22,12 @@ import math
 from quire.replica.config import EngineConfig
 from quire.replica.speed import StepSpeed
 
-# A step always takes this much prefill if there is any: a prompt of n tokens is computed after n / 16 steps, were it
-# ever so slow. Also the first chunk while no speed is known, which then is.
+# A step takes this much prefill if there is any, were it ever so slow: a prompt always ends. Also the first chunk
+# while no speed is known, which then is.
 MIN_CHUNK_TOKENS = 16
-# After as many steps in a row with no more than that, one goes without prefill: the time of decoding alone may
-# have grown since it was measured last, and what it has grown by is taken for the cost of the few prefill tokens.
-_STEPS_AT_MIN = 32
+# After as many steps in a row that were short of time, one goes without prefill: the time of decoding alone may have
+# grown since it was measured last, and what it has grown by is taken for the cost of the prefill tokens.
+_MAX_CUT_STEPS = 32
 
 
 class StepBudget:
@@ -104,7 +104,7 @@ class Chunking:
         max_ms = config.max_prefill_ms
         self._max_prefill_s = math.inf if max_ms is None else max_ms / 1000
         self._waited_s = 0.0  # since the decoding rows were in a step, if they were left out
-        self._num_at_min = 0  # steps in a row that were cut to the least chunk
+        self._num_cut = 0  # steps in a row that were short of time
 
     def leaves_out_decodes(self, num_decodes: int, start: int, missing: int) -> bool:
         """Whether the scheduler, being `prefill_first`, gives the next step to the prefills alone.
@@ -141,7 +141,7 @@ class Chunking:
         tokens, seconds = self._max_batch_tokens - num_decodes, math.inf
         if num_decodes or left_out:
             seconds = self._max_prefill_s - self._waited_s
-            if self._num_at_min >= _STEPS_AT_MIN and num_decodes:
+            if self._num_cut >= _MAX_CUT_STEPS and num_decodes:
                 tokens = 0
         return StepBudget(self._speed, tokens, seconds, self._block_size)
 
@@ -151,5 +151,5 @@ class Chunking:
         """A step with this budget has run."""
         self._speed.observe(budget.num_tokens, num_decodes, duration_s, budget.num_keys)
         self._waited_s = self._waited_s + duration_s if left_out else 0.0
-        at_min = num_decodes and budget.cut and budget.num_tokens <= MIN_CHUNK_TOKENS
-        self._num_at_min = self._num_at_min + 1 if at_min else 0
+        if num_decodes:
+            self._num_cut = self._num_cut + 1 if budget.cut else 0

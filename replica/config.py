@@ -30,6 +30,7 @@ class EngineArgs:
     max_waiting_requests: int = 1024
     max_memory_percent: float = 0.9
     kv_cache_gib: float | None = None
+    cpu_offload_gib: float | None = None  # host tier; None: 4 GiB beside a GPU, none on the CPU
     scheduler: str = "fifo"  # fifo | prefill_first | priority
     max_prefill_ms: float | None = 100.0  # None: no bound
     safety_margin: float = 0.2

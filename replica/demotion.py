@@ -1,8 +1,9 @@
 """Which cached block is given up first, when the free ones have run out.
 
-Both orders are leaf-first: a block goes before the blocks that it continues, or these could no longer be found. Both
-rest on the same facts: `BlockManager.release` is given a chain leaf first, and whoever owns a block owns the blocks
-before it in its chain.
+Both orders are leaf-first: a block goes before those that it continues, without which it could not be found. Both rest
+on the same facts: `BlockManager.release` is given a chain leaf first, and whoever owns a block owns those of full
+attention before it in its chain. The blocks of a sliding group that fell out of its window are released alone, before
+the rest of their chain; so they are the older ones for `lru`, and `most_recent` gives them up before all others.
 
 | order | the first to go | for |
 |---|---|---|
@@ -45,12 +46,12 @@ class LeastRecentlyUsed:
         """Take out the block that goes first."""
         return self._blocks.popitem(last=False)[0]
 
-    def releasing(self, blocks: Iterable[int]) -> Iterable[int]:
-        """See the blocks that a release is about to give back, leaf first."""
+    def releasing(self, blocks: Iterable[int], passed: bool) -> Iterable[int]:
+        """See the blocks that a release is about to give back; see `BlockManager.release`."""
         return blocks
 
-    def renew(self, block: int) -> None:
-        """The block has got new content: what was known of it is void."""
+    def renew(self, blocks: Iterable[int]) -> None:
+        """These blocks get new content: what was known of them is void."""
 
 
 class MostRecentlyReleased:
@@ -70,9 +71,8 @@ class MostRecentlyReleased:
     _NEVER = 1 << 62
 
     def __init__(self, num_blocks: int):
-        self._release = [
-            self._NEVER
-        ] * num_blocks  # the least number of it and of what continues it
+        # [num_blocks] of each block the least number of it and of what continues it
+        self._release = [self._NEVER] * num_blocks
         self._ticket: dict[int, int] = {}  # of each cached block
         self._heap: list[tuple[int, int, int]] = []  # (-release, ticket, block)
         self._num_releases = 0
@@ -106,14 +106,18 @@ class MostRecentlyReleased:
                 del self._ticket[block]
                 return block
 
-    def releasing(self, blocks: Iterable[int]) -> Iterable[int]:
-        """See the blocks that a release is about to give back, leaf first."""
+    def releasing(self, blocks: Iterable[int], passed: bool) -> Iterable[int]:
+        """See the blocks that a release is about to give back; see `BlockManager.release`."""
+        if passed:
+            yield from blocks  # with the number that is higher than all
+            return
         self._num_releases += 1
         least = self._num_releases
         for block in blocks:
             least = self._release[block] = min(least, self._release[block])
             yield block
 
-    def renew(self, block: int) -> None:
-        """The block has got new content: what was known of it is void."""
-        self._release[block] = self._NEVER
+    def renew(self, blocks: Iterable[int]) -> None:
+        """These blocks get new content: what was known of them is void."""
+        for block in blocks:
+            self._release[block] = self._NEVER

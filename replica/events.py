@@ -22,6 +22,8 @@ import numpy as np
 
 from quire.protos.wire import CacheEvents, tier_digest, xor_hashes
 
+_NO_HASHES = np.empty(0, np.uint64)
+
 
 class Tier(enum.IntEnum):
     """Where blocks of KV are."""
@@ -83,10 +85,17 @@ class EventLog:
 
     def hold(self, hashes: Iterable[int], tier: Tier = Tier.GPU) -> None:
         """One more holder in this tier for each hash."""
+        holders, changed = self._holders[tier], self._changed
+        others = self._holders[1 - tier]
         for routing_hash in hashes:
-            before = self._tier(routing_hash)
-            self._add(routing_hash, tier)
-            self._note(routing_hash, before)
+            count = holders.get(routing_hash, 0)
+            holders[routing_hash] = count + 1
+            if count or (tier and routing_hash in others):
+                continue
+            if routing_hash in others or routing_hash in changed:
+                self._note(routing_hash, Tier.HOST if routing_hash in others else None)
+            else:  # the rule: new, and told for the first time in this batch
+                changed[routing_hash] = None
 
     def drop(self, hashes: Iterable[int], tier: Tier = Tier.GPU) -> None:
         """One holder fewer in this tier for each hash."""
@@ -100,7 +109,8 @@ class EventLog:
         for routing_hash in hashes:
             before = self._tier(routing_hash)
             self._subtract(routing_hash, source)
-            self._add(routing_hash, target)
+            holders = self._holders[target]
+            holders[routing_hash] = holders.get(routing_hash, 0) + 1
             self._note(routing_hash, before)
 
     def clear(self) -> None:
@@ -115,10 +125,6 @@ class EventLog:
         if routing_hash in gpu:
             return Tier.GPU
         return Tier.HOST if routing_hash in host else None
-
-    def _add(self, routing_hash: int, tier: Tier) -> None:
-        holders = self._holders[tier]
-        holders[routing_hash] = holders.get(routing_hash, 0) + 1
 
     def _subtract(self, routing_hash: int, tier: Tier) -> None:
         holders = self._holders[tier]
@@ -148,8 +154,8 @@ class EventLog:
                 removed[at_flush].append(routing_hash)
             if now is not None:
                 stored[now].append(routing_hash)
-        stored_arrays = [np.array(hashes, np.uint64) for hashes in stored]
-        removed_arrays = [np.array(hashes, np.uint64) for hashes in removed]
+        stored_arrays = [np.array(h, np.uint64) if h else _NO_HASHES for h in stored]
+        removed_arrays = [np.array(h, np.uint64) if h else _NO_HASHES for h in removed]
         for tier in Tier:
             old = 0 if cleared else self._xors[tier]
             self._xors[tier] = (

@@ -83,8 +83,7 @@ class SamplingBatch:
     logprobs: tuple[tuple[int, int], ...] = ()  # (index in [0, S), number of likeliest ids wanted)
 
 
-def _no_pairs() -> np.ndarray:
-    return np.empty((0, 2), np.int64)
+_NO_PAIRS = np.empty((0, 2), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +109,10 @@ class StepPlan:
         tuple[int, int], ...
     ] = ()  # (from, to) blocks copied before the step (copy-on-write)
     # Whole blocks copied between the tiers before that: first the saves, then the restores.
-    saves: np.ndarray = field(default_factory=_no_pairs)  # [k, 2] int64, (device block, host block)
-    restores: np.ndarray = field(default_factory=_no_pairs)  # [k, 2] int64, (host, device)
+    saves: np.ndarray = field(
+        default_factory=lambda: _NO_PAIRS
+    )  # [k, 2] int64, (device block, host block)
+    restores: np.ndarray = field(default_factory=lambda: _NO_PAIRS)  # [k, 2] int64, (host, device)
 
     @property
     def num_rows(self) -> int:

@@ -329,7 +329,9 @@ class PrefixCache:
                 self._unhashed.append(entry)
             for block in blocks:
                 self._by_block[block] = entry
-            self._update_tier(entry)
+            entry.on_device = True
+            if parent is not None:
+                parent.num_device_children += 1
             return entry
         if not entry.is_content(token_bytes, chain.tenant, parent):
             return None
@@ -410,10 +412,13 @@ class PrefixCache:
                 sums.append(running)
             entry.routing_sum = running
         hashes = routing_hashes(np.array(sums, np.uint64), keys).tolist()
+        held: tuple[list[int], list[int]] = ([], [])  # by tier
         for n, entry in enumerate(entries):
             entry.routing_hashes = hashes[n * per_entry : (n + 1) * per_entry]
             entry.tier = self._tier_of(entry)
-            self._events.hold(entry.routing_hashes, entry.tier)
+            held[entry.tier].extend(entry.routing_hashes)
+        for tier in Tier:
+            self._events.hold(held[tier], tier)
 
     def forget(self, block: int) -> None:
         """Drop a block of the device from the index.

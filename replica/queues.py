@@ -31,7 +31,7 @@ class WaitingQueue:
         self.num_tokens += request.num_tokens
 
     def push_front(self, request: Request) -> None:
-        self.append(request)
+        WaitingQueue.append(self, request)  # not that of a subclass, whose order does not hold here
         self._requests.move_to_end(request.key, last=False)
 
     def start(self, request: Request) -> None:

@@ -333,7 +333,7 @@ class Scheduler:
     def _compose(self, now_s: float) -> tuple[Step, DecodeRows]:
         """Choose the work of a step and give it its blocks; also the rows that decode."""
         if stale := self.rows.trim():
-            self.blocks.release(stale)
+            self.blocks.release(stale, passed=True)
             self._num_changes += 1
         if self._leaves_out_decodes():
             budget = self._chunking.budget(0, left_out=True)
@@ -469,6 +469,13 @@ class Scheduler:
             if offer is None:
                 self._blocked = (request.arrival_index, self._num_changes)
                 return
+            start = (
+                offer.num_hit_tokens if isinstance(offer, Offer) else request.parked.num_computed
+            )
+            if not step.budget.grant(start, request.num_tokens - start):
+                # Started without a chunk it would not be among those who end if the step fails, though the
+                # blocks that it found may be written by that step.
+                return
             if request.is_victim:
                 self._returning.remove(request)
             else:
@@ -497,12 +504,12 @@ class Scheduler:
         return None
 
     def _start(self, request: Request, offer: Offer, now_s: float) -> None:
-        num_hit = self._admission.take(request, offer)
+        self._admission.take(request, offer)
         if request.first_scheduled_s is None:
             num_prompt_tokens = request.num_prompt_tokens
             num_restored = offer.hit.num_host_entries * self.config.block_size
             request.first_scheduled_s = now_s
-            request.num_cached_tokens = min(num_hit, num_prompt_tokens)
+            request.num_cached_tokens = min(offer.num_hit_tokens, num_prompt_tokens)
             request.num_host_cached_tokens = min(num_restored, request.num_cached_tokens)
             self.num_prefix_tokens_queried += num_prompt_tokens
             self.num_prefix_tokens_hit += request.num_cached_tokens
@@ -655,6 +662,8 @@ class Scheduler:
         num_compiles
             The runner's, which the scheduler does not know.
         """
+        host = self.host.blocks
+        host_free, host_cached = host.num_free, host.num_cached
         return Load(
             num_running=self.rows.num_active,
             num_waiting=self.num_waiting,
@@ -671,10 +680,10 @@ class Scheduler:
             num_steps=self.num_steps,
             num_compiles=num_compiles,
             num_preemptions=self.num_preemptions,
-            host_blocks_free=self.host.blocks.num_free,
-            host_blocks_cached=self.host.blocks.num_cached,
-            host_blocks_in_use=self.host.blocks.num_in_use,
-            host_blocks_total=self.host.blocks.num_blocks,
+            host_blocks_free=host_free,
+            host_blocks_cached=host_cached,
+            host_blocks_in_use=host.num_blocks - host_free - host_cached,
+            host_blocks_total=host.num_blocks,
             num_offloads=self.num_offloads,
             num_restores=self.num_restores,
         )

@@ -22,7 +22,7 @@ class StepSpeed:
     """
 
     WEIGHT = 0.1  # forgotten in a step by the averages
-    FIT_WEIGHT = 0.02  # and by the fit, which needs steps at different positions
+    FIT_WEIGHT = 0.05  # and by the fit, which needs steps at different positions
     # A token at the start of a prompt costs at least this share of the average one: noise may make `a` vanish.
     _MIN_SHARE = 0.25
     _MIN_SPREAD = 1e-3  # of tokens to keys, below which the steps do not tell `a` from `b`

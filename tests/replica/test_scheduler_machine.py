@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from quire.protos.errors import DeadlineExceeded, EngineError
 from quire.protos.wire import SamplingParams, tier_digest
 from quire.replica import prefix
-from quire.replica.config import EngineConfig
+from quire.replica.config import DEMOTION_ORDERS, SCHEDULERS, EngineConfig
 from quire.replica.events import Tier
 from quire.replica.groups import LayerGroup, sequence_blocks
 from quire.replica.plan import StepPlan, StepResult
@@ -196,6 +196,16 @@ MIXES = {
 }
 
 
+POLICIES = st.fixed_dictionaries(
+    {
+        "scheduler": st.sampled_from(SCHEDULERS),
+        "max_prefill_ms": st.sampled_from([None, 1.0, 20.0, 45.0]),  # a token takes 1 ms
+        "resume_margin": st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+        "demotion_order": st.sampled_from(DEMOTION_ORDERS),
+    }
+)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     block_size = 8
     mix = "full"
@@ -208,9 +218,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         num_host_blocks=st.one_of(st.just(0), st.integers(1, 20)),
         pick=st.integers(0, 30),
+        policy=POLICIES,
     )
     def start(
-        self, num_blocks, max_batch_tokens, max_running, margin, caching, num_host_blocks, pick
+        self,
+        num_blocks,
+        max_batch_tokens,
+        max_running,
+        margin,
+        caching,
+        num_host_blocks,
+        pick,
+        policy,
     ):
         groups = MIXES[self.mix][pick % len(MIXES[self.mix])]
         # Room for one row of a few blocks at least.
@@ -234,6 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_threads=1,
             groups=groups,
             num_host_blocks=num_host_blocks,
+            **policy,
         )
         self.scheduler = Scheduler(self.config, max_event_batches=4)
         self.device = ModelDevice(num_blocks, num_host_blocks, self.block_size, groups)
@@ -257,6 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         tenant=st.sampled_from(["", "", "other"]),
         patience_s=st.sampled_from([None, None, None, 3.0]),
+        priority=st.integers(-1, 1),
     )
     def submit(
         self,
@@ -271,6 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos,
         tenant,
         patience_s,
+        priority,
     ):
         shared = [(trunk + i * i) % VOCAB for i in range(blocks * self.block_size)]
         prompt = (shared + tail) or [1]
@@ -294,6 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             arrival_s=self.now_s,
             deadline_s=None if patience_s is None else self.now_s + patience_s,
+            priority=priority,
         )
         client = self.clients[key] = Client(request, *alone(prompt, params, emitted))
         full = self.scheduler.num_waiting >= self.config.max_waiting_requests
@@ -303,11 +326,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert refusal.error.code == "overloaded"
             client.take(refusal)
 
+    @rule(
+        sizes=st.lists(
+            st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(20, 60)),
+            min_size=2,
+            max_size=6,
+        ),
+        count=st.integers(1, 60),
+    )
+    def crowd(self, sizes, count):
+        """Long outputs side by side, more than most caches hold."""
+        for trunk, blocks, max_tokens in sizes:
+            tail = [trunk, len(self.clients) % VOCAB]
+            options = dict(stops=(), ignore_eos=True, tenant="", patience_s=None)
+            self.submit(trunk, blocks, tail, max_tokens, 0, 0, trunk, **options)
+        self.steps(count)
+
     @precondition(lambda self: self.plan is None)
     @rule()
     def launch(self):
         self.now_s += 0.25
         live = [c for c in self.clients.values() if c.ended is None]
+        started = set(self.scheduler._prefilling)
         self.plan = self.scheduler.plan(self.now_s)
         if self.plan is None:
             self.deliver(self.scheduler.take_ended())
@@ -320,6 +360,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows = self.scheduler.rows
         planned = {rows.requests[row].key for row in self.scheduler._step.rows.tolist()}
         assert not planned & self.paused
+        num_decoding = int((rows.decoding & ~rows.paused).sum())
+        if self.plan.num_decode_rows < num_decoding:
+            assert self.config.scheduler == "prefill_first"
+            assert self.plan.num_decode_rows == 0, "the decoding rows go together"
+            assert started >= set(self.scheduler._prefilling), "a new prompt kept them waiting"
         self.spoil_what_nobody_may_read()
         self.result = self.device.run(self.plan)
 
