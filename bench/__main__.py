@@ -12,6 +12,7 @@ BENCHMARKS = {
     "serving": "start-up, idle CPU and answers of the real cluster",
     "host_overhead": "host time per step, against transformers' continuous batching",
     "deterministic": "tokens per second with and without bit-equal results",
+    "cpu_attention": "attention on the CPU, one layer: native, torch, SDPA, and the machine's floor",
     "bus_overhead": "Python per token on both sides of the bus",
     "gpu_kernels": "the Triton kernels on a GPU against its roof and other libraries; --rehearse without one",
 }

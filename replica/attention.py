@@ -29,7 +29,7 @@ class StepContext:
     kv_len: np.ndarray  # [rows] int64
     block_tables: np.ndarray  # [G, rows, max blocks] int64
     write_rows: list[torch.Tensor]  # G of [T * kv_heads] int64, `KVPool.rows_of` the step's slots
-    query_tokens: tuple[int | None, ...]  # G, `plan_attention`
+    query_tokens: tuple[int | None, ...]  # G, `plan_attention`; for the torch path
     _plans: dict[int, AttentionPlan] = field(default_factory=dict)
 
     def plan(self, layer: int, num_heads: int) -> AttentionPlan:

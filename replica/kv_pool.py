@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from quire.kernels.cpu_scatter import scatter_rows
 from quire.replica.groups import LayerGroup
 
 
@@ -127,7 +128,7 @@ class KVPool:
         flat = self.data.view(-1, group.head_dim)
         plane = group.num_kv_heads * self.block_size
         for part, x in ((2 * i, k), (2 * i + 1, v)):
-            flat[part * plane :].index_copy_(0, rows, x.reshape(-1, group.head_dim))
+            scatter_rows(flat[part * plane :], rows, x)
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks over all layers, in order; each pair is (from, to)."""

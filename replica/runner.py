@@ -18,9 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.kernels.cpu_attention import choose_query_tokens
+from quire.kernels import cpu_attention_native
+from quire.kernels.cpu_attention_torch import choose_query_tokens
 from quire.replica.attention import StepContext
 from quire.replica.config import EngineConfig
+from quire.replica.groups import LayerGroup
 from quire.replica.host_pool import HostPool
 from quire.replica.kv_pool import KVPool
 from quire.replica.linear import make_deterministic
@@ -85,15 +87,18 @@ class Runner:
             torch.set_num_threads(config.num_threads)
         if config.deterministic:
             make_deterministic(model)
-            self._query_tokens = tuple(
-                choose_query_tokens(
-                    spec.num_heads, group.num_kv_heads, group.head_dim, config.block_size
-                )
-                for group in pool.groups
-            )
+            self._query_tokens = tuple(map(self._exact_query_tokens, pool.groups))
         self._decoder, self._head = split_model(model)
         # Rows of logits at once: the memory that sizing counts for those of a step's samples.
         self._max_logits_rows = config.max_running_requests
+
+    def _exact_query_tokens(self, group: LayerGroup) -> int | None:
+        """Prefill tile of the torch path with the decode tiles' bits; native attention needs no such choice."""
+        if cpu_attention_native.supports(self.pool.keys(group.layers[0]), self.spec.num_heads):
+            return None
+        return choose_query_tokens(
+            self.spec.num_heads, group.num_kv_heads, group.head_dim, self.config.block_size
+        )
 
     @classmethod
     def from_config(cls, config: EngineConfig, spec: ModelSpec) -> Runner:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.cpu_attention import PREFILL_ROWS
+from quire.kernels import cpu_attention, cpu_attention_native
+from quire.kernels.cpu_attention_torch import PREFILL_ROWS
 from quire.replica.checkpoint import count_parameters
 from quire.replica.config import DEMOTION_ORDERS, SCHEDULERS, EngineArgs, EngineConfig
 from quire.replica.groups import max_sequence_tokens, sequence_blocks
@@ -53,7 +54,8 @@ class MemoryTable:
     max_memory_percent: float
     weights: int
     activations: int
-    attention: int  # gathered keys and values, and scores, of the longest request that fits
+    attention: int  # the threads' tiles; without native attention: gathered keys and values, and scores, of the
+    # longest request that fits
     logits: int
     block: int  # one block over all layers of a group
     num_blocks: int
@@ -88,7 +90,7 @@ class MemoryTable:
             ("budget", self.budget, f"{self.max_memory_percent:.0%} of it"),
             ("weights", self.weights, ""),
             ("activations", self.activations, "largest batch"),
-            ("attention", self.attention, "longest request"),
+            ("attention", self.attention, "workspace"),
             ("logits", self.logits, "all running requests"),
             (
                 "KV cache",
@@ -148,6 +150,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
             f"max_model_len {max_model_len} exceeds the checkpoint's max_position_embeddings "
             f"{spec.max_position_embeddings}"
         )
+    num_threads = args.num_threads or physical_cores()
     table = memory_table(
         args,
         spec,
@@ -158,6 +161,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         max_model_len,
         available_bytes(device),
         available_bytes("cpu"),
+        native_attention_bytes(spec, device, args.block_size, num_threads),
     )
     logger.info("memory of %s\n%s", args.model, table)
     max_cache_tokens = max_sequence_tokens(
@@ -197,7 +201,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         demotion_order=args.demotion_order,
         prefix_caching=args.prefix_caching,
         deterministic=exact if args.deterministic is None else args.deterministic,
-        num_threads=args.num_threads or physical_cores(),
+        num_threads=num_threads,
         groups=spec.groups,
         num_host_blocks=table.num_host_blocks,
     )
@@ -213,6 +217,7 @@ def memory_table(
     max_model_len: int,
     available: int,
     host_available: int,
+    native_attention: int | None = None,
 ) -> MemoryTable:
     """Solve the memory equation for the number of blocks: a pure function of its arguments.
 
@@ -221,6 +226,8 @@ def memory_table(
 
     The host tier has `cpu_offload_gib`. On the CPU it is off by default: there it takes the memory of a larger pool,
     which holds as much without copies.
+
+    `native_attention` is `native_attention_bytes`; None for the torch path, whose workspace grows with the request.
 
     Raises
     ------
@@ -235,9 +242,9 @@ def memory_table(
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     width = 2 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)
 
-    # `cpu_attention` widens K and V of a request to float32 and holds scores and weights of one query tile.
+    # `cpu_attention_torch` widens K and V of a request to float32 and holds scores and weights of one query tile.
     per_token = spec.num_kv_heads * (2 * spec.head_dim * (element + 4) + 2 * PREFILL_ROWS * 4)
-    workspace = per_token * args.block_size  # a block
+    workspace = per_token * args.block_size if native_attention is None else 0  # a block
     # One group's layer attends at a time; a request of full length has blocks in all of them.
     longest = -(-max_model_len // args.block_size)  # blocks of one group
     request = sequence_blocks(spec.groups, max_model_len, max_batch_tokens, args.block_size)
@@ -248,7 +255,7 @@ def memory_table(
             max_memory_percent=args.max_memory_percent,
             weights=num_parameters * element,
             activations=max_batch_tokens * width * max(element, 4),
-            attention=workspace * min(num_blocks, longest),
+            attention=(native_attention or 0) + workspace * min(num_blocks, longest),
             # Logits in float32, sorted values, their ids and probabilities, and the noise.
             logits=args.max_running_requests * spec.vocab_size * (4 * 4 + 8),
             block=block,
@@ -286,6 +293,19 @@ def memory_table(
     if result.remainder < 0:
         raise SizingError(f"num_blocks {num_blocks} does not fit, at most {fits} do\n{result}")
     return result
+
+
+def native_attention_bytes(
+    spec: ModelSpec, device: str, block_size: int, num_threads: int
+) -> int | None:
+    """Workspace of the compiled attention, or None where some layers need the torch path."""
+    if device != "cpu" or not cpu_attention.has_native():
+        return None
+    for group in spec.groups:
+        shape = (spec.num_heads, group.num_kv_heads, group.head_dim, block_size)
+        if not cpu_attention_native.fits(*shape):
+            return None
+    return cpu_attention_native.workspace_bytes(num_threads)
 
 
 def _num_host_blocks(args: EngineArgs, device: str, block: int, host_available: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -19,8 +21,10 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NOT_PACKAGED = {"tests", "k8s", "build", "dist"}
-# For readers of the repository.
-NOT_SHIPPED = (".md", ".pyc")
+# For readers of the repository, and what the wheel's library is compiled from.
+NOT_SHIPPED = (".md", ".pyc", ".c", ".h", ".so")
+LIBRARY = "quire/kernels/_native" + sysconfig.get_config_var("EXT_SUFFIX")
+HAS_COMPILER = shutil.which(os.environ.get("CC", "cc")) is not None
 
 
 def package_folders() -> dict[str, Path]:
@@ -54,14 +58,18 @@ def source(tmp_path_factory) -> Path:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy / name)
     for name in {package.split(".")[1] for package in package_folders()}:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so")
+        )
     return copy
 
 
-def pip(*arguments: object) -> None:
+def pip(*arguments: object, **environment: str) -> None:
     """Run pip without a network: with the setuptools of this environment, without an index."""
     command = [sys.executable, "-m", "pip", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -108,7 +116,7 @@ def test_every_package_folder_is_listed():
 def test_the_wheel_holds_every_file_of_the_packages(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = {name for name in names if not re.match(r"quire-[^/]*\.dist-info/", name)}
-    assert shipped == packaged_files()
+    assert shipped == packaged_files() | ({LIBRARY} if HAS_COMPILER else set())
     assert "quire/replica/embedded/checkpoint/model.safetensors" in shipped
 
 
@@ -160,6 +168,44 @@ def test_the_wheels_command_checks_a_config(installed: Path):
     assert result.stdout.startswith("quire: /: model embedded")
 
 
+ATTEND = """
+import sys, torch
+from quire.kernels import cpu_attention
+assert cpu_attention.__file__.startswith(sys.prefix)
+cache = torch.randn(2, 1, 8, 16)
+rows = [torch.tensor(x) for x in ([[1, 0]], [0, 1], [12])]
+out = cpu_attention.paged_attention(torch.randn(1, 2, 16), cache, cache, *rows, 0.25)
+assert torch.isfinite(out).all()
+print(cpu_attention.has_native())
+"""
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
+def test_the_installed_library_attends(installed: Path):
+    result = run(installed, ATTEND)
+    assert (result.stdout, result.stderr) == ("True\n", "")
+
+
+def test_without_a_compiler_the_source_distribution_installs_and_attends(source: Path, tmp_path):
+    build = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
+    command = [sys.executable, "-c", build, tmp_path]
+    result = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (archive,) = tmp_path.glob("quire-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        held = {name.partition("/")[2] for name in tar.getnames()}
+    assert {str(p.relative_to(ROOT)) for p in (ROOT / "kernels" / "native").iterdir()} <= held
+
+    options = ("--no-deps", "--no-build-isolation", "--no-index")
+    pip("wheel", *options, "-w", tmp_path, archive, CC="false")
+    (wheel,) = tmp_path.glob("quire-*.whl")
+    assert LIBRARY not in zipfile.ZipFile(wheel).namelist()
+    python = empty_environment(tmp_path / "venv")
+    pip("--python", python, "install", "--no-deps", "--no-index", wheel)
+    result = run(python, ATTEND)
+    assert (result.stdout, result.stderr) == ("False\n", "")
+
+
 def test_an_editable_install_runs_the_source_folder(source: Path, tmp_path):
     python = empty_environment(tmp_path / "venv")
     options = ("--no-deps", "--no-build-isolation", "--no-index")
@@ -168,6 +214,7 @@ def test_an_editable_install_runs_the_source_folder(source: Path, tmp_path):
     result = run(python, code)
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()) == source / "cluster" / "cli.py"
+    assert (source / "kernels" / Path(LIBRARY).name).exists() == HAS_COMPILER
     result = subprocess.run([python.parent / "quire", "--version"], capture_output=True, text=True)
     assert result.stdout == "quire 0.1.0\n"
 

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU: right against the reference, and the same bits in any batch."""
+"""Paged attention on the CPU, both implementations: right against the reference, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import reference
-from quire.kernels.cpu_attention import (
+from quire.kernels.cpu_attention import has_native, paged_attention, plan_attention
+from quire.kernels.cpu_attention_torch import (
     TILE_TOKENS,
     choose_query_tokens,
-    paged_attention,
-    plan_attention,
     tile_tokens,
 )
 
 torch.set_num_threads(1)
+
+needs_native = pytest.mark.skipif(not has_native(), reason="installed without a C compiler")
+both_backends = pytest.mark.parametrize(
+    "backend", [pytest.param("native", marks=needs_native), "torch"]
+)
 
 
 class Batch:
@@ -64,6 +68,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=1, 
 )
 
 
+@both_backends
 @settings(max_examples=60, deadline=None)
 @given(
     rows=ROWS,
@@ -76,27 +81,29 @@ ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=1, 
     with_sinks=st.booleans(),
 )
 def test_equals_the_reference(
-    rows, heads, head_dim, block_size, window, chunk, softcap, with_sinks
+    backend, rows, heads, head_dim, block_size, window, chunk, softcap, with_sinks
 ):
     batch = Batch(rows, *heads, head_dim, block_size)
     options = dict(window=window, chunk=chunk, softcap=softcap)
     if with_sinks:
         options["sinks"] = torch.randn(heads[0])
-    out = batch.run(**options)
+    out = batch.run(backend=backend, **options)
     expected = batch.run(function=reference.paged_attention, **options)
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
 
 
+@both_backends
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-def test_half_precision_pages_are_widened_before_the_products(dtype, tolerance):
+def test_half_precision_pages_are_summed_in_float32(backend, dtype, tolerance):
     batch = Batch([(1, 150), (20, 60), (130, 200)], 4, 2, 32, 32, dtype)
-    out = batch.run()
+    out = batch.run(backend=backend)
     assert out.dtype == dtype
     expected = batch.run(function=reference.paged_attention)
-    # The output's own rounding is all that separates them.
+    # The output's own rounding separates them, and that of the weights where pairs of bfloat16 are multiplied.
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
+@both_backends
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     "heads, head_dim", [((4, 2), 32), ((6, 2), 24), ((7, 1), 64), ((8, 8), 16)]
@@ -109,7 +116,7 @@ def test_half_precision_pages_are_widened_before_the_products(dtype, tolerance):
         dict(chunk=60, softcap=3.0),
     ],
 )
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(threads, heads, head_dim, options):
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend, threads, heads, head_dim, options):
     options = {name: make(heads[0]) if callable(make) else make for name, make in options.items()}
     torch.set_num_threads(threads)
     try:
@@ -122,7 +129,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(threads, heads, head_dim
         tokens = choose_query_tokens(*heads, head_dim, 32)
 
         def run(rows=slice(None)):
-            return batch.run(rows, function=with_query_tokens(tokens), **options)
+            return batch.run(rows, function=with_query_tokens(tokens, backend), **options)
 
         together = run()
         for i in range(len(rows)):
@@ -137,7 +144,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(threads, heads, head_dim
         torch.set_num_threads(1)
 
 
-def with_query_tokens(query_tokens):
+def with_query_tokens(query_tokens, backend):
     """`paged_attention` through a plan with this prefill tile."""
 
     def function(q, k, v, tables, cu_q, kv_len, scale, *, window=None, chunk=None, **options):
@@ -150,6 +157,7 @@ def with_query_tokens(query_tokens):
             window=window,
             chunk=chunk,
             query_tokens=query_tokens,
+            backend=backend,
         )
         return paged_attention(q, k, v, tables, cu_q, kv_len, scale, plan=plan, **options)
 
@@ -160,13 +168,16 @@ def with_query_tokens(query_tokens):
     "options",
     [{}, dict(window=30), dict(chunk=48), dict(softcap=3.0), dict(sinks=torch.linspace(-1, 2, 6))],
 )
-@pytest.mark.parametrize("query_tokens", [None, 1])
-def test_a_token_has_the_same_bits_in_every_chunking(options, query_tokens):
+@pytest.mark.parametrize(
+    "backend, query_tokens",
+    [pytest.param("native", None, marks=needs_native), ("torch", None), ("torch", 1)],
+)
+def test_a_token_has_the_same_bits_in_every_chunking(options, backend, query_tokens):
     length = 200
     batch = Batch([(length, length)], 6, 2, 32, 32)
     if query_tokens is None:
         query_tokens = choose_query_tokens(6, 2, 32, 32)
-    run = with_query_tokens(query_tokens)
+    run = with_query_tokens(query_tokens, backend)
 
     def chunk(start, end):
         arrays = (batch.tables, np.array([0, end - start]), np.array([end]))
@@ -180,34 +191,40 @@ def test_a_token_has_the_same_bits_in_every_chunking(options, query_tokens):
     assert torch.equal(torch.cat([chunk(i, i + 1) for i in range(length)]), whole)
 
 
+@both_backends
 @pytest.mark.parametrize("options", [dict(window=20), dict(chunk=24), dict(softcap=4.0)])
-def test_garbage_in_unused_slots_never_reaches_an_output(options):
+def test_garbage_in_unused_slots_never_reaches_an_output(backend, options):
     batch = Batch([(1, 33), (5, 70)], 4, 2, 16, 32)
-    out = batch.run(**options)
+    out = batch.run(backend=backend, **options)
     assert torch.isfinite(out).all()
     holes = torch.isnan(batch.k)
     for filler in (float("inf"), 1e38):
         batch.k[holes] = filler
         batch.v[holes] = filler
-        assert torch.equal(batch.run(**options), out)
+        assert torch.equal(batch.run(backend=backend, **options), out)
 
 
+@both_backends
 @pytest.mark.parametrize("options", [dict(window=40), dict(chunk=65), dict(chunk=130, window=40)])
-def test_blocks_that_fell_out_of_reach_are_not_read(options):
+def test_blocks_that_fell_out_of_reach_are_not_read(backend, options):
     batch = Batch([(1, 200), (3, 200)], 4, 2, 16, 32)
-    out = batch.run(**options)
+    out = batch.run(backend=backend, **options)
     for row in range(2):
         # Tokens 0..127: the window starts at 158, the chunks at 195 and 130.
         batch.k[batch.tables[row, :4]] = float("nan")
         batch.v[batch.tables[row, :4]] = float("nan")
-    assert torch.equal(batch.run(**options), out)
+    assert torch.equal(batch.run(backend=backend, **options), out)
 
 
-def test_out_is_written_in_place():
+@both_backends
+@pytest.mark.parametrize(
+    "make", [lambda: torch.empty(1, 4, 16), lambda: torch.empty(1, 8, 16)[:, ::2]]
+)
+def test_out_is_written_in_place(backend, make):
     batch = Batch([(1, 5)], 4, 2, 16, 32)
-    out = torch.empty(1, 4, 16)
-    assert batch.run(out=out) is out
-    assert torch.equal(out, batch.run())
+    out = make()
+    assert batch.run(backend=backend, out=out) is out
+    assert torch.equal(out, batch.run(backend=backend))
 
 
 @pytest.mark.parametrize("block_size, expected", [(8, 128), (32, 128), (24, 144), (256, 256)])

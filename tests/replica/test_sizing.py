@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.kernels import cpu_attention, cpu_attention_native
 from quire.replica import sizing
 from quire.replica.config import EngineArgs
 from quire.replica.sizing import (
@@ -28,11 +31,10 @@ def spec(zoo) -> ModelSpec:
     return ModelSpec.from_checkpoint(zoo("llama"))
 
 
-def solve(spec, available=8 * GIB, device="cpu", max_model_len=512, host=None, **args):
+def solve(spec, available=8 * GIB, device="cpu", max_model_len=512, native=None, host=None, **args):
     host = available if host is None else host
-    return memory_table(
-        EngineArgs(**args), spec, device, "float32", 10**6, 512, max_model_len, available, host
-    )
+    sizes = (10**6, 512, max_model_len, available, host, native)
+    return memory_table(EngineArgs(**args), spec, device, "float32", *sizes)
 
 
 def big(spec, **changes):
@@ -72,9 +74,10 @@ def test_a_gpu_gets_all_that_is_left(spec):
     kv_cache_gib=st.one_of(st.none(), st.floats(0.001, 50)),
     cpu_offload_gib=st.one_of(st.none(), st.just(0.0), st.floats(0.001, 50)),
     device=st.sampled_from(["cpu", "cuda"]),
+    native=st.one_of(st.none(), st.integers(0, 2**26)),
 )
 def test_the_terms_never_exceed_the_budget(
-    spec, available, percent, block_size, kv_cache_gib, cpu_offload_gib, device
+    spec, available, percent, block_size, kv_cache_gib, cpu_offload_gib, device, native
 ):
     args = dict(
         max_memory_percent=percent,
@@ -83,7 +86,7 @@ def test_the_terms_never_exceed_the_budget(
         cpu_offload_gib=cpu_offload_gib,
     )
     try:
-        table = solve(big(spec), available, device, 4096, **args)
+        table = solve(big(spec), available, device, 4096, native, **args)
     except SizingError as error:
         numbers = ("available", "KV cache", "host tier")
         assert all(number in str(error) for number in numbers) or "cpu_offload_gib" in str(error)
@@ -95,6 +98,33 @@ def test_the_terms_never_exceed_the_budget(
     assert table.remainder >= 0
     if kv_cache_gib is not None:
         assert table.kv_cache <= kv_cache_gib * GIB
+
+
+def test_native_attention_takes_the_threads_tiles_and_splits_and_no_more():
+    if not cpu_attention.has_native():
+        pytest.skip("installed without a C compiler")
+    cache = torch.zeros(65, 1, 64, 256)
+    lengths = np.array([64 * 64] * 3)
+    tables = np.tile(np.arange(64), (3, 1))
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        plan = cpu_attention.plan_attention(np.arange(4), lengths, tables, cache, 16)
+    finally:
+        torch.set_num_threads(before)
+    assert len(plan.partials), "a case that splits"
+    used = plan.scratch.nbytes + plan.partials.nbytes
+    assert used <= cpu_attention_native.workspace_bytes(4) + 4 * 64
+
+
+@pytest.mark.parametrize(
+    "device, block_size, expected", [("cpu", 32, True), ("cpu", 12, False), ("cuda", 32, False)]
+)
+def test_the_torch_path_is_sized_where_native_attention_cannot_run(
+    spec, device, block_size, expected
+):
+    size = sizing.native_attention_bytes(spec, device, block_size, 2)
+    assert (size is not None) == (expected and cpu_attention.has_native())
 
 
 def test_the_host_tier_is_taken_from_the_same_memory_on_the_cpu_only(spec):

@@ -1,0 +1,317 @@
+"""Paged attention on the CPU in C, in place: the plan, the call, and what it can do.
+
+The mathematics, the layout and why a row's bits do not depend on the batch are in `native/attention_tile.h`. Here
+the work is cut, once a step for all layers with the same blocks::
+
+    query tile   some tokens of one row, whose heads of a KV group are at most 64 rows: shares packed keys
+    work unit    a query tile, all its keys; or, where there are fewer units than would keep all threads busy,
+                 one split of 512 keys, whose result goes through memory
+    item         a work unit and a KV head; threads take items, the most expensive first, until none is left
+
+How the work is cut changes no bit of the result.
+
+Bytes: K and V once for each query tile, from the pages. Scratch: about 2.5 KiB a thread and element of head_dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.kernels import native_library
+from quire.kernels.attention_span import first_key, query_rows
+
+MAX_ROWS = 64  # of native/attention.h, like the next three
+MAX_HEAD_DIM = 512
+SPLIT_TOKENS = 512
+_RUN_TOKENS = 8
+ITEMS_PER_THREAD = 4  # fewer: long rows are split
+MAX_PARTIAL_BYTES = 16 << 20  # of the results of splits, for one layer
+LIMITS = (
+    f"a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, a block_size that is a multiple of {_RUN_TOKENS}, at "
+    f"most {MAX_ROWS} query heads a KV head, float32, float16 or bfloat16"
+)
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class _Call(ctypes.Structure):
+    """`struct attention_call` of native/attention.h."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("q_token_stride", ctypes.c_int64),
+        ("q_head_stride", ctypes.c_int64),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("block_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("key_begin", ctypes.c_void_p),
+        ("key_end", ctypes.c_void_p),
+        ("tiles", ctypes.c_void_p),
+        ("units", ctypes.c_void_p),
+        ("num_tiles", ctypes.c_int64),
+        ("num_units", ctypes.c_int64),
+        ("partials", ctypes.c_void_p),
+        ("missing", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_stride", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("next_unit", ctypes.c_int64),
+        ("next_thread", ctypes.c_int64),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """The work of one step, shared by all layers with the same blocks. See `plan`."""
+
+    block_tables: np.ndarray  # [rows, max blocks] int64
+    key_begin: np.ndarray  # [tokens] int64, first key that a token sees
+    key_end: np.ndarray  # [tokens] int64, one past the last
+    tiles: np.ndarray  # [query tiles, 6] int64, `struct query_tile`
+    units: np.ndarray  # [units, 3] int64, `struct work_unit`
+    partials: np.ndarray  # [partials, floats] float32
+    missing: np.ndarray  # [query tiles * kv_heads] int32
+    scratch: np.ndarray  # [threads, bytes] uint8
+    cache_shape: torch.Size
+    num_heads: int
+    num_threads: int
+
+
+def supports(k_cache: torch.Tensor, num_heads: int) -> bool:
+    """Whether the library is there and takes this cache and number of query heads."""
+    _, kv_heads, block_size, head_dim = k_cache.shape
+    return (
+        k_cache.device.type == "cpu"
+        and k_cache.dtype in _DTYPES
+        and fits(num_heads, kv_heads, head_dim, block_size)
+        and native_library.load() is not None
+    )
+
+
+def fits(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
+    """Whether the library's shapes hold these, be it there or not."""
+    return (
+        head_dim % 8 == 0
+        and head_dim <= MAX_HEAD_DIM
+        and block_size % _RUN_TOKENS == 0
+        and num_heads // num_kv_heads <= MAX_ROWS
+    )
+
+
+def workspace_bytes(num_threads: int) -> int:
+    """Most bytes that one layer's attention works in, beyond what it is given. The library must be there."""
+    return num_threads * native_library.load().scratch_bytes + MAX_PARTIAL_BYTES
+
+
+def plan(
+    cu_q: np.ndarray,
+    kv_len: np.ndarray,
+    block_tables: np.ndarray,
+    k_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> NativePlan:
+    """Cut a ragged batch into work units; arguments as in `cpu_attention.plan_attention`.
+
+    A plan holds the memory its calls work in: one call at a time.
+
+    Raises
+    ------
+    ValueError
+        Lengths that do not fit each other, or a block id outside the cache: C would read anything.
+    """
+    num_blocks, kv_heads, block_size, head_dim = k_cache.shape
+    block_tables = np.ascontiguousarray(block_tables, np.int64)
+    _, position = query_rows(cu_q, kv_len)
+    key_begin, key_end = first_key(position, window, chunk), position + 1
+    tiles = _query_tiles(cu_q, key_begin, key_end, max(1, MAX_ROWS // (num_heads // kv_heads)))
+    _check_blocks(tiles, block_tables, block_size, num_blocks)
+
+    library = native_library.load()
+    num_threads = torch.get_num_threads() if library.parallel else 1
+    row_floats = library.functions.quire_partial_floats(head_dim)
+    group = num_heads // kv_heads
+    units, num_partials = _work_units(
+        tiles,
+        kv_heads,
+        ITEMS_PER_THREAD * num_threads if num_threads > 1 else 0,
+        MAX_PARTIAL_BYTES // (4 * row_floats * group * kv_heads),
+    )
+    return NativePlan(
+        block_tables=block_tables,
+        key_begin=key_begin,
+        key_end=key_end,
+        tiles=tiles,
+        units=units,
+        partials=np.empty((num_partials * group * kv_heads, row_floats), np.float32),
+        missing=np.empty(len(tiles) * kv_heads, np.int32),
+        scratch=np.empty((num_threads, library.scratch_bytes + 64), np.uint8),
+        cache_shape=k_cache.shape,
+        num_heads=num_heads,
+        num_threads=num_threads,
+    )
+
+
+def _query_tiles(
+    cu_q: np.ndarray, key_begin: np.ndarray, key_end: np.ndarray, tile_tokens: int
+) -> np.ndarray:
+    """[query tiles, 6] int64, not split yet."""
+    q_len = np.diff(cu_q)
+    num_tiles = -(-q_len // tile_tokens)
+    row = np.repeat(np.arange(len(q_len)), num_tiles)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    first = cu_q[row] + number * tile_tokens
+    last = np.minimum(first + tile_tokens, cu_q[row + 1]) - 1
+    columns = (first, last - first + 1, row, key_begin[first], key_end[last], np.full_like(row, -1))
+    return np.stack(columns, axis=1).astype(np.int64)
+
+
+def _work_units(
+    tiles: np.ndarray, kv_heads: int, wanted_items: int, max_partials: int
+) -> tuple[np.ndarray, int]:
+    """Split the tiles with most keys until there are `wanted_items`, or `max_partials` (query tokens x splits).
+
+    Writes the tiles' `first_partial`. Returns [units, 3] int64, the most expensive first, and the partials.
+    """
+    tokens, begin, end = tiles[:, 1], tiles[:, 3], tiles[:, 4]
+    split_begin, split_end = begin // SPLIT_TOKENS, -(-end // SPLIT_TOKENS)
+    num_splits = np.maximum(split_end - split_begin, 0)
+    is_split = np.zeros(len(tiles), bool)
+    num_partials, num_items = 0, len(tiles) * kv_heads
+    for t in np.argsort(begin - end, kind="stable") if num_items < wanted_items else ():
+        if num_splits[t] < 2 or num_items >= wanted_items:
+            break
+        if num_partials + tokens[t] * num_splits[t] <= max_partials:
+            is_split[t] = True
+            tiles[t, 5] = num_partials
+            num_partials += int(tokens[t] * num_splits[t])
+            num_items += int(num_splits[t] - 1) * kv_heads
+    tile = np.repeat(np.arange(len(tiles)), np.where(is_split, num_splits, 1))
+    number = np.arange(len(tile)) - np.searchsorted(tile, tile)
+    first = split_begin[tile] + number
+    last = np.where(is_split[tile], first + 1, split_end[tile])
+    keys = np.minimum(last * SPLIT_TOKENS, end[tile]) - np.maximum(
+        first * SPLIT_TOKENS, begin[tile]
+    )
+    order = np.argsort(-keys * tokens[tile], kind="stable")
+    return np.stack([tile, first, last], axis=1)[order].astype(np.int64), num_partials
+
+
+def _check_blocks(
+    tiles: np.ndarray, block_tables: np.ndarray, block_size: int, num_blocks: int
+) -> None:
+    """Every block that a query tile reads must be in its row's table and in the cache."""
+    tiles = tiles[tiles[:, 4] > tiles[:, 3]]
+    first, last = tiles[:, 3] // block_size, (tiles[:, 4] - 1) // block_size
+    columns = np.arange(block_tables.shape[1])
+    if len(tiles) and last.max() >= len(columns):
+        worst = int(last.argmax())
+        raise ValueError(
+            f"block_tables: row {tiles[worst, 2]} needs {last[worst] + 1} blocks for {tiles[worst, 4]} tokens, "
+            f"the table has {len(columns)} columns"
+        )
+    blocks = block_tables[tiles[:, 2]]
+    wrong = (columns >= first[:, None]) & (columns <= last[:, None])
+    wrong &= (blocks < 0) | (blocks >= num_blocks)
+    if wrong.any():
+        tile, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"block_tables: row {tiles[tile, 2]}, column {column} must be between 0 and {num_blocks - 1}, "
+            f"got {blocks[tile, column]}"
+        )
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    plan: NativePlan,
+    *,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    isa: str | None = None,
+) -> None:
+    """Run a plan; arguments as in `cpu_attention.paged_attention`, which has checked the tensors.
+
+    Parameters
+    ----------
+    isa
+        One of `native_library.ISAS` that this processor has, for tests and measurements; None for the best.
+
+    Raises
+    ------
+    ValueError
+        The plan is of other shapes, or this processor lacks `isa`.
+    """
+    if (k_cache.shape, q.shape[1]) != (plan.cache_shape, plan.num_heads) or len(q) < len(
+        plan.key_end
+    ):
+        raise ValueError(
+            f"plan: made for {len(plan.key_end)} tokens of {plan.num_heads} heads and a cache "
+            f"{tuple(plan.cache_shape)}, got q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)}"
+        )
+    library = native_library.load()
+    number = library.best_isa if isa is None else native_library.ISAS.index(isa)
+    if number > library.best_isa:
+        raise ValueError(
+            f"isa: this processor has {native_library.ISAS[: library.best_isa + 1]}, got {isa!r}"
+        )
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    # A transposed or padded `out` is filled from a dense one.
+    dense = (
+        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    )
+    if sinks is not None:
+        sinks = sinks.detach().to(torch.float32).contiguous()
+    call = _Call(
+        q=q.data_ptr(),
+        q_token_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        k=k_cache.data_ptr(),
+        v=v_cache.data_ptr(),
+        block_stride=k_cache.stride(0),
+        out=dense.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        block_tables=plan.block_tables.ctypes.data,
+        table_stride=plan.block_tables.shape[1],
+        key_begin=plan.key_begin.ctypes.data,
+        key_end=plan.key_end.ctypes.data,
+        tiles=plan.tiles.ctypes.data,
+        units=plan.units.ctypes.data,
+        num_tiles=len(plan.tiles),
+        num_units=len(plan.units),
+        partials=plan.partials.ctypes.data,
+        missing=plan.missing.ctypes.data,
+        scratch=-(-plan.scratch.ctypes.data // 64) * 64,
+        scratch_stride=plan.scratch.strides[0],
+        dtype=_DTYPES[q.dtype],
+        heads=q.shape[1],
+        kv_heads=k_cache.shape[1],
+        head_dim=k_cache.shape[3],
+        block_size=k_cache.shape[2],
+        scale=scale,
+        softcap=softcap or 0.0,
+    )
+    library.functions.quire_attention(
+        ctypes.byref(call), number, library.parallel, plan.num_threads
+    )
+    if dense is not out:
+        out.copy_(dense)

@@ -1,0 +1,63 @@
+/* The library's entry points: which instruction sets the processor has, and a call over a team of threads. */
+#include "attention.h"
+
+enum isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
+
+/* `GOMP_parallel` of whatever OpenMP runtime the process has: run `function` on a team of threads. */
+typedef void parallel_function(void (*function)(void *), void *argument, unsigned num_threads, unsigned flags);
+
+int64_t quire_abi(void) { return QUIRE_ABI; }
+
+/* The best instruction set of this processor, an `enum isa`. */
+int64_t quire_best_isa(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) return AVX512_BF16;
+    return avx512 ? AVX512 : avx2 ? AVX2 : GENERIC;
+#else
+    return GENERIC;
+#endif
+}
+
+int64_t quire_scratch_bytes(void) { return sizeof(struct scratch); }
+
+int64_t quire_call_bytes(void) { return sizeof(struct attention_call); }
+
+int64_t quire_partial_floats(int64_t head_dim) { return row_floats(head_dim); }
+
+/* Attend. `isa` is at most `quire_best_isa()`; `parallel` NULL runs on the calling thread alone. */
+void quire_attention(struct attention_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
+    void (*worker)(void *) = quire_attention_generic;
+#if defined(__x86_64__)
+    if (isa == AVX2) worker = quire_attention_avx2;
+    if (isa >= AVX512) worker = quire_attention_avx512;
+    if (isa == AVX512_BF16 && call->dtype == BFLOAT16) worker = quire_attention_avx512_bf16;
+#else
+    (void)isa;
+#endif
+    for (int64_t t = 0; t < call->num_tiles; t++) {
+        if (call->tiles[t].first_partial < 0) continue;
+        int64_t begin = call->tiles[t].key_begin / SPLIT, end = (call->tiles[t].key_end + SPLIT - 1) / SPLIT;
+        for (int64_t head = 0; head < call->kv_heads; head++)
+            call->missing[t * call->kv_heads + head] = (int32_t)(end - begin);
+    }
+    call->next_unit = call->next_thread = 0;
+    if (parallel && num_threads > 1) {
+        parallel(worker, call, (unsigned)num_threads, 0);
+    } else {
+        worker(call);
+    }
+}
+
+/* y[i] = 2^x[i] as the softmax computes it, to measure its error; count is a multiple of LANES. */
+void quire_exp2(const float *x, float *y, int64_t count, int64_t isa) {
+#if defined(__x86_64__)
+    if (isa == AVX2) quire_exp2_avx2(x, y, count);
+    if (isa == AVX512) quire_exp2_avx512(x, y, count);
+    if (isa == AVX512_BF16) quire_exp2_avx512_bf16(x, y, count);
+#endif
+    if (isa == GENERIC) quire_exp2_generic(x, y, count);
+}

@@ -1,0 +1,93 @@
+/* What the attention sources share: the arguments of a call, the work list, and one state per query row.
+ *
+ * `struct attention_call`, `struct query_tile` and `struct work_unit` are mirrored field by field in
+ * `quire/kernels/cpu_attention_native.py`; whoever changes one changes QUIRE_ABI in both.
+ */
+#ifndef QUIRE_ATTENTION_H
+#define QUIRE_ATTENTION_H
+
+#include <stdint.h>
+
+#define QUIRE_ABI 1
+
+enum {
+    RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
+    LANES = 16,                  /* keys of one vector of scores */
+    TILE = 128,                  /* keys between two updates of the running maximum */
+    SPLIT = 512,                 /* keys of one partial softmax; tiles and splits start at absolute multiples */
+    MAX_ROWS = 64,               /* query rows, tokens x heads of a KV group, that share a tile's packed keys */
+    MAX_HEAD_DIM = 512,
+};
+
+enum dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+
+struct query_tile {
+    int64_t first_token, num_tokens; /* consecutive flat query tokens of one row */
+    int64_t row;                     /* of the block tables */
+    int64_t key_begin, key_end;      /* keys that some of its tokens see */
+    int64_t first_partial;           /* of its partial results; -1: one unit does all splits */
+};
+
+struct work_unit {
+    int64_t tile;
+    int64_t split_begin, split_end; /* absolute numbers of splits */
+};
+
+struct attention_call {
+    const void *q;                       /* [tokens, heads, head_dim] */
+    int64_t q_token_stride, q_head_stride; /* elements */
+    const void *k, *v;                   /* [blocks, kv_heads, block_size, head_dim], pages of a head contiguous */
+    int64_t block_stride;                /* elements */
+    void *out;                           /* [tokens, heads, head_dim], contiguous */
+    const float *sinks;                  /* [heads] or NULL */
+    const int64_t *block_tables;         /* [rows, table_stride] */
+    int64_t table_stride;
+    const int64_t *key_begin, *key_end;  /* [tokens] keys that a token sees */
+    const struct query_tile *tiles;
+    const struct work_unit *units;       /* most expensive first */
+    int64_t num_tiles, num_units;
+    float *partials;                     /* [partials, row_floats()] of the tiles that several units share */
+    int32_t *missing;                    /* [tiles * kv_heads] splits of such a tile that are not done */
+    char *scratch;                       /* [threads, scratch_stride], 64-byte aligned */
+    int64_t scratch_stride;              /* bytes */
+    int64_t dtype, heads, kv_heads, head_dim, block_size;
+    float scale, softcap;                /* softcap 0: none */
+    int64_t next_unit, next_thread;      /* counters of the threads; set by the library */
+};
+
+/* A row's running softmax: maximum of the base-2 scores, 16 partial sums of the weights, weighted values. */
+struct row_state {
+    float *top;   /* [rows] */
+    float *total; /* [rows, LANES] */
+    float *mixed; /* [rows, padded head_dim] */
+};
+
+static inline int64_t padded_dim(int64_t head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
+
+/* A partial result is (top, 15 unused, total, mixed), so that every part is 64-byte aligned. */
+static inline int64_t row_floats(int64_t head_dim) { return 2 * LANES + padded_dim(head_dim); }
+
+/* Per-thread memory. The tile's keys and values are sized for float32. */
+struct scratch {
+    float k[MAX_HEAD_DIM * TILE];
+    float v[MAX_HEAD_DIM * TILE];
+    float q[MAX_HEAD_DIM * MAX_ROWS];
+    float zeros[MAX_HEAD_DIM * RUN];
+    float edges[4][MAX_HEAD_DIM * RUN]; /* K and V of the first and the last run, where only part of it is seen */
+    float mixed[2][MAX_HEAD_DIM * MAX_ROWS];
+    float total[2][LANES * MAX_ROWS];
+    float top[2][MAX_ROWS];
+};
+
+/* One instruction set's worker, which takes units until none is left, and its exponential. */
+#define DECLARE(isa) \
+    void quire_attention_##isa(void *call); \
+    void quire_exp2_##isa(const float *x, float *y, int64_t count);
+DECLARE(generic)
+#if defined(__x86_64__)
+DECLARE(avx2)
+DECLARE(avx512)
+DECLARE(avx512_bf16)
+#endif
+
+#endif

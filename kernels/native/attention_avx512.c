@@ -1,0 +1,16 @@
+/* AVX-512, products in float32. */
+#include "attention.h"
+
+#if defined(__x86_64__)
+#define TARGETED __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define FN static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define WORKER quire_attention_avx512
+#define EXP2 quire_exp2_avx512
+#define DOT_BF16 0
+#define BLOCK_ROWS 6
+#define MAX_VECTORS 4
+
+#include "simd_avx512.h"
+
+#include "attention_tile.h"
+#endif

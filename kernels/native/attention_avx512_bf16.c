@@ -1,0 +1,16 @@
+/* bfloat16 on processors that multiply pairs of it. */
+#include "attention.h"
+
+#if defined(__x86_64__)
+#define TARGETED __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
+#define FN static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
+#define WORKER quire_attention_avx512_bf16
+#define EXP2 quire_exp2_avx512_bf16
+#define DOT_BF16 1
+#define BLOCK_ROWS 6
+#define MAX_VECTORS 4
+
+#include "simd_avx512.h"
+
+#include "attention_tile.h"
+#endif

@@ -1,0 +1,14 @@
+/* Any processor, products in float32. */
+#include "attention.h"
+
+#define TARGETED
+#define FN static inline __attribute__((always_inline))
+#define WORKER quire_attention_generic
+#define EXP2 quire_exp2_generic
+#define DOT_BF16 0
+#define BLOCK_ROWS 2
+#define MAX_VECTORS 1
+
+#include "simd_generic.h"
+
+#include "attention_tile.h"

@@ -1,0 +1,502 @@
+/* Paged attention of one work unit after the other; included once per instruction set.
+ *
+ * For a query row q, a token and one of its heads, over the keys it sees:
+ *
+ *     s_j = scale log2(e) q . k_j      m = max_j s_j      o = sum_j 2^(s_j - m) v_j / sum_j 2^(s_j - m)
+ *
+ *     keys       0 ........ 128 ....... 256 ....... 384 ....... 512 ........
+ *     tiles      |  pack K, V; scores; m, sum, o   |           |  m starts anew
+ *     splits     |<------- one partial softmax: m, sum, o ---->|<-- the next
+ *
+ * A tile's keys are transposed once, 16 keys a vector, and serve all query rows of the unit (up to MAX_ROWS: the
+ * heads of the KV group times several tokens). So one score is the sum over head_dim in order in one lane, and one
+ * element of o the sum over keys in order in one lane, whatever shares the registers with it. Tiles and splits
+ * start at absolute positions, splits are merged in order, and a key that a row does not see adds an exact zero.
+ * Hence a row's bits do not depend on the other rows, the chunk it came in, or the thread. With DOT_BF16
+ * the products are of bfloat16 pairs (weights are rounded to bfloat16, their sum is that of the rounded ones),
+ * else all elements are widened to float32.
+ *
+ * The includer defines FN, WORKER and EXP2 (the functions' names), DOT_BF16, and the register tile's BLOCK_ROWS (at most 6) and
+ * MAX_VECTORS (of 16 columns: 1 or 4), and has included its simd_*.h.
+ */
+#include <string.h>
+
+#include "attention_math.h"
+
+enum { PANEL = 64, RUNS = TILE / RUN, GROUPS = TILE / LANES };
+
+/* The keys that this thread reads next: it prefetches them while it computes. */
+struct ahead {
+    const struct query_tile *tile; /* NULL: none */
+    int64_t head, position, end;   /* KV head; the next tile of keys; one past the last key */
+};
+
+struct unit {
+    const struct attention_call *call;
+    struct scratch *scratch;
+    struct ahead ahead, next_unit;
+    const struct query_tile *tile;
+    int64_t head;                       /* of the KV heads */
+    int64_t keys_end;                   /* of the unit: its last split's, or the tile's */
+    int group, rows;                    /* query heads of a KV head; rows = tokens * group */
+    int dim, padded;                    /* elements of a head; rounded up to LANES */
+    int dtype, element_bytes;
+    int steps;                          /* of a product over head_dim: elements, or pairs of them */
+    int runs_begin, runs_end;           /* of the tile, that hold a key */
+    const char *k_runs[RUNS], *v_runs[RUNS];
+};
+
+/* Where the run of 8 tokens from `position` on lies. */
+FN const char *run_address(const struct unit *u, const void *cache, int64_t row, int64_t head, int64_t position) {
+    const struct attention_call *c = u->call;
+    int64_t block = c->block_tables[row * c->table_stride + position / c->block_size];
+    int64_t element = block * c->block_stride + (head * c->block_size + position % c->block_size) * c->head_dim;
+    return (const char *)cache + element * u->element_bytes;
+}
+
+FN void prefetch_run(const struct unit *u, const void *cache, int run) {
+    const struct ahead *a = &u->ahead;
+    int64_t position = a->position + run * RUN;
+    if (!a->tile || position < a->tile->key_begin / RUN * RUN || position >= a->end) return;
+    const char *p = run_address(u, cache, a->tile->row, a->head, position);
+    for (int i = 0; i < RUN * u->dim * u->element_bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+/* A run of which only some tokens are seen: the others' memory may hold anything. */
+FN const char *copy_edge(const struct unit *u, const char *run, float *copy, int64_t begin, int64_t end) {
+    int64_t token_bytes = (int64_t)u->dim * u->element_bytes;
+    memset(copy, 0, RUN * token_bytes);
+    memcpy((char *)copy + begin * token_bytes, run + begin * token_bytes, (end - begin) * token_bytes);
+    return (const char *)copy;
+}
+
+/* Find the tile's runs. Those of a vector of 16 keys that has any are all there: zeros where no key is seen. */
+FN void locate_runs(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end) {
+    int edges = 0;
+    u->runs_begin = (begin - tile_begin) / LANES * 2;
+    u->runs_end = (end - tile_begin + LANES - 1) / LANES * 2;
+    for (int r = u->runs_begin; r < u->runs_end; r++) {
+        int64_t first = tile_begin + r * RUN;
+        if (first + RUN <= begin || first >= end) {
+            u->k_runs[r] = u->v_runs[r] = (const char *)u->scratch->zeros;
+            continue;
+        }
+        u->k_runs[r] = run_address(u, u->call->k, u->tile->row, u->head, first);
+        u->v_runs[r] = run_address(u, u->call->v, u->tile->row, u->head, first);
+        if (first < begin || first + RUN > end) {
+            int64_t low = first < begin ? begin - first : 0;
+            int64_t high = first + RUN > end ? end - first : RUN;
+            u->k_runs[r] = copy_edge(u, u->k_runs[r], u->scratch->edges[edges++], low, high);
+            u->v_runs[r] = copy_edge(u, u->v_runs[r], u->scratch->edges[edges++], low, high);
+        }
+    }
+}
+
+/* scratch->k: [panel][step][PANEL keys]; a step is an element, or a pair of bfloat16 in 32 bits. */
+FN void pack_keys(struct unit *u) {
+    int dtype = DOT_BF16 ? FLOAT32 : u->dtype; /* a pair moves as one float32 would */
+    int64_t step_bytes = DOT_BF16 ? 4 : u->element_bytes, token_bytes = (int64_t)u->dim * u->element_bytes;
+    for (int r = u->runs_begin; r < u->runs_end; r += 2) {
+        prefetch_run(u, u->call->k, r);
+        prefetch_run(u, u->call->k, r + 1);
+        int key = r * RUN;
+        float *panel = u->scratch->k + (int64_t)(key / PANEL) * PANEL * u->steps + key % PANEL;
+        for (int step = 0; step < u->steps; step += LANES) {
+            int count = u->steps - step < LANES ? u->steps - step : LANES;
+            v16 rows[LANES];
+            for (int i = 0; i < RUN; i++) {
+                int64_t offset = i * token_bytes + step * step_bytes;
+                rows[i] = v_load_elements(u->k_runs[r] + offset, dtype, count);
+                rows[i + RUN] = v_load_elements(u->k_runs[r + 1] + offset, dtype, count);
+            }
+            v_transpose(rows);
+            float *to = panel + (int64_t)step * PANEL;
+            if (count == LANES) {
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) v_store(to + i * PANEL, rows[i]);
+            } else {
+                for (int i = 0; i < count; i++) v_store(to + i * PANEL, rows[i]);
+            }
+        }
+    }
+}
+
+#if DOT_BF16
+enum { RUN_STEPS = RUN / 2 };
+
+/* [step][padded]: pairs of two tokens' elements. */
+FN const float *packed_values(struct unit *u, int r) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                         37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    float *packed = u->scratch->v + (int64_t)r * RUN_STEPS * u->padded;
+    for (int pair = 0; pair < RUN_STEPS; pair++) {
+        const uint16_t *even = (const uint16_t *)u->v_runs[r] + 2 * pair * u->dim, *odd = even + u->dim;
+        float *to = packed + (int64_t)pair * u->padded;
+        for (int column = 0; column < u->dim; column += 32) {
+            int count = u->dim - column < 32 ? u->dim - column : 32;
+            __mmask32 m = count == 32 ? 0xffffffffu : (1u << count) - 1;
+            __m512i a = _mm512_maskz_loadu_epi16(m, even + column), b = _mm512_maskz_loadu_epi16(m, odd + column);
+            _mm512_storeu_si512(to + column, _mm512_permutex2var_epi16(a, low, b));
+            if (count > 16) _mm512_storeu_si512(to + column + 16, _mm512_permutex2var_epi16(a, high, b));
+        }
+    }
+    return packed;
+}
+
+FN v16 dot(v16 a, v16 b, v16 c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+#else
+enum { RUN_STEPS = RUN };
+
+/* [step][padded]: a token's elements in float32; the page itself where it has that form. */
+FN const float *packed_values(struct unit *u, int r) {
+    if (u->dtype == FLOAT32 && u->dim == u->padded) return (const float *)u->v_runs[r];
+    float *packed = u->scratch->v + (int64_t)r * RUN_STEPS * u->padded;
+    for (int i = 0; i < RUN; i++) {
+        const char *token = u->v_runs[r] + (int64_t)i * u->dim * u->element_bytes;
+        for (int column = 0; column < u->dim; column += LANES) {
+            int count = u->dim - column < LANES ? u->dim - column : LANES;
+            v16 x = v_load_elements(token + (int64_t)column * u->element_bytes, u->dtype, count);
+            v_store(packed + (int64_t)i * u->padded + column, x);
+        }
+    }
+    return packed;
+}
+
+FN v16 dot(v16 a, v16 b, v16 c) { return v_fma(a, b, c); }
+#endif
+
+FN void pack_values(struct unit *u) {
+    for (int r = u->runs_begin; r < u->runs_end; r++) {
+        prefetch_run(u, u->call->v, r);
+        u->v_runs[r] = (const char *)packed_values(u, r);
+    }
+}
+
+/* scores[row][column] = sum over steps of q[row][step] * keys[step][column], `rows` by 16 * `vectors`. */
+FN void score_block(int rows, int vectors, const float *q, const float *keys, int steps, float *scores) {
+    v16 sums[BLOCK_ROWS][4];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) sums[i][j] = v_set1(0.0f);
+    for (int step = 0; step < steps; step++) {
+        v16 key[4];
+        for (int j = 0; j < vectors; j++) key[j] = v_load(keys + (int64_t)step * PANEL + j * LANES);
+        for (int i = 0; i < rows; i++) {
+            v16 element = v_set1(q[(int64_t)i * steps + step]);
+            for (int j = 0; j < vectors; j++) sums[i][j] = dot(element, key[j], sums[i][j]);
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) v_store(scores + i * TILE + j * LANES, sums[i][j]);
+}
+
+/* mixed[row][column] = factor[row] * mixed[row][column] + sum over the tile's keys of weight * value. */
+FN void mix_block(int rows, int vectors, const struct unit *u, const float *weights, const float *factors,
+                  float *mixed, int column) {
+    v16 sums[BLOCK_ROWS][4];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++)
+            sums[i][j] = v_mul(v_load(mixed + i * u->padded + column + j * LANES), v_set1(factors[i]));
+    for (int r = u->runs_begin; r < u->runs_end; r++) {
+        const float *values = (const float *)u->v_runs[r] + column;
+        for (int step = 0; step < RUN_STEPS; step++) {
+            v16 value[4];
+            for (int j = 0; j < vectors; j++) value[j] = v_load(values + step * u->padded + j * LANES);
+            for (int i = 0; i < rows; i++) {
+                v16 weight = v_set1(weights[i * TILE + r * RUN_STEPS + step]);
+                for (int j = 0; j < vectors; j++) sums[i][j] = dot(weight, value[j], sums[i][j]);
+            }
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) v_store(mixed + i * u->padded + column + j * LANES, sums[i][j]);
+}
+
+/* The blocks above with their extents known to the compiler, so that the sums stay in registers. */
+#define CASE(n, call) \
+    case n: \
+        if (n <= BLOCK_ROWS) call(n); \
+        break;
+#define WITH_CONSTANT_ROWS(rows, call) \
+    switch (rows) { CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call) }
+
+FN void scores_of_tile(const struct unit *u, int rows, const float *q, float *scores) {
+    for (int key = u->runs_begin * RUN; key < u->runs_end * RUN;) {
+        const float *keys = u->scratch->k + (int64_t)(key / PANEL) * PANEL * u->steps + key % PANEL;
+#if MAX_VECTORS == 4
+        if (key % PANEL == 0 && key + PANEL <= u->runs_end * RUN) {
+#define CALL(n) score_block(n, 4, q, keys, u->steps, scores + key)
+            WITH_CONSTANT_ROWS(rows, CALL)
+#undef CALL
+            key += PANEL;
+            continue;
+        }
+#endif
+#define CALL(n) score_block(n, 1, q, keys, u->steps, scores + key)
+        WITH_CONSTANT_ROWS(rows, CALL)
+#undef CALL
+        key += LANES;
+    }
+}
+
+FN void mix_tile(const struct unit *u, int rows, const float *weights, const float *factors, float *mixed) {
+    for (int column = 0; column < u->padded;) {
+#if MAX_VECTORS == 4
+        if (column + 4 * LANES <= u->padded) {
+#define CALL(n) mix_block(n, 4, u, weights, factors, mixed, column)
+            WITH_CONSTANT_ROWS(rows, CALL)
+#undef CALL
+            column += 4 * LANES;
+            continue;
+        }
+#endif
+#define CALL(n) mix_block(n, 1, u, weights, factors, mixed, column)
+        WITH_CONSTANT_ROWS(rows, CALL)
+#undef CALL
+        column += LANES;
+    }
+}
+
+/* Scores to weights, in place, and the running maximum and sum; returns the factor for what was summed before.
+ * With DOT_BF16 the weights are pairs of bfloat16 in the first half of the row. */
+FN float soften(const struct unit *u, int64_t tile_begin, int row, float *scores, struct row_state *state) {
+    const struct attention_call *c = u->call;
+    int64_t token = u->tile->first_token + row / u->group;
+    int64_t seen_begin = c->key_begin[token] - tile_begin, seen_end = c->key_end[token] - tile_begin;
+    int begin = u->runs_begin * RUN, end = u->runs_end * RUN;
+    const v16 hidden = v_set1(-__builtin_inff());
+    v16 top = hidden;
+    for (int key = begin; key < end; key += LANES) {
+        v16 x = v_load(scores + key);
+        if (c->softcap > 0) {
+            x = v_tanh(v_mul(x, v_set1(c->scale / c->softcap)));
+            x = v_mul(x, v_set1(c->softcap * LOG2_E));
+        } else {
+            x = v_mul(x, v_set1(c->scale * LOG2_E));
+        }
+        if (seen_begin > key || seen_end < key + LANES) {
+            int64_t low = seen_begin - key, high = seen_end - key;
+            low = low < 0 ? 0 : low > LANES ? LANES : low;
+            high = high < 0 ? 0 : high > LANES ? LANES : high;
+            x = v_keep(x, (int)low, (int)high, hidden);
+        }
+        v_store(scores + key, x);
+        top = v_max(top, x);
+    }
+    float old = state->top[row], new = v_hmax(top);
+    new = new > old ? new : old;
+    float base = new == -__builtin_inff() ? 0.0f : new; /* nothing seen yet: all weights are 0 */
+    float factor[LANES];
+    v_store(factor, v_exp2(v_set1(old - base)));
+    v16 total = v_mul(v_load(state->total + row * LANES), v_set1(factor[0]));
+#if DOT_BF16
+    const v16 ones = (v16)_mm512_set1_epi16(0x3f80);
+    for (int key = begin / 32 * 32; key < end; key += 32) {
+        v16 low = v_set1(0.0f), high = low;
+        if (key >= begin) low = v_exp2(v_sub(v_load(scores + key), v_set1(base)));
+        if (key + LANES < end) high = v_exp2(v_sub(v_load(scores + key + LANES), v_set1(base)));
+        v16 pairs = (v16)_mm512_cvtne2ps_pbh(high, low);
+        total = dot(pairs, ones, total);
+        v_store(scores + key / 2, pairs);
+    }
+#else
+    for (int key = begin; key < end; key += LANES) {
+        v16 weight = v_exp2(v_sub(v_load(scores + key), v_set1(base)));
+        total = v_add(total, weight);
+        v_store(scores + key, weight);
+    }
+#endif
+    v_store(state->total + row * LANES, total);
+    state->top[row] = new;
+    return factor[0];
+}
+
+FN void attend_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, struct row_state *state) {
+    float scores[BLOCK_ROWS * TILE] __attribute__((aligned(64)));
+    float factors[BLOCK_ROWS];
+    locate_runs(u, tile_begin, begin, end);
+    pack_keys(u);
+    pack_values(u);
+    for (int row = 0; row < u->rows; row += BLOCK_ROWS) {
+        int rows = u->rows - row < BLOCK_ROWS ? u->rows - row : BLOCK_ROWS;
+        scores_of_tile(u, rows, u->scratch->q + (int64_t)row * u->steps, scores);
+        for (int i = 0; i < rows; i++) factors[i] = soften(u, tile_begin, row + i, scores + i * TILE, state);
+        mix_tile(u, rows, scores, factors, state->mixed + (int64_t)row * u->padded);
+    }
+}
+
+FN void clear(const struct unit *u, struct row_state *state) {
+    for (int row = 0; row < u->rows; row++) state->top[row] = -__builtin_inff();
+    memset(state->total, 0, sizeof(float) * LANES * u->rows);
+    memset(state->mixed, 0, sizeof(float) * u->padded * u->rows);
+}
+
+FN void attend_split(struct unit *u, int64_t split, struct row_state *state) {
+    int64_t begin = split * SPLIT, end = begin + SPLIT;
+    begin = begin > u->tile->key_begin ? begin : u->tile->key_begin;
+    end = end < u->tile->key_end ? end : u->tile->key_end;
+    clear(u, state);
+    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
+        int64_t low = tile > begin ? tile : begin, high = tile + TILE < end ? tile + TILE : end;
+        u->ahead = (struct ahead){u->tile, u->head, tile + TILE, u->keys_end};
+        if (u->ahead.position >= u->keys_end) u->ahead = u->next_unit;
+        attend_tile(u, tile, low, high, state);
+    }
+}
+
+/* Add one split's result for one row. */
+FN void merge(const struct unit *u, int row, float top, const float *total, const float *mixed,
+              struct row_state *into) {
+    float old = into->top[row], new = top > old ? top : old;
+    float base = new == -__builtin_inff() ? 0.0f : new;
+    float factor[2][LANES];
+    v_store(factor[0], v_exp2(v_set1(old - base)));
+    v_store(factor[1], v_exp2(v_set1(top - base)));
+    v16 keep = v_set1(factor[0][0]), add = v_set1(factor[1][0]);
+    float *sum = into->total + row * LANES, *to = into->mixed + row * u->padded;
+    v_store(sum, v_fma(v_load(total), add, v_mul(v_load(sum), keep)));
+    for (int i = 0; i < u->padded; i += LANES)
+        v_store(to + i, v_fma(v_load(mixed + i), add, v_mul(v_load(to + i), keep)));
+    into->top[row] = new;
+}
+
+/* Divide by the sum of the weights, with the sink's where there is one, and store; zeros if no key is seen. */
+FN void finish(const struct unit *u, struct row_state *state) {
+    const struct attention_call *c = u->call;
+    for (int row = 0; row < u->rows; row++) {
+        int64_t token = u->tile->first_token + row / u->group, head = u->head * u->group + row % u->group;
+        float top = state->top[row], total = v_sum(v_load(state->total + row * LANES)), factor = 1.0f;
+        if (c->sinks) {
+            float sink = c->sinks[head] * LOG2_E, base = top > sink ? top : sink, lane[LANES];
+            v_store(lane, v_exp2(v_set1(top - base)));
+            factor = lane[0];
+            v_store(lane, v_exp2(v_set1(sink - base)));
+            total = total * factor + lane[0];
+        }
+        char *out = (char *)c->out + (token * c->heads + head) * u->dim * u->element_bytes;
+        for (int column = 0; column < u->dim; column += LANES) {
+            int count = u->dim - column < LANES ? u->dim - column : LANES;
+            v16 x = v_mul(v_load(state->mixed + row * u->padded + column), v_set1(factor));
+            x = total == 0.0f ? v_set1(0.0f) : v_div(x, v_set1(total));
+            v_store_elements(out + (int64_t)column * u->element_bytes, u->dtype, count, x);
+        }
+    }
+}
+
+/* scratch->q: [rows][steps]. */
+FN void load_queries(struct unit *u) {
+    const struct attention_call *c = u->call;
+    for (int row = 0; row < u->rows; row++) {
+        int64_t token = u->tile->first_token + row / u->group, head = u->head * u->group + row % u->group;
+        const char *q = (const char *)c->q + (token * c->q_token_stride + head * c->q_head_stride) * u->element_bytes;
+        float *to = u->scratch->q + (int64_t)row * u->steps;
+        if (DOT_BF16) {
+            memcpy(to, q, (size_t)u->dim * u->element_bytes);
+            continue;
+        }
+        for (int column = 0; column < u->dim; column += LANES) {
+            int count = u->dim - column < LANES ? u->dim - column : LANES;
+            v16 x = v_load_elements(q + (int64_t)column * u->element_bytes, u->dtype, count);
+            if (count == LANES) {
+                v_store(to + column, x);
+            } else {
+                float lane[LANES];
+                v_store(lane, x);
+                memcpy(to + column, lane, count * sizeof(float));
+            }
+        }
+    }
+}
+
+FN float *partial_of(const struct unit *u, int64_t split, int row) {
+    int64_t number = split - u->tile->key_begin / SPLIT;
+    number = u->tile->first_partial + (number * u->call->kv_heads + u->head) * u->rows + row;
+    return u->call->partials + number * row_floats(u->dim);
+}
+
+FN void save_partial(const struct unit *u, int64_t split, const struct row_state *state) {
+    for (int row = 0; row < u->rows; row++) {
+        float *to = partial_of(u, split, row);
+        to[0] = state->top[row];
+        memcpy(to + LANES, state->total + row * LANES, LANES * sizeof(float));
+        memcpy(to + 2 * LANES, state->mixed + row * u->padded, u->padded * sizeof(float));
+    }
+}
+
+FN void attend_unit(struct unit *u, const struct work_unit *work) {
+    struct scratch *s = u->scratch;
+    struct row_state part = {s->top[0], s->total[0], s->mixed[0]}, whole = {s->top[1], s->total[1], s->mixed[1]};
+    load_queries(u);
+    clear(u, &whole);
+    for (int64_t split = work->split_begin; split < work->split_end; split++) {
+        attend_split(u, split, &part);
+        if (u->tile->first_partial >= 0) {
+            save_partial(u, split, &part);
+            continue;
+        }
+        for (int row = 0; row < u->rows; row++)
+            merge(u, row, part.top[row], part.total + row * LANES, part.mixed + row * u->padded, &whole);
+    }
+    if (u->tile->first_partial >= 0) {
+        /* Whoever completes the tile merges all of it, in the order in which one unit would have. */
+        int32_t done = (int32_t)(work->split_end - work->split_begin);
+        int32_t *missing = u->call->missing + work->tile * u->call->kv_heads + u->head;
+        if (__atomic_sub_fetch(missing, done, __ATOMIC_ACQ_REL) > 0) return;
+        for (int64_t split = u->tile->key_begin / SPLIT; split * SPLIT < u->tile->key_end; split++)
+            for (int row = 0; row < u->rows; row++) {
+                const float *from = partial_of(u, split, row);
+                merge(u, row, from[0], from + LANES, from + 2 * LANES, &whole);
+            }
+    }
+    finish(u, &whole);
+}
+
+/* Take the next item; its tile is NULL when none is left. */
+FN struct ahead claim(struct attention_call *call, const struct work_unit **work) {
+    int64_t item = __atomic_fetch_add(&call->next_unit, 1, __ATOMIC_RELAXED);
+    struct ahead result = {0};
+    if (item >= call->num_units * call->kv_heads) return result;
+    *work = &call->units[item / call->kv_heads];
+    result.tile = &call->tiles[(*work)->tile];
+    result.head = item % call->kv_heads;
+    int64_t begin = (*work)->split_begin * SPLIT, end = (*work)->split_end * SPLIT;
+    begin = begin > result.tile->key_begin ? begin : result.tile->key_begin;
+    result.position = begin / TILE * TILE;
+    result.end = end < result.tile->key_end ? end : result.tile->key_end;
+    return result;
+}
+
+TARGETED void EXP2(const float *x, float *y, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) v_store(y + i, v_exp2(v_load(x + i)));
+}
+
+TARGETED void WORKER(void *argument) {
+    struct attention_call *call = argument;
+    struct unit u = {.call = call};
+    const struct work_unit *work;
+    int64_t thread = __atomic_fetch_add(&call->next_thread, 1, __ATOMIC_RELAXED);
+    u.scratch = (struct scratch *)(call->scratch + thread * call->scratch_stride);
+    u.group = (int)(call->heads / call->kv_heads);
+    u.dim = (int)call->head_dim;
+    u.padded = (int)padded_dim(call->head_dim);
+    u.dtype = (int)call->dtype;
+    u.element_bytes = call->dtype == FLOAT32 ? 4 : 2;
+    u.steps = DOT_BF16 ? u.dim / 2 : u.dim;
+    memset(u.scratch->zeros, 0, (size_t)RUN * u.dim * u.element_bytes);
+#ifdef X86_FLUSH_DENORMALS
+    unsigned modes = _mm_getcsr();
+    _mm_setcsr(modes | 0x8040); /* what dpbf16 does anyhow; and a denormal costs 100 cycles */
+#endif
+    for (struct ahead item = claim(call, &work); item.tile;) {
+        const struct work_unit *current = work;
+        u.tile = item.tile;
+        u.head = item.head;
+        u.keys_end = item.end;
+        u.rows = (int)u.tile->num_tokens * u.group;
+        u.next_unit = item = claim(call, &work);
+        attend_unit(&u, current);
+    }
+#ifdef X86_FLUSH_DENORMALS
+    _mm_setcsr(modes);
+#endif
+}

@@ -1,0 +1,134 @@
+/* 16 float32 lanes in two AVX2 registers: the same lanes, hence the same sums, as one AVX-512 register. */
+#include <immintrin.h>
+#include <string.h>
+
+typedef struct {
+    __m256 a, b;
+} v16;
+
+FN v16 v_pair(__m256 a, __m256 b) {
+    v16 x = {a, b};
+    return x;
+}
+
+FN v16 v_set1(float x) { return v_pair(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+FN v16 v_load(const float *p) { return v_pair(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+FN void v_store(float *p, v16 x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
+FN v16 v_add(v16 x, v16 y) { return v_pair(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
+FN v16 v_sub(v16 x, v16 y) { return v_pair(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
+FN v16 v_mul(v16 x, v16 y) { return v_pair(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
+FN v16 v_div(v16 x, v16 y) { return v_pair(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+FN v16 v_max(v16 x, v16 y) { return v_pair(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
+FN v16 v_fma(v16 x, v16 y, v16 z) {
+    return v_pair(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
+}
+FN v16 v_round(v16 x) {
+    const int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return v_pair(_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode));
+}
+FN float v_hmax(v16 x) {
+    __m256 m = _mm256_max_ps(x.a, x.b);
+    __m128 n = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+    n = _mm_max_ps(n, _mm_movehl_ps(n, n));
+    return _mm_cvtss_f32(_mm_max_ss(n, _mm_movehdup_ps(n)));
+}
+
+FN __m256 v_pow2_half(__m256 n) {
+    __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
+}
+
+/* 2^n for integers n in [-126, 127]. */
+FN v16 v_pow2(v16 n) { return v_pair(v_pow2_half(n.a), v_pow2_half(n.b)); }
+
+/* x < bound ? yes : no, and `no` where x is NaN. */
+FN v16 v_where_less(v16 x, v16 bound, v16 yes, v16 no) {
+    return v_pair(_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, bound.a, _CMP_LT_OQ)),
+                  _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, bound.b, _CMP_LT_OQ)));
+}
+
+FN __m256 v_keep_half(__m256 x, __m256i lane, int begin, int end, __m256 fill) {
+    __m256i low = _mm256_cmpgt_epi32(_mm256_set1_epi32(begin), lane);
+    __m256i high = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(end - 1));
+    return _mm256_blendv_ps(x, fill, _mm256_castsi256_ps(_mm256_or_si256(low, high)));
+}
+
+/* Lanes begin <= i < end of x, `fill` in the others. */
+FN v16 v_keep(v16 x, int begin, int end, v16 fill) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i next = _mm256_add_epi32(lane, _mm256_set1_epi32(8));
+    return v_pair(v_keep_half(x.a, lane, begin, end, fill.a), v_keep_half(x.b, next, begin, end, fill.b));
+}
+
+FN __m256 v_widen(const void *p, int dtype) {
+    if (dtype == FLOAT32) return _mm256_loadu_ps(p);
+    __m128i half = _mm_loadu_si128(p);
+    if (dtype == FLOAT16) return _mm256_cvtph_ps(half);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+FN void v_narrow(void *p, int dtype, __m256 x) {
+    if (dtype == FLOAT32) {
+        _mm256_storeu_ps(p, x);
+    } else if (dtype == FLOAT16) {
+        _mm_storeu_si128(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    } else {
+        __m256i bits = _mm256_castps_si256(x);
+        __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+        __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+        rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), _mm256_castps_si256(nan));
+        rounded = _mm256_srli_epi32(rounded, 16);
+        _mm_storeu_si128(p, _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1)));
+    }
+}
+
+/* 8 or 16 elements, widened; zeros after them. */
+FN v16 v_load_elements(const void *p, int dtype, int count) {
+    const char *next = (const char *)p + 8 * (dtype == FLOAT32 ? 4 : 2);
+    return v_pair(v_widen(p, dtype), count > 8 ? v_widen(next, dtype) : _mm256_setzero_ps());
+}
+
+/* 8 or 16 elements, rounded to the nearest, ties to even. */
+FN void v_store_elements(void *p, int dtype, int count, v16 x) {
+    v_narrow(p, dtype, x.a);
+    if (count > 8) v_narrow((char *)p + 8 * (dtype == FLOAT32 ? 4 : 2), dtype, x.b);
+}
+
+FN void v_transpose8(__m256 r[8]) {
+    __m256 t[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+            r[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+        t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+    }
+    memcpy(r, t, sizeof t);
+}
+
+/* r[i] lane j becomes r[j] lane i. */
+FN void v_transpose(v16 r[16]) {
+    __m256 low[8], high[8];
+    v16 result[16];
+    for (int half = 0; half < 2; half++) {
+        for (int i = 0; i < 8; i++) low[i] = half ? r[i].b : r[i].a;
+        for (int i = 0; i < 8; i++) high[i] = half ? r[i + 8].b : r[i + 8].a;
+        v_transpose8(low);
+        v_transpose8(high);
+        for (int i = 0; i < 8; i++) result[8 * half + i] = v_pair(low[i], high[i]);
+    }
+    memcpy(r, result, sizeof result);
+}
+
+#define X86_FLUSH_DENORMALS 1

@@ -1,0 +1,98 @@
+/* 16 float32 lanes in one AVX-512 register. The includer defines FN: `static inline`, forced, with its target. */
+#include <immintrin.h>
+
+typedef __m512 v16;
+
+FN v16 v_set1(float x) { return _mm512_set1_ps(x); }
+FN v16 v_load(const float *p) { return _mm512_loadu_ps(p); }
+FN void v_store(float *p, v16 x) { _mm512_storeu_ps(p, x); }
+FN v16 v_add(v16 a, v16 b) { return _mm512_add_ps(a, b); }
+FN v16 v_sub(v16 a, v16 b) { return _mm512_sub_ps(a, b); }
+FN v16 v_mul(v16 a, v16 b) { return _mm512_mul_ps(a, b); }
+FN v16 v_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
+FN v16 v_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
+FN v16 v_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
+FN v16 v_round(v16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+FN float v_hmax(v16 a) { return _mm512_reduce_max_ps(a); }
+
+/* 2^n for integers n in [-126, 127]. */
+FN v16 v_pow2(v16 n) {
+    __m512i bits = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
+}
+
+/* x < bound ? yes : no, and `no` where x is NaN. */
+FN v16 v_where_less(v16 x, v16 bound, v16 yes, v16 no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ), no, yes);
+}
+
+/* Lanes begin <= i < end of x, `fill` in the others. */
+FN v16 v_keep(v16 x, int begin, int end, v16 fill) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __mmask16 kept = _mm512_cmpge_epi32_mask(lane, _mm512_set1_epi32(begin)) &
+                     _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(end));
+    return _mm512_mask_blend_ps(kept, fill, x);
+}
+
+FN __mmask16 v_first(int count) { return (__mmask16)((1u << count) - 1); }
+
+/* `count` <= 16 elements, widened; zeros after them. */
+FN v16 v_load_elements(const void *p, int dtype, int count) {
+    __mmask16 m = v_first(count);
+    if (dtype == FLOAT32) return _mm512_maskz_loadu_ps(m, p);
+    __m256i half = _mm256_maskz_loadu_epi16(m, p);
+    if (dtype == FLOAT16) return _mm512_cvtph_ps(half);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* `count` <= 16 elements, rounded to the nearest, ties to even. */
+FN void v_store_elements(void *p, int dtype, int count, v16 x) {
+    __mmask16 m = v_first(count);
+    if (dtype == FLOAT32) {
+        _mm512_mask_storeu_ps(p, m, x);
+    } else if (dtype == FLOAT16) {
+        _mm256_mask_storeu_epi16(p, m, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    } else {
+        __m512i bits = _mm512_castps_si512(x);
+        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+        __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        rounded = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc00000));
+        _mm256_mask_storeu_epi16(p, m, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    }
+}
+
+/* r[i] lane j becomes r[j] lane i. */
+FN void v_transpose(v16 r[16]) {
+    v16 t[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {
+        for (int j = 0; j < 2; j++) {
+            __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
+            r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    }
+    /* r[4 a + c]: 128-bit part p holds column 4 p + c of rows 4 a .. 4 a + 3. */
+#pragma GCC unroll 16
+    for (int c = 0; c < 4; c++) {
+        t[c] = _mm512_shuffle_f32x4(r[c], r[c + 4], 0x88);
+        t[c + 4] = _mm512_shuffle_f32x4(r[c], r[c + 4], 0xdd);
+        t[c + 8] = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0x88);
+        t[c + 12] = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < 4; c++) {
+        r[c] = _mm512_shuffle_f32x4(t[c], t[c + 8], 0x88);
+        r[c + 8] = _mm512_shuffle_f32x4(t[c], t[c + 8], 0xdd);
+        r[c + 4] = _mm512_shuffle_f32x4(t[c + 4], t[c + 12], 0x88);
+        r[c + 12] = _mm512_shuffle_f32x4(t[c + 4], t[c + 12], 0xdd);
+    }
+}
+
+#define X86_FLUSH_DENORMALS 1

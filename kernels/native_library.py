@@ -1,0 +1,92 @@
+"""The compiled library beside this file, if the installation had a C compiler.
+
+It is plain C (`native/*.c`), called through ctypes. Its threads are torch's own: work is handed to `GOMP_parallel` of
+the OpenMP runtime that torch is linked to, so that there is no second pool of threads to fight for cores with the
+one that still spins after torch's last operation, and none that spins when idle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ABI = 1  # QUIRE_ABI of native/attention.h
+ISAS = ("generic", "avx2", "avx512", "avx512_bf16")  # enum isa of native/attention.c
+
+
+class NativeLibraryError(RuntimeError):
+    """The compiled library is of another version than the Python beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The loaded library."""
+
+    functions: ctypes.CDLL
+    best_isa: int  # index into `ISAS`, of this processor
+    parallel: int | None  # address of GOMP_parallel; None: one thread
+    scratch_bytes: int  # of one thread
+
+
+@functools.cache
+def load() -> NativeLibrary | None:
+    """The library, or None where the installation could not compile it.
+
+    Raises
+    ------
+    NativeLibraryError
+        It was compiled from other sources.
+    """
+    path = Path(__file__).with_name("_native" + sysconfig.get_config_var("EXT_SUFFIX"))
+    if not path.exists():
+        return None
+    functions = ctypes.CDLL(str(path))
+    functions.quire_abi.restype = ctypes.c_int64
+    if functions.quire_abi() != ABI:
+        raise NativeLibraryError(
+            f"{path} has version {functions.quire_abi()}, this package needs {ABI}: install the package again"
+        )
+    functions.quire_best_isa.restype = ctypes.c_int64
+    functions.quire_scratch_bytes.restype = ctypes.c_int64
+    functions.quire_call_bytes.restype = ctypes.c_int64
+    functions.quire_partial_floats.restype = ctypes.c_int64
+    functions.quire_partial_floats.argtypes = [ctypes.c_int64]
+    functions.quire_attention.restype = None
+    functions.quire_attention.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+    ]
+    functions.quire_scatter_bytes.restype = ctypes.c_int64
+    functions.quire_scatter.restype = None
+    functions.quire_scatter.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    functions.quire_exp2.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+    ]
+    return NativeLibrary(
+        functions, functions.quire_best_isa(), _gomp_parallel(), functions.quire_scratch_bytes()
+    )
+
+
+def _gomp_parallel() -> int | None:
+    """Address of `GOMP_parallel` in what torch is linked to; LLVM's and Intel's runtimes have it too."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            # Only what is loaded already: another copy of the runtime would have its own threads.
+            torch_cpu = ctypes.CDLL(
+                str(Path(torch.__file__).parent / "lib" / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW
+            )
+            return ctypes.cast(torch_cpu.GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None

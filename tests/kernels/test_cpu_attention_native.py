@@ -1,0 +1,283 @@
+"""The compiled attention: how the work is cut changes no bit, whatever the dtype, and bad arguments never reach C."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels import cpu_attention_native, native_library, reference
+from quire.kernels.cpu_attention import has_native, paged_attention, plan_attention
+
+pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C compiler")
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+ROWS = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 1200)), min_size=1, max_size=4).map(
+    lambda rows: [(min(q, kv), kv) for q, kv in rows]
+)
+OPTIONS = st.fixed_dictionaries(
+    dict(
+        window=st.one_of(st.none(), st.integers(1, 700)),
+        chunk=st.one_of(st.none(), st.integers(1, 700)),
+        softcap=st.sampled_from([None, 5.0]),
+    )
+)
+
+
+class Batch:
+    """Random ragged rows; pages lie in any order in a pool that holds NaN where no token is."""
+
+    def __init__(self, rows, heads, kv_heads, head_dim, block_size, dtype, seed=0):
+        rng = np.random.default_rng(seed)
+        generator = torch.Generator().manual_seed(seed)
+        counts = [-(-kv // block_size) for _, kv in rows]
+        blocks = rng.permutation(sum(counts) + 1)
+        shape = (len(blocks), 2, 2, kv_heads, block_size, head_dim)
+        pool = torch.full(shape, float("nan"), dtype=dtype)
+        self.k, self.v = pool[:, 1, 0], pool[:, 1, 1]
+        # Entries that hold no key are ignored: an id far outside the pool would crash.
+        self.tables = np.full((len(rows), max(counts, default=0) + 1), 1 << 40)
+        start = 0
+        for row, (count, (_, kv)) in enumerate(zip(counts, rows, strict=True)):
+            own = blocks[start : start + count]
+            self.tables[row, :count] = own
+            start += count
+            for cache in (self.k, self.v):
+                tokens = torch.randn(kv, kv_heads, head_dim, generator=generator).to(dtype)
+                for i, block in enumerate(own):
+                    part = tokens[i * block_size : (i + 1) * block_size]
+                    cache[block, :, : len(part)] = part.transpose(0, 1)
+        self.q_len = np.array([q for q, _ in rows])
+        self.cu_q = np.concatenate([[0], np.cumsum(self.q_len)]).astype(np.int64)
+        self.kv_len = np.array([kv for _, kv in rows])
+        self.q = torch.randn(int(self.cu_q[-1]), heads, head_dim, generator=generator).to(dtype)
+
+    def run(self, first=None, last=None, isa=None, softcap=None, sinks=None, **span):
+        """Attention of each row's queries [first, last), over the keys up to the last of them.
+
+        first and last: [rows]; None for all queries.
+        """
+        first = np.zeros_like(self.q_len) if first is None else first
+        last = self.q_len if last is None else last
+        tokens = [
+            np.arange(a, b)
+            for a, b in zip(self.cu_q[:-1] + first, self.cu_q[:-1] + last, strict=True)
+        ]
+        cu_q = np.concatenate([[0], np.cumsum(last - first)]).astype(np.int64)
+        kv_len = self.kv_len - self.q_len + last
+        plan = plan_attention(
+            cu_q, kv_len, self.tables, self.k, self.q.shape[1], backend="native", **span
+        )
+        q = self.q[np.concatenate(tokens)]
+        out = torch.empty_like(q)
+        scale = q.shape[-1] ** -0.5
+        cpu_attention_native.attend(
+            q, self.k, self.v, scale, plan, softcap=softcap, sinks=sinks, out=out, isa=isa
+        )
+        return out
+
+    def expected(self, **options):
+        """The reference, on tables without the wild entries."""
+        tables = np.where(self.tables < len(self.k), self.tables, 0)
+        arrays = (torch.tensor(x) for x in (tables, self.cu_q, self.kv_len))
+        scale = self.q.shape[-1] ** -0.5
+        return reference.paged_attention(self.q, self.k, self.v, *arrays, scale, **options)
+
+
+def available_isas():
+    return native_library.ISAS[: native_library.load().best_isa + 1]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=ROWS,
+    heads=st.sampled_from([(1, 1), (6, 2), (16, 1), (5, 5), (12, 4), (70, 2)]),
+    head_dim=st.sampled_from([8, 24, 64, 80, 96, 128, 256, 512]),
+    block_size=st.sampled_from([8, 16, 40, 128]),
+    dtype=st.sampled_from(DTYPES),
+    isa=st.sampled_from(["generic", "avx2", "avx512", "avx512_bf16"]),
+    options=OPTIONS,
+    with_sinks=st.booleans(),
+)
+def test_equals_the_reference(rows, heads, head_dim, block_size, dtype, isa, options, with_sinks):
+    if isa not in available_isas():
+        return
+    batch = Batch(rows, *heads, head_dim, block_size, dtype)
+    if with_sinks:
+        options = options | {"sinks": torch.linspace(-2, 3, heads[0])}
+    out = batch.run(isa=isa, **options)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(
+        out.float(), batch.expected(**options), atol=tolerance, rtol=max(tolerance, 1e-4)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), rows=ROWS, heads=st.sampled_from([(2, 2), (6, 2), (16, 2)]), options=OPTIONS)
+def test_a_token_has_the_same_bits_however_the_batch_is_cut(dtype, data, rows, heads, options):
+    batch = Batch(rows, *heads, 40, 16, dtype)
+    whole = batch.run(**options)
+    cut = np.array([data.draw(st.integers(0, int(n))) for n in batch.q_len])
+    before, after = batch.run(last=cut, **options), batch.run(first=cut, **options)
+    for row, boundary in enumerate(cut):
+        own = whole[batch.cu_q[row] : batch.cu_q[row + 1]]
+        starts = [int(x[:row].sum()) for x in (cut, batch.q_len - cut)]
+        assert torch.equal(before[starts[0] :][:boundary], own[:boundary])
+        assert torch.equal(after[starts[1] :][: len(own) - boundary], own[boundary:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, dict(window=300), dict(chunk=700, softcap=3.0)])
+def test_a_decoded_token_has_the_bits_of_a_prefilled_one(dtype, options):
+    batch = Batch([(20, 1100), (70, 70)], 6, 2, 64, 32, dtype)
+    whole = batch.run(**options)
+    for step in (0, 1, 7, 19):
+        decoded = batch.run(
+            first=np.array([step, step]), last=np.array([step + 1, step + 1]), **options
+        )
+        assert torch.equal(decoded[0], whole[step])
+        assert torch.equal(decoded[1], whole[20 + step])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_splitting_a_long_row_over_threads_changes_no_bit(dtype, monkeypatch):
+    batch = Batch([(1, 3000), (3, 1500), (1, 10)], 4, 2, 64, 32, dtype)
+    sinks = torch.linspace(-1, 1, 4)
+    outputs = []
+    for items_per_thread, partial_bytes in ((0, 1 << 24), (1000, 1 << 24), (1000, 20_000)):
+        monkeypatch.setattr(cpu_attention_native, "ITEMS_PER_THREAD", items_per_thread)
+        monkeypatch.setattr(cpu_attention_native, "MAX_PARTIAL_BYTES", partial_bytes)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            try:
+                outputs += [batch.run(sinks=sinks) for _ in range(3)]
+            finally:
+                torch.set_num_threads(1)
+    assert all(torch.equal(out, outputs[0]) for out in outputs)
+
+
+def test_long_rows_are_split_only_where_threads_would_idle_and_memory_allows(monkeypatch):
+    batch = Batch([(1, 3000), (1, 1500)], 4, 2, 64, 32, torch.float32)
+
+    def units(threads, rows=1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        cu_q = np.arange(2 * rows + 1)
+        arrays = (cu_q, np.tile(batch.kv_len, rows), np.tile(batch.tables, (rows, 1)))
+        plan = plan_attention(*arrays, batch.k, 4, backend="native")
+        assert plan.partials.nbytes <= cpu_attention_native.MAX_PARTIAL_BYTES
+        return len(plan.units), len(plan.partials)
+
+    assert units(1) == (2, 0)
+    # 2 rows x 2 heads are 4 items, 8 are wanted: the longer row becomes its 6 splits.
+    assert units(2) == (7, 6 * 2 * 2)
+    assert units(4) == (9, 9 * 2 * 2)
+    assert units(2, rows=8) == (16, 0)
+    monkeypatch.setattr(cpu_attention_native, "MAX_PARTIAL_BYTES", 8000)
+    assert units(4) == (4, 3 * 2 * 2)  # only the shorter row's 3 splits fit
+
+
+def test_float32_has_the_same_bits_on_every_instruction_set_with_fused_multiply_add():
+    batch = Batch([(1, 700), (70, 300)], 6, 2, 80, 16, torch.float32)
+    options = dict(window=250, softcap=4.0, sinks=torch.linspace(-1, 2, 6))
+    isas = [isa for isa in available_isas() if isa != "generic"]
+    outputs = [batch.run(isa=isa, **options) for isa in isas]
+    assert all(torch.equal(out, outputs[0]) for out in outputs)
+
+
+def test_queries_may_lie_head_first(threads):
+    batch = Batch([(40, 600)], 6, 2, 64, 32, torch.bfloat16)
+    expected = batch.run()
+    batch.q = batch.q.transpose(0, 1).contiguous().transpose(0, 1)
+    plan = plan_attention(batch.cu_q, batch.kv_len, batch.tables, batch.k, 6, backend="native")
+    out = paged_attention(batch.q, batch.k, batch.v, None, None, None, 64**-0.5, plan=plan)
+    assert torch.equal(out, expected)
+
+
+def test_a_query_without_keys_gives_zeros():
+    batch = Batch([(0, 0), (1, 1)], 2, 1, 16, 8, torch.float32)
+    cu_q, kv_len = np.array([0, 1, 2]), np.array([0, 1])
+    plan = plan_attention(cu_q, kv_len, batch.tables, batch.k, 2, backend="native")
+    q = torch.randn(2, 2, 16)
+    out = paged_attention(q, batch.k, batch.v, None, None, None, 1.0, plan=plan)
+    assert torch.equal(out[0], torch.zeros(2, 16))
+    assert torch.equal(out[1], batch.v[batch.tables[1, 0], :, 0].expand(2, 16))
+
+
+def test_blocks_outside_the_cache_or_the_table_are_refused():
+    batch = Batch([(1, 5), (1, 40)], 2, 1, 16, 8, torch.float32)
+    for wrong in (-1, len(batch.k)):
+        batch.tables[1, 3] = wrong
+        message = rf"row 1, column 3 must be between 0 and {len(batch.k) - 1}, got {wrong}"
+        with pytest.raises(ValueError, match=message):
+            batch.run()
+    with pytest.raises(
+        ValueError, match="row 1 needs 7 blocks for 49 tokens, the table has 6 columns"
+    ):
+        plan_attention(batch.cu_q, np.array([5, 49]), batch.tables, batch.k, 2, backend="native")
+
+
+def test_a_plan_of_other_shapes_is_refused():
+    batch = Batch([(3, 5)], 2, 1, 16, 8, torch.float32)
+    plan = plan_attention(batch.cu_q, batch.kv_len, batch.tables, batch.k, 2, backend="native")
+    for q in (batch.q[:2], batch.q.repeat(1, 2, 1)):
+        with pytest.raises(ValueError, match="plan: made for 3 tokens of 2 heads"):
+            paged_attention(q, batch.k, batch.v, None, None, None, 1.0, plan=plan)
+
+
+@pytest.mark.parametrize(
+    "shape, heads",
+    [((2, 1, 8, 12), 1), ((2, 1, 8, 520), 1), ((2, 1, 12, 16), 1), ((2, 1, 8, 16), 65)],
+)
+def test_other_shapes_go_to_torch_and_native_refuses_them(shape, heads):
+    cache = torch.zeros(shape)
+    arguments = (np.array([0, 1]), np.array([1]), np.array([[0]]), cache, heads)
+    assert not isinstance(plan_attention(*arguments), cpu_attention_native.NativePlan)
+    with pytest.raises(
+        ValueError, match=r"backend 'native' needs .* a head_dim that is a multiple"
+    ):
+        plan_attention(*arguments, backend="native")
+    with pytest.raises(ValueError, match="backend must be"):
+        plan_attention(*arguments, backend="numba")
+
+
+def test_python_and_c_agree_on_the_arguments():
+    library = native_library.load()
+    assert ctypes.sizeof(cpu_attention_native._Call) == library.functions.quire_call_bytes()
+
+
+@pytest.mark.parametrize("isa", range(4))
+def test_weights_are_exact_to_one_unit_in_the_last_place(isa):
+    """2^x as the softmax computes it: against float64 on every 997th float, and where the result has an edge.
+
+    Two units where products are rounded before they are added.
+    """
+    library = native_library.load()
+    if isa > library.best_isa:
+        pytest.skip(f"this processor has no {native_library.ISAS[isa]}")
+    bits = np.arange(0, np.float32(125).view(np.uint32), 997, dtype=np.uint32)
+    x = np.concatenate([bits.view(np.float32), -bits.view(np.float32), [0, -125]])
+    x = np.ascontiguousarray(x[: len(x) // 16 * 16], np.float32)
+    y = np.empty_like(x)
+    library.functions.quire_exp2(x.ctypes.data, y.ctypes.data, len(x), isa)
+    exact = np.exp2(x.astype(np.float64))
+    error = np.abs(y - exact) / np.spacing(exact.astype(np.float32))
+    assert error.max() <= (1.0 if isa > 0 else 2.0)
+    assert (y[x == 0] == 1).all()
+    edges = np.array([-np.inf, -1e30, -125.5, np.nan] + [-200.0] * 12, np.float32)
+    y = np.empty_like(edges)
+    library.functions.quire_exp2(edges.ctypes.data, y.ctypes.data, 16, isa)
+    assert (y[:3] == 0).all() and np.isnan(y[3]) and (y[4:] == 0).all()
