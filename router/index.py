@@ -32,6 +32,7 @@ from quire.protos.wire import CacheEvents
 _NUM_SHARDS = 256
 _SHARD_MASK = _NUM_SHARDS - 1
 _SWEEP_ENTRIES = 4096  # scanned after one update, to whole shards: under a millisecond
+_FEW_BITS = 8  # more replicas than these are cheaper to write as an array
 _MAX_INTERNED_MASKS = 1 << 16  # beyond it sharing starts over; only memory is lost
 
 
@@ -46,9 +47,11 @@ class _Holder:
     bit: int  # 1 << slot
     digest: int = 0  # XOR of all confirmed hashes
     num_blocks: int = 0
+    num_removed: int = 0  # evictions replayed
     complete: bool = True  # False: a store was dropped at the memory bound
     booked: dict[int, int] = field(default_factory=dict)  # hash -> number of bookings
     alive: bool = True
+    row: int = -1  # where `match_into` writes
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +102,7 @@ class PrefixIndex:
         self._holders: dict[str, _Holder] = {}
         self._staged: dict[str, _Holder] = {}  # snapshots under way, not yet live
         self._by_slot: dict[int, _Holder] = {}
+        self._row_by_slot = np.full(64, -1, np.int64)
         self._live = 0  # bits that `match` may see
         self._num_incomplete = 0
         self._free_slots: list[int] = []  # heap
@@ -151,6 +155,10 @@ class PrefixIndex:
     def num_blocks(self, replica: str) -> int:
         """Confirmed routing blocks of the replica."""
         return self._holders[replica].num_blocks
+
+    def num_removed(self, replica: str) -> int:
+        """Routing blocks that the replica has evicted, by the events replayed in this epoch."""
+        return self._holders[replica].num_removed
 
     def is_complete(self, replica: str) -> bool:
         """Whether everything that the replica reported was stored (see `max_blocks`)."""
@@ -216,6 +224,8 @@ class PrefixIndex:
                 setattr(old, name, getattr(staged, name))
             staged = old
         else:
+            if old is not None:
+                staged.row = old.row
             self.remove_replica(replica)
         self._make_live(staged)
         self._sweep_step()
@@ -279,6 +289,37 @@ class PrefixIndex:
                 depths[self._by_slot[bit.bit_length() - 1].replica] = depth
                 mask ^= bit
         return depths
+
+    def set_row(self, replica: str, row: int) -> None:
+        """Let `match_into` write the replica's matches to this place."""
+        holder = self._holders[replica]
+        holder.row = row
+        self._row_by_slot[holder.slot] = row
+
+    def match_into(self, hashes: Sequence[int] | np.ndarray, depths: np.ndarray) -> int:
+        """As `match`, to the rows of `set_row`.
+
+        Parameters
+        ----------
+        depths
+            [rows] zeros of any dtype; replicas that match get their blocks.
+
+        Returns
+        -------
+        The longest match, in blocks.
+        """
+        depth = 0
+        for depth, mask in self.match_masks(hashes):
+            if mask.bit_count() <= _FEW_BITS:
+                while mask:
+                    bit = mask & -mask
+                    depths[self._by_slot[bit.bit_length() - 1].row] = depth
+                    mask ^= bit
+                continue
+            packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+            bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+            depths[self._row_by_slot[bits.nonzero()[0]]] = depth
+        return depth
 
     def match_masks(self, hashes: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
         """As `match`, by slots: (blocks, mask of the replicas that match so many), ascending."""
@@ -370,6 +411,7 @@ class PrefixIndex:
             self._put(shard, routing_hash, mask ^ holder.bit)
             holder.digest ^= routing_hash
             holder.num_blocks -= 1
+            holder.num_removed += 1
 
     def _put(self, shard: dict[int, int], routing_hash: int, mask: int) -> None:
         if mask:
@@ -414,6 +456,10 @@ class PrefixIndex:
     def _make_live(self, holder: _Holder) -> None:
         self._holders[holder.replica] = holder
         self._by_slot[holder.slot] = holder
+        if holder.slot >= len(self._row_by_slot):
+            more = np.full(len(self._row_by_slot), -1, np.int64)
+            self._row_by_slot = np.concatenate([self._row_by_slot, more])
+        self._row_by_slot[holder.slot] = holder.row
         self._live |= holder.bit
         self._num_incomplete += not holder.complete
 

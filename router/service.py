@@ -332,12 +332,11 @@ class RequestStream:
 
     def _submit(self) -> Attempt:
         service, now = self._service, self._service.clock()
-        views = [
-            v for v in service.table.views(self._hashes, now) if v.replica not in self._failed_on
-        ]
-        # Better a replica that failed this request once than none at all.
-        views = views or service.table.views(self._hashes, now)
-        if not views:
+        num_prompt_tokens = len(self._prompt_ids) + len(self._emitted)
+        fleet = service.table.fleet(
+            self._hashes, num_prompt_tokens, now, self._request.session, self._failed_on
+        )
+        if not len(fleet):
             raise Unavailable(
                 "no replica is ready to serve the model", retry_after_s=NO_REPLICA_RETRY_S
             )
@@ -346,16 +345,15 @@ class RequestStream:
             deadline_s -= now - self._arrived_s
             if deadline_s <= 0:
                 raise DeadlineExceeded("the request's deadline passed before it was sent")
-        num_prompt_tokens = len(self._prompt_ids) + len(self._emitted)
         ranking = service.policy.choose(
             RouteRequest(num_prompt_tokens, self._request.session, self._request.priority),
-            views,
+            fleet,
             now,
             service.rng,
-        ).scores
+        )
         best = ranking[0]
         self._booking = service.table.book(
-            best.replica, self._hashes, num_prompt_tokens - best.cached_tokens, now
+            ranking, self._hashes, num_prompt_tokens, now, self._request.session
         )
         self.explain.attempts += 1
         self.explain.replica = best.replica
@@ -374,18 +372,15 @@ class RequestStream:
             deadline_s=deadline_s,
             priority=self._request.priority,
         )
-        return service.transport.submit(submit, [scored.replica for scored in ranking])
+        return service.transport.submit(submit, ranking.names())
 
     def _release_attempt(self) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.cancel()
-        self._unbook()
-
-    def _unbook(self) -> None:
         booking, self._booking = self._booking, None
         if booking is not None:
-            self._service.table.unbook(booking)
+            self._service.table.end(booking, self._service.clock(), len(self._emitted))
 
     def _close(self) -> None:
         """The one way out: finish, stop string, error, cancellation."""
@@ -483,7 +478,7 @@ class RequestStream:
             self.explain.queue_s = event.queue_s
         if self._booking is not None and self._attempt is not None:
             self.explain.replica = self._attempt.replica
-            self._unbook()  # the prefill is done: from here on the replica's own reports tell
+            self._service.table.answered(self._booking, now)
         self._last_delta_s = now
 
     def _on_failure(self, completion: Completion) -> None:

@@ -14,7 +14,7 @@ from quire.replica.request import Request
 from quire.router.chat_template import ChatTemplate
 from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits
-from quire.router.policy import SloPolicy
+from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaTable
 from quire.router.service import ModelFacts, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
@@ -118,6 +118,6 @@ def make_service(transport: EngineTransport) -> RouterService:
         tokenizer=AsyncTokenizer(TextTokenizer.load(CHECKPOINT)),
         template=ChatTemplate.load(CHECKPOINT, None),
         table=transport.table,
-        policy=SloPolicy(),
+        policy=make_policy("slo"),
         transport=transport,
     )
