@@ -9,6 +9,8 @@ BENCHMARKS = {
     "serving": "start-up, idle CPU and answers of the real cluster",
     "host_overhead": "host time per step, against transformers' continuous batching",
     "bus_overhead": "Python per token on both sides of the bus",
+    "routersim": "the routing policies in a simulated cluster, against a pooled oracle",
+    "router_index": "speed of a routing decision and of the prefix index",
 }
 
 

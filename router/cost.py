@@ -38,6 +38,15 @@ import numpy as np
 
 from quire.router.policy import Fleet, Ranking, RouteRequest, prefill_work, rank
 
+_LATER_TERMS = (
+    "host_copy_s",
+    "interference_s",
+    "later_s",
+    "decode_s",
+    "eviction_s",
+    "memory_s",
+    "copy_value_s",
+)
 _MAX_SHARE = 0.95  # bounds 1 / (1 - rho)
 _HEAD_DONE = 0.9  # an unanswered request is not prefilled yet, however long it has been the head
 
@@ -105,23 +114,25 @@ class CostPolicy:
         if not len(fleet):
             return Ranking(self.name, fleet, (), np.empty(0))
         # [n] float64, all that follow
-        speed = self._speeds(fleet)  # seconds of a token of work
+        speed = self._speeds(fleet)  # seconds of a unit of work
         cached = fleet.gpu_tokens + fleet.host_tokens
         missing = request.num_prompt_tokens - cached
         prefill = speed * prefill_work(missing, cached, fleet.attention_context_tokens)
+        wait = self._wait(fleet, speed)
         terms = {
-            "wait_s": self._wait(fleet, speed),
+            "wait_s": wait,
             "prefill_s": prefill,
             "host_copy_s": fleet.host_tokens * fleet.host_copy_s_per_token,
+            "interference_s": fleet.num_requests * (self.eta * prefill),
+            "later_s": self._later(fleet, wait, prefill),
+            "decode_s": self._decode(fleet, request),
+            "eviction_s": self._eviction(fleet, missing * speed),
+            "memory_s": self._memory(fleet, missing),
+            "copy_value_s": self._copy_value(fleet),
         }
-        n = fleet.num_requests
-        terms["interference_s"] = self.eta * n * prefill
-        terms["later_s"] = self._later(fleet, terms["wait_s"], prefill)
-        terms["decode_s"] = self._decode(fleet, request)
-        terms["eviction_s"] = self._eviction(fleet, missing * speed)
-        terms["memory_s"] = self._memory(fleet, missing)
-        terms["copy_value_s"] = self._copy_value(fleet)
-        cost = sum(terms.values())
+        cost = wait + prefill
+        for name in _LATER_TERMS:
+            cost += terms[name]
         if fleet.session_row >= 0:
             cost[fleet.session_row] -= self.stickiness * prefill[fleet.session_row]
         stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]
@@ -131,15 +142,13 @@ class CostPolicy:
         return rank(self.name, fleet, cost, rng, self.tie_s, **terms)
 
     def _speeds(self, fleet: Fleet) -> np.ndarray:
-        """[n] seconds of a token of work; who has not measured its own has the median."""
-        speed = fleet.prefill_s_per_work
-        measured = speed[speed > 0]
-        if not len(measured):
-            return np.full(len(fleet), self.fallback_prefill_s_per_work)
-        middle = len(measured) // 2
-        median = np.partition(measured, middle)[middle]
-        noise = np.abs(speed - median) <= self.speed_noise * median
-        return np.where(noise | (speed <= 0), median, speed)
+        """[n] seconds of a unit of work; who has not measured its own has the median."""
+        median = fleet.median_s_per_work or self.fallback_prefill_s_per_work
+        ratio = fleet.prefill_s_per_work / median
+        noise = (ratio <= 0) | (np.abs(ratio - 1.0) <= self.speed_noise)
+        ratio[noise] = 1.0
+        ratio *= median
+        return ratio
 
     def _wait(self, fleet: Fleet, speed: np.ndarray) -> np.ndarray:
         """W: what is still queued, by the report and by our own unanswered requests."""

@@ -33,6 +33,7 @@ from quire.router.types import ReplicaStatus
 
 _EVICTION_HORIZON_S = 10.0
 _SPEED_HORIZON_S = 30.0
+_MEDIAN_PERIOD_S = 0.2
 _NO_HASHES = np.empty(0, np.uint64)
 
 
@@ -241,6 +242,9 @@ class ReplicaTable:
         self._replicas: dict[str, _Replica] = {}
         self._names: list[str] = []  # by row
         self._columns = np.zeros((len(_Column), 16))  # [column, row], rows beyond the names unused
+        self._median_s_per_work = 0.0
+        self._median_of = 0  # replicas
+        self._median_until_s = 0.0
         self._num_ours = 0  # our requests in flight
         self._demand = DemandMeter()
         self._followers = Followers()
@@ -580,11 +584,24 @@ class ReplicaTable:
             cache_age_s=columns[_Column.CACHE_AGE_S],
             free_tokens=columns[_Column.FREE_TOKENS],
             used_tokens=columns[_Column.USED_TOKENS],
+            median_s_per_work=self._median_speed(now_s),
             demand=self._demand.demand(max(1, len(names)), now_s),
             attention_context_tokens=self._attention_context_tokens,
             followers=self._followers.count(int(hashes[longest - 1]), now_s) if longest else 0.0,
             session_row=self._session_row(session, names),
         )
+
+    def _median_speed(self, now_s: float) -> float:
+        """Median seconds per unit of work, of those that are known; looked at once in a while."""
+        num_known = len(self._names)
+        if now_s >= self._median_until_s or num_known != self._median_of:
+            speeds = self._columns[_Column.PREFILL_S_PER_WORK, :num_known]
+            speeds = speeds[speeds > 0]
+            self._median_s_per_work = float(np.median(speeds)) if len(speeds) else 0.0
+            self._median_of = num_known
+            # Until one is known each look may find the first.
+            self._median_until_s = now_s + (_MEDIAN_PERIOD_S if len(speeds) else 0.0)
+        return self._median_s_per_work
 
     def _session_row(self, session: str, names: Sequence[str]) -> int:
         replica = self._sessions.get(session) if session else None

@@ -41,7 +41,9 @@ def fleet_of(rows, num_prompt_tokens=1000, **facts):
     columns["host_tokens"] = np.minimum(
         columns["host_tokens"], num_prompt_tokens - 1 - columns["gpu_tokens"]
     )
-    facts = {"attention_context_tokens": 1e9} | facts
+    speeds = columns["prefill_s_per_work"][columns["prefill_s_per_work"] > 0]
+    median = float(np.median(speeds)) if len(speeds) else 0.0
+    facts = {"attention_context_tokens": 1e9, "median_s_per_work": median} | facts
     return Fleet([str(i) for i in range(len(rows))], **columns, **facts)
 
 
