@@ -12,9 +12,18 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 EMBEDDED_MODEL = "embedded"
 _HF_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -100,7 +109,7 @@ def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
     """Names of the fields of the nested model at `loc`."""
     for part in loc:
         model = model.model_fields[str(part)].annotation
-    return list(model.model_fields)
+    return [*model.model_fields, *model.aliases]
 
 
 def _bound(message: str) -> str:
@@ -125,10 +134,33 @@ class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
     )
+    aliases: ClassVar[dict[str, str]] = {}  # other names of fields
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_aliases(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not cls.aliases.keys() & data.keys():
+            return data
+        for alias, name in cls.aliases.items():
+            if alias in data and name in data:
+                raise ValueError(f"{alias} is another name of {name}; give one of them")
+        return {cls.aliases.get(key, key): value for key, value in data.items()}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for alias, name in cls.aliases.items():
+            properties[alias] = {**properties[name], "description": f"The same as {name}."}
+        return schema
 
 
 class EngineArgs(_Section):
     """Limits of one replica's engine."""
+
+    aliases: ClassVar[dict[str, str]] = {"allow_block_sharing": "prefix_caching"}
 
     block_size: int = Field(
         32,
@@ -147,6 +179,13 @@ class EngineArgs(_Section):
         None,
         gt=0,
         description="Memory of the KV cache in GiB. Default: what max_memory_percent leaves.",
+    )
+    cpu_offload_gib: float | None = Field(
+        None,
+        ge=0,
+        description="Memory of the host tier in GiB: requests that a full cache evicts and cached "
+        "prefixes that it drops go there and return without being computed again. 0 turns it off. "
+        "Default: 4 beside a GPU, 0 on the CPU, where kv_cache_gib does the same without copies.",
     )
     max_memory_percent: float = Field(
         0.9,
@@ -177,6 +216,20 @@ class EngineArgs(_Section):
         description="Most requests that wait for a place; one more is refused as overloaded (HTTP "
         "429).",
     )
+    scheduler: Literal["fifo", "prefill_first", "priority"] = Field(
+        "fifo",
+        description="Who comes first in a step. fifo: decodes, then started prompts, then new "
+        "ones as they arrived. prefill_first: started prompts, then decodes, then new ones. "
+        "priority: as fifo, prompts by priority (smaller first), deadline, arrival; at least every "
+        "eighth to start is the one that waits longest.",
+    )
+    max_prefill_ms: float | None = Field(
+        100.0,
+        ge=1,
+        description="Milliseconds of prefill between two tokens of whoever decodes, by measured "
+        "speed: so the time between tokens is at most this and a decode step. At least 16 tokens "
+        "are computed. null: no bound but max_batch_tokens.",
+    )
     safety_margin: float = Field(
         0.2,
         ge=0,
@@ -184,8 +237,22 @@ class EngineArgs(_Section):
         description="Fraction (0 to 1) of free blocks below which no new prompt is admitted while "
         "others decode.",
     )
+    resume_margin: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Fraction (0 to 1) of free blocks from which prompts are admitted again after "
+        "the cache was full and a request had to give up its blocks. Default: safety_margin + 0.1.",
+    )
     prefix_caching: bool = Field(
-        True, description="Reuse the KV of prompts that begin with the same tokens."
+        True,
+        description="Reuse the KV of prompts that begin with the same tokens. Also known as "
+        "allow_block_sharing.",
+    )
+    demotion_order: Literal["lru", "most_recent"] = Field(
+        "lru",
+        description="Which cached blocks are given up first: those of the prompt used longest ago, "
+        "or of the one used last. Either way the end of a prompt goes before its beginning.",
     )
     deterministic: bool | None = Field(
         None,
@@ -215,6 +282,15 @@ class EngineArgs(_Section):
         if value & (value - 1):
             raise ValueError(f"must be a power of two from 8 to 256, got {value}")
         return value
+
+    @model_validator(mode="after")
+    def _margins_in_order(self) -> EngineArgs:
+        if self.resume_margin is not None and self.resume_margin < self.safety_margin:
+            raise ValueError(
+                f"resume_margin ({self.resume_margin}) must be at least safety_margin "
+                f"({self.safety_margin})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_cache_size(self) -> EngineArgs:

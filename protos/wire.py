@@ -292,6 +292,7 @@ class Completion:
     queue_s: float = 0.0  # submit to first scheduled
     prefill_s: float = 0.0  # first scheduled to first token
     error: dict[str, Any] | None = None  # `QuireError.to_wire`
+    num_host_cached_tokens: int = 0  # of `num_cached_tokens`, those copied back from the host tier
 
     def encode(self) -> bytes:
         return msgpack.packb(
@@ -356,6 +357,7 @@ class TokenDelta:
     finish_reason: str | None = None  # stop | length | abort | error, on the last delta only
     num_cached_tokens: int = 0  # prompt tokens found in the cache, on the first delta only
     queue_s: float = 0.0  # submit to first scheduled, on the first delta only
+    num_host_cached_tokens: int = 0  # of `num_cached_tokens`, those copied back from the host tier
     logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
 
     def to_wire(self) -> list[Any]:
@@ -407,23 +409,58 @@ class TokenColumns:
         return cls(stream_ids, index, token_ids)
 
 
+def xor_hashes(hashes: np.ndarray) -> int:
+    """XOR of [n] uint64; 0 of none."""
+    return int(np.bitwise_xor.reduce(hashes)) if len(hashes) else 0
+
+
+def tier_digest(gpu_xor: int, host_xor: int) -> int:
+    """Digest of a cache, from the XOR of the hashes of each tier: `gpu_xor ^ (host_xor rotated left by 1)`.
+
+    The rotation makes a hash count differently in the two tiers, so that one that changes tier changes the
+    digest.
+    """
+    return gpu_xor ^ ((host_xor << 1 | host_xor >> 63) & (2**64 - 1))
+
+
+_NO_HASHES = np.empty(0, np.uint64)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
     """What one step changed in a replica's prefix cache, in routing hashes, applied in this order:
-    cleared, removed, stored. `seq` counts these batches from 1 within an epoch, without gaps."""
+    cleared (both tiers), removed, stored. A hash is in one tier at a time; one that moves is removed from the
+    old and stored in the new one by the same batch. `seq` counts these batches from 1 within an epoch, without
+    gaps."""
 
     seq: int
     stored: np.ndarray  # [n] uint64, parents before children
     removed: np.ndarray  # [n] uint64
     cleared: bool = False
+    host_stored: np.ndarray = field(default_factory=lambda: _NO_HASHES)  # [n] uint64, in no order
+    host_removed: np.ndarray = field(default_factory=lambda: _NO_HASHES)  # [n] uint64
 
     def to_wire(self) -> list[Any]:
-        return [self.seq, _hash_bytes(self.stored), _hash_bytes(self.removed), self.cleared]
+        return [
+            self.seq,
+            _hash_bytes(self.stored),
+            _hash_bytes(self.removed),
+            self.cleared,
+            _hash_bytes(self.host_stored),
+            _hash_bytes(self.host_removed),
+        ]
 
     @classmethod
     def from_wire(cls, values: list[Any]) -> CacheEvents:
-        seq, stored, removed, cleared = values
-        return cls(seq, np.frombuffer(stored, "<u8"), np.frombuffer(removed, "<u8"), cleared)
+        seq, stored, removed, cleared, host_stored, host_removed = values
+        return cls(
+            seq,
+            np.frombuffer(stored, "<u8"),
+            np.frombuffer(removed, "<u8"),
+            cleared,
+            np.frombuffer(host_stored, "<u8"),
+            np.frombuffer(host_removed, "<u8"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +479,13 @@ class Load:
     decode_step_s: float = 0.0  # measured seconds of a decode step; 0 = not yet known
     num_steps: int = 0  # counts up; the proof of progress
     num_compiles: int = 0  # kernels or graphs built since ready: stays 0
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # running requests that had to give up their blocks
+    host_blocks_free: int = 0  # the host tier, in blocks as those of the device
+    host_blocks_cached: int = 0
+    host_blocks_in_use: int = 0
+    host_blocks_total: int = 0
+    num_offloads: int = 0  # preempted requests whose blocks were copied to the host tier
+    num_restores: int = 0  # of them those that returned from there
 
     def to_wire(self) -> tuple[Any, ...]:
         return _load_fields(self)
@@ -459,8 +502,8 @@ class Frame:
     one of the two.
 
     `events_seq` is the seq of the last cache event the replica has produced, with or without events in this
-    frame, and `digest` the XOR of all routing hashes it holds at that point: a router whose own replay
-    differs asks for a snapshot.
+    frame, and `digest` that of all routing hashes it holds at that point (`tier_digest`): a router whose own
+    replay differs asks for a snapshot.
     """
 
     epoch: str  # one engine incarnation
@@ -469,9 +512,11 @@ class Frame:
     events_seq: int = 0
     digest: int = 0
     load: Load = field(default_factory=Load)
-    snapshot: np.ndarray | None = None  # [n] uint64: a page of all hashes held at `events_seq`
+    snapshot: np.ndarray | None = None  # [n] uint64: a page of all hashes in `gpu` at `events_seq`
     snapshot_more: bool = False  # another page follows
     columns: TokenColumns | None = None
+    host_snapshot: np.ndarray = field(default_factory=lambda: _NO_HASHES)
+    # [m] uint64: what the same page holds of the hashes in `host`
 
     def token_deltas(self) -> Iterator[TokenDelta]:
         """Every stream's news, whichever way it travelled."""
@@ -491,12 +536,15 @@ class Frame:
                 snapshot,
                 self.snapshot_more,
                 None if self.columns is None else self.columns.to_wire(),
+                _hash_bytes(self.host_snapshot),
             ]
         )
 
     @classmethod
     def decode(cls, data: bytes) -> Frame:
-        epoch, deltas, events, seq, digest, load, snapshot, more, columns = _open(data, 9, "Frame")
+        epoch, deltas, events, seq, digest, load, snapshot, more, columns, host_snapshot = _open(
+            data, 10, "Frame"
+        )
         return cls(
             epoch,
             [TokenDelta.from_wire(d) for d in deltas],
@@ -507,10 +555,13 @@ class Frame:
             None if snapshot is None else np.frombuffer(snapshot, "<u8"),
             more,
             None if columns is None else TokenColumns.from_wire(columns),
+            np.frombuffer(host_snapshot, "<u8"),
         )
 
 
 def _hash_bytes(hashes: np.ndarray) -> bytes:
+    if not len(hashes):
+        return b""
     return np.ascontiguousarray(hashes, dtype="<u8").tobytes()
 
 

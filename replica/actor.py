@@ -215,6 +215,7 @@ def _completion(delta: RequestDelta) -> Completion:
         delta.queue_s,
         delta.prefill_s,
         None if delta.error is None else delta.error.to_wire(),
+        delta.num_host_cached_tokens,
     )
 
 
@@ -228,6 +229,9 @@ _GAUGES = (  # name, field of `Load`, description
     ("quire_kv_blocks_free", "blocks_free", "KV blocks that hold nothing"),
     ("quire_kv_blocks_cached", "blocks_cached", "KV blocks that only the prefix cache holds"),
     ("quire_kv_blocks_in_use", "blocks_in_use", "KV blocks of live requests"),
+    ("quire_host_blocks_free", "host_blocks_free", "Host tier blocks that hold nothing"),
+    ("quire_host_blocks_cached", "host_blocks_cached", "Host tier blocks of evicted prefixes"),
+    ("quire_host_blocks_in_use", "host_blocks_in_use", "Host tier blocks of offloaded requests"),
     ("quire_requests_running", "num_running", "Requests with KV in the cache"),
     ("quire_requests_waiting", "num_waiting", "Accepted requests not yet scheduled"),
 )
@@ -236,6 +240,7 @@ _COUNTERS = (
     ("quire_output_tokens", "Tokens generated"),
     ("quire_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache"),
     ("quire_prefix_hit_tokens", "Prompt tokens found in the prefix cache"),
+    ("quire_prefix_host_hit_tokens", "Of these, tokens that were copied back from the host tier"),
 )
 
 
@@ -266,6 +271,7 @@ class ReplicaMetrics:
                 pending["quire_prompt_tokens"] += delta.num_prompt_tokens
                 pending["quire_prefix_queried_tokens"] += delta.num_prompt_tokens
                 pending["quire_prefix_hit_tokens"] += delta.num_cached_tokens
+                pending["quire_prefix_host_hit_tokens"] += delta.num_host_cached_tokens
 
     async def _run(self) -> None:
         while True:

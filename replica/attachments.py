@@ -22,7 +22,15 @@ from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents, Frame, Load, TokenColumns, TokenDelta
+from quire.protos.wire import (
+    CacheEvents,
+    Frame,
+    Load,
+    TokenColumns,
+    TokenDelta,
+    tier_digest,
+    xor_hashes,
+)
 from quire.replica.loop import LoopOutput
 from quire.replica.request import DeltaBatch
 
@@ -149,6 +157,7 @@ class Attachments:
                     delta.finish_reason,
                     delta.num_cached_tokens,
                     delta.queue_s,
+                    delta.num_host_cached_tokens,
                     delta.logprobs,
                 )
             )
@@ -169,11 +178,12 @@ class Attachments:
         if attachment is not None:
             attachment.put(self._frame([], events))
 
-    def send_snapshot(self, router_id: str, seq: int, hashes: np.ndarray) -> None:
-        """Queue pages of the hashes held at event `seq`, [n] uint64; nothing when the router is gone."""
+    def send_snapshot(self, router_id: str, seq: int, gpu: np.ndarray, host: np.ndarray) -> None:
+        """Queue pages of the hashes held in the tiers `gpu` and `host` at event `seq`, [n] and [m] uint64;
+        nothing when the router is gone."""
         attachment = self._by_router.get(router_id)
         if attachment is not None:
-            for frame in self._snapshot_frames(seq, hashes):
+            for frame in self._snapshot_frames(seq, gpu, host):
                 attachment.put(frame)
 
     async def stream(self, router_id: str, load: Callable[[], Load]) -> AsyncIterator[bytes]:
@@ -228,20 +238,24 @@ class Attachments:
             columns=columns,
         )
 
-    def _snapshot_frames(self, seq: int, hashes: np.ndarray) -> list[Frame]:
-        digest = int(np.bitwise_xor.reduce(hashes)) if len(hashes) else 0
-        starts = range(0, max(len(hashes), 1), SNAPSHOT_PAGE_HASHES)
-        return [
-            Frame(
-                self._epoch,
-                events_seq=seq,
-                digest=digest,
-                load=self._last.load,
-                snapshot=hashes[start : start + SNAPSHOT_PAGE_HASHES],
-                snapshot_more=start + SNAPSHOT_PAGE_HASHES < len(hashes),
+    def _snapshot_frames(self, seq: int, gpu: np.ndarray, host: np.ndarray) -> list[Frame]:
+        digest = tier_digest(xor_hashes(gpu), xor_hashes(host))
+        num_hashes = len(gpu) + len(host)
+        frames = []
+        for start in range(0, max(num_hashes, 1), SNAPSHOT_PAGE_HASHES):
+            end = start + SNAPSHOT_PAGE_HASHES
+            frames.append(
+                Frame(
+                    self._epoch,
+                    events_seq=seq,
+                    digest=digest,
+                    load=self._last.load,
+                    snapshot=gpu[start:end],
+                    snapshot_more=end < num_hashes,
+                    host_snapshot=host[max(0, start - len(gpu)) : max(0, end - len(gpu))],
+                )
             )
-            for start in starts
-        ]
+        return frames
 
 
 def _columns_of(source: int, deltas: DeltaBatch) -> TokenColumns | None:

@@ -1,11 +1,11 @@
-"""Who owns each block of the KV cache.
+"""Who owns each block of one tier of the KV cache.
 
 ```
             allocate                     release (last owner)
    free ───────────────▶ in use ────────────────────────────────▶ free     content unknown
     ▲                      ▲  │
     │ demote               │  │ release (last owner), content known
-    │ (leaf first, LRU)    │  ▼
+    │ (leaf first)         │  ▼
     └─────────────────── cached
                      retain
 ```
@@ -16,8 +16,9 @@ a later request may take it; it is demoted only when the free blocks have run ou
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
+
+from quire.replica.demotion import LeastRecentlyUsed, MostRecentlyReleased
 
 
 class IntegrityError(AssertionError):
@@ -27,27 +28,29 @@ class IntegrityError(AssertionError):
 class BlockManager:
     """Reference counts and the two pools of blocks without an owner. Every operation is O(1) per block.
 
-    Demotion is least recently used first. `release` takes a request's blocks leaf first, and a block never
-    has more owners than the block before it in its chain; so of a chain the leaf is always the older one in
-    the queue, and a cached block is demoted before the blocks that it continues.
+    `release` takes a request's blocks leaf first, and a block never has more owners than the block before it in
+    its chain; so in either order of `demotion.py` a cached block is demoted before the blocks that it continues.
 
     Parameters
     ----------
     num_blocks
-        Blocks are numbered 0 to num_blocks - 1.
+        Blocks are numbered 0 to num_blocks - 1; a tier that is off has none.
     on_demote
         Called with each block whose content is about to be given up.
+    order
+        Of demotion: "lru", or "most_recent", which is O(log n) per block.
     """
 
-    def __init__(self, num_blocks: int, on_demote: Callable[[int], None]):
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be >= 1, got {num_blocks}")
+    def __init__(self, num_blocks: int, on_demote: Callable[[int], None], order: str = "lru"):
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks must be >= 0, got {num_blocks}")
         self.num_blocks = num_blocks
         self._on_demote = on_demote
         self._ref_count = [0] * num_blocks
         self._has_content = bytearray(num_blocks)  # 1: registered in the prefix index
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: warm memory first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        most_recent = order == "most_recent"
+        self._cached = MostRecentlyReleased(num_blocks) if most_recent else LeastRecentlyUsed()
 
     @property
     def num_free(self) -> int:
@@ -74,7 +77,7 @@ class BlockManager:
         if count > self.num_available:
             return None
         while len(self._free) < count:
-            block, _ = self._cached.popitem(last=False)
+            block = self._cached.pop()
             self._give_up(block)
             self._free.append(block)
         split = len(self._free) - count
@@ -82,6 +85,7 @@ class BlockManager:
         del self._free[split:]
         for block in blocks:
             self._ref_count[block] = 1
+        self._cached.renew(blocks)
         return blocks
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
@@ -92,21 +96,35 @@ class BlockManager:
         """One more owner for each of these blocks, whose content is known."""
         for block in blocks:
             if self._ref_count[block] == 0:
-                del self._cached[block]
+                self._cached.remove(block)
             self._ref_count[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """One owner fewer for each of these blocks, given leaf first."""
-        for block in blocks:
+    def release(self, blocks: Iterable[int], *, passed: bool = False) -> None:
+        """One owner fewer for each of these blocks.
+
+        Parameters
+        ----------
+        blocks
+            Of one chain, leaf first.
+        passed
+            They are blocks of sliding groups instead that fell out of their windows, in any order.
+        """
+        for block in self._cached.releasing(blocks, passed):
             owners = self._ref_count[block] - 1
             if owners < 0:
                 raise IntegrityError(f"block {block} is released more often than it was taken")
             self._ref_count[block] = owners
             if owners == 0:
                 if self._has_content[block]:
-                    self._cached[block] = None
+                    self._cached.add(block)
                 else:
                     self._free.append(block)
+
+    def touch(self, block: int) -> None:
+        """This block, whose content is known, counts as used now."""
+        if block in self._cached:
+            self._cached.remove(block)
+            self._cached.add(block)
 
     def mark_content(self, block: int) -> None:
         """The prefix index knows this block's content from now on."""
@@ -116,7 +134,7 @@ class BlockManager:
         """The prefix index has dropped this block: without an owner it becomes free."""
         self._has_content[block] = 0
         if block in self._cached:
-            del self._cached[block]
+            self._cached.remove(block)
             self._free.append(block)
 
     def _give_up(self, block: int) -> None:
@@ -126,13 +144,24 @@ class BlockManager:
     def has_content(self, block: int) -> bool:
         return bool(self._has_content[block])
 
-    def check(self, owners: Iterable[int]) -> None:
+    def snapshot(self) -> dict[str, int]:
+        """The pools' sizes as plain data."""
+        return {
+            "free": self.num_free,
+            "cached": self.num_cached,
+            "in_use": self.num_in_use,
+            "total": self.num_blocks,
+        }
+
+    def check(self, owners: Iterable[int], is_indexed: Callable[[int], bool] | None = None) -> None:
         """Raise `IntegrityError` unless the pools partition the blocks and the counts are right.
 
         Parameters
         ----------
         owners
             [num_blocks] owners of each block, found by walking the tables of the live requests.
+        is_indexed
+            Whether the prefix index has a block: must agree with what the manager was told.
         """
         free, cached = set(self._free), set(self._cached)
         if len(free) != len(self._free) or free & cached:
@@ -147,3 +176,5 @@ class BlockManager:
                 raise IntegrityError(f"block {block} has {count} owners; in a pool: {pooled}")
             if pooled and self.has_content(block) != (block in cached):
                 raise IntegrityError(f"block {block} is in the wrong pool for its content")
+            if is_indexed is not None and is_indexed(block) != self.has_content(block):
+                raise IntegrityError(f"block {block}: pool and prefix index disagree")

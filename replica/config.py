@@ -6,9 +6,12 @@ the only thing the scheduler, block manager and runner read. `resolve` lives in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from quire.replica.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
+
+SCHEDULERS = ("fifo", "prefill_first", "priority")
+DEMOTION_ORDERS = ("lru", "most_recent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +30,26 @@ class EngineArgs:
     max_waiting_requests: int = 1024
     max_memory_percent: float = 0.9
     kv_cache_gib: float | None = None
+    cpu_offload_gib: float | None = None  # host tier; None: 4 GiB beside a GPU, none on the CPU
+    scheduler: str = "fifo"  # fifo | prefill_first | priority
+    max_prefill_ms: float | None = 100.0  # None: no bound
     safety_margin: float = 0.2
+    resume_margin: float | None = None  # None: safety_margin + 0.1, at most 1
     prefix_caching: bool = True
+    demotion_order: str = "lru"  # lru | most_recent
     deterministic: bool | None = None  # None: on for float32 on the CPU
     num_threads: int | None = None
+    # Another name for prefix_caching, as transformers has it.
+    allow_block_sharing: InitVar[bool | None] = None
+
+    def __post_init__(self, allow_block_sharing: bool | None) -> None:
+        if allow_block_sharing is None:
+            return
+        if allow_block_sharing and not self.prefix_caching:
+            raise ValueError(
+                "prefix_caching is false and allow_block_sharing true; give one of them"
+            )
+        object.__setattr__(self, "prefix_caching", allow_block_sharing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +73,15 @@ class EngineConfig:
     deterministic: bool
     num_threads: int
     groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # those of full attention first
+    num_host_blocks: int = 0  # of the host tier, of the same bytes each; 0 = there is no such tier
+    scheduler: str = "fifo"  # fifo | prefill_first | priority
+    max_prefill_ms: float | None = (
+        None  # of prefill between two tokens of who decodes; None: no bound
+    )
+    resume_margin: float = (
+        0.0  # share of available blocks from which admissions resume after a preemption
+    )
+    demotion_order: str = "lru"  # lru | most_recent
 
     def __post_init__(self) -> None:
         full = [group.is_full for group in self.groups]

@@ -1,28 +1,39 @@
 """What happened in the prefix cache, told to the routers as routing hashes.
 
 ```
- hold / drop / clear ──▶ pending (net effect) ──flush()──▶ CacheEvents{seq} ──▶ ring of the last batches
-                              │
-                              └▶ held: hash → number of holders
+ hold / move / drop / clear ──▶ changed (net effect) ──flush()──▶ CacheEvents{seq} ──▶ ring of the last batches
+                                   │
+                                   └▶ holders of each tier: hash → number
 ```
 
-A router that replays the batches in order holds exactly the hashes that this replica held at the last flush;
-`digest`, the XOR of them, lets it check that without sending them.
+A hash is in one tier at a time: in `gpu` while anything holds it there, else in `host`. A router that replays the
+batches in order has exactly the hashes that this replica had in each tier at the last flush; `digest`
+(`wire.tier_digest`) lets it check that without sending them.
 """
 
 from __future__ import annotations
 
+import enum
 import uuid
 from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents
+from quire.protos.wire import CacheEvents, tier_digest, xor_hashes
+
+_NO_HASHES = np.empty(0, np.uint64)
+
+
+class Tier(enum.IntEnum):
+    """Where blocks of KV are."""
+
+    GPU = 0  # on the device that computes, be it a CPU
+    HOST = 1
 
 
 class EventLog:
-    """Numbered batches of cache events, the hashes held, and a ring of batches for replay.
+    """Numbered batches of cache events, the hashes of each tier, and a ring of batches for replay.
 
     Parameters
     ----------
@@ -41,71 +52,126 @@ class EventLog:
     def _start(self, epoch: str | None) -> None:
         self.epoch = epoch if epoch is not None else uuid.uuid4().hex
         self.seq = 0  # of the last flushed batch
-        self.digest = 0  # XOR of the hashes held at that batch
+        self._xors = [0, 0]  # of the hashes of each tier at that batch
         self._ring.clear()
-        self._held: dict[int, int] = {}
-        # Insertion-ordered sets: parents are stored before their children and must be told in that order.
-        self._stored: dict[int, None] = {}
-        self._removed: dict[int, None] = {}
-        self._before_clear: set[int] | None = None  # held at the last flush, when cleared since
+        self._holders: tuple[dict[int, int], dict[int, int]] = ({}, {})  # by tier
+        # The tier at the last flush of each hash that is in another one now. In the order of change: parents
+        # are stored before their children and must be told in that order.
+        self._changed: dict[int, Tier | None] = {}
+        self._before_clear: tuple[set[int], set[int]] | None = (
+            None  # as `_changed`, when cleared since
+        )
 
     def reset(self, epoch: str | None = None) -> None:
         """Forget everything and begin a new epoch: the cache behind this log is a new one."""
         self._start(epoch)
 
     @property
+    def digest(self) -> int:
+        """Of what was held at the last flushed batch."""
+        return tier_digest(*self._xors)
+
+    @property
     def num_held(self) -> int:
-        return len(self._held)
+        gpu, host = self._holders
+        return len(gpu.keys() | host.keys()) if host else len(gpu)
 
-    def held(self) -> set[int]:
-        """The hashes held now, pending events included."""
-        return set(self._held)
+    def held(self, tier: Tier | None = None) -> set[int]:
+        """The hashes in a tier now, or in any, pending events included."""
+        gpu, host = self._holders
+        if tier is None:
+            return set(gpu.keys() | host.keys())
+        return set(gpu) if tier is Tier.GPU else set(host.keys() - gpu.keys())
 
-    def hold(self, hashes: Iterable[int]) -> None:
-        """One more holder for each hash; a hash is told when its first holder comes."""
+    def hold(self, hashes: Iterable[int], tier: Tier = Tier.GPU) -> None:
+        """One more holder in this tier for each hash."""
+        holders, changed = self._holders[tier], self._changed
+        others = self._holders[1 - tier]
         for routing_hash in hashes:
-            holders = self._held.get(routing_hash, 0)
-            self._held[routing_hash] = holders + 1
-            if holders == 0:
-                if routing_hash in self._removed:  # gone and back within a batch: nothing to tell
-                    del self._removed[routing_hash]
-                else:
-                    self._stored[routing_hash] = None
-
-    def drop(self, hashes: Iterable[int]) -> None:
-        """One holder fewer for each hash; a hash is told when its last holder goes."""
-        for routing_hash in hashes:
-            holders = self._held[routing_hash] - 1
-            if holders:
-                self._held[routing_hash] = holders
+            count = holders.get(routing_hash, 0)
+            holders[routing_hash] = count + 1
+            if count or (tier and routing_hash in others):
                 continue
-            del self._held[routing_hash]
-            if routing_hash in self._stored:
-                del self._stored[routing_hash]
-            else:
-                self._removed[routing_hash] = None
+            if routing_hash in others or routing_hash in changed:
+                self._note(routing_hash, Tier.HOST if routing_hash in others else None)
+            else:  # the rule: new, and told for the first time in this batch
+                changed[routing_hash] = None
+
+    def drop(self, hashes: Iterable[int], tier: Tier = Tier.GPU) -> None:
+        """One holder fewer in this tier for each hash."""
+        for routing_hash in hashes:
+            before = self._tier(routing_hash)
+            self._subtract(routing_hash, tier)
+            self._note(routing_hash, before)
+
+    def move(self, hashes: Iterable[int], source: Tier, target: Tier) -> None:
+        """A holder of each hash has gone from one tier to the other."""
+        for routing_hash in hashes:
+            before = self._tier(routing_hash)
+            self._subtract(routing_hash, source)
+            holders = self._holders[target]
+            holders[routing_hash] = holders.get(routing_hash, 0) + 1
+            self._note(routing_hash, before)
 
     def clear(self) -> None:
-        """Nothing is held any more."""
+        """Nothing is held any more, in no tier."""
         self._before_clear = self._held_at_flush()
-        self._held.clear()
-        self._stored.clear()
-        self._removed.clear()
+        for holders in self._holders:
+            holders.clear()
+        self._changed.clear()
+
+    def _tier(self, routing_hash: int) -> Tier | None:
+        gpu, host = self._holders
+        if routing_hash in gpu:
+            return Tier.GPU
+        return Tier.HOST if routing_hash in host else None
+
+    def _subtract(self, routing_hash: int, tier: Tier) -> None:
+        holders = self._holders[tier]
+        left = holders[routing_hash] - 1
+        if left:
+            holders[routing_hash] = left
+        else:
+            del holders[routing_hash]
+
+    def _note(self, routing_hash: int, before: Tier | None) -> None:
+        now = self._tier(routing_hash)
+        if now is not before:
+            at_flush = self._changed.pop(routing_hash, before)
+            if now is not at_flush:  # else there and back within a batch: nothing to tell
+                self._changed[routing_hash] = at_flush
 
     def flush(self) -> CacheEvents | None:
         """Close the batch: what changed since the last one, or None when nothing did."""
         cleared = self._before_clear is not None
-        if not (cleared or self._stored or self._removed):
+        if not (cleared or self._changed):
             return None
-        stored = np.fromiter(self._stored, np.uint64, len(self._stored))
-        removed = np.fromiter(self._removed, np.uint64, len(self._removed))
-        digest = 0 if cleared else self.digest
-        self.digest = digest ^ xor(stored) ^ xor(removed)
+        stored: tuple[list[int], list[int]] = ([], [])
+        removed: tuple[list[int], list[int]] = ([], [])
+        for routing_hash, at_flush in self._changed.items():
+            now = self._tier(routing_hash)
+            if at_flush is not None:
+                removed[at_flush].append(routing_hash)
+            if now is not None:
+                stored[now].append(routing_hash)
+        stored_arrays = [np.array(h, np.uint64) if h else _NO_HASHES for h in stored]
+        removed_arrays = [np.array(h, np.uint64) if h else _NO_HASHES for h in removed]
+        for tier in Tier:
+            old = 0 if cleared else self._xors[tier]
+            self._xors[tier] = (
+                old ^ xor_hashes(stored_arrays[tier]) ^ xor_hashes(removed_arrays[tier])
+            )
         self.seq += 1
-        self._stored.clear()
-        self._removed.clear()
+        self._changed.clear()
         self._before_clear = None
-        batch = CacheEvents(self.seq, stored, removed, cleared)
+        batch = CacheEvents(
+            self.seq,
+            stored_arrays[Tier.GPU],
+            removed_arrays[Tier.GPU],
+            cleared,
+            stored_arrays[Tier.HOST],
+            removed_arrays[Tier.HOST],
+        )
         self._ring.append(batch)
         return batch
 
@@ -116,17 +182,22 @@ class EventLog:
             return None
         return [self._ring[i] for i in range(len(self._ring) - missing, len(self._ring))]
 
-    def snapshot(self) -> tuple[int, np.ndarray]:
-        """`seq` and [n] uint64, the hashes held at that batch: pending events follow in the next one."""
-        held = self._held_at_flush()
-        return self.seq, np.fromiter(held, np.uint64, len(held))
+    def snapshot(self) -> tuple[int, np.ndarray, np.ndarray]:
+        """`seq`, and [n] and [m] uint64, the hashes in `gpu` and in `host` at that batch: pending events follow
+        in the next one."""
+        gpu, host = self._held_at_flush()
+        return (
+            self.seq,
+            np.fromiter(gpu, np.uint64, len(gpu)),
+            np.fromiter(host, np.uint64, len(host)),
+        )
 
-    def _held_at_flush(self) -> set[int]:
+    def _held_at_flush(self) -> tuple[set[int], set[int]]:
         if self._before_clear is not None:
-            return set(self._before_clear)
-        return (self._held.keys() - self._stored.keys()) | self._removed.keys()
-
-
-def xor(hashes: np.ndarray) -> int:
-    """XOR of [n] uint64; 0 of none."""
-    return int(np.bitwise_xor.reduce(hashes)) if len(hashes) else 0
+            gpu, host = self._before_clear
+            return set(gpu), set(host)
+        held = (self.held(Tier.GPU), self.held(Tier.HOST))
+        for routing_hash, at_flush in self._changed.items():
+            for tier in Tier:
+                (held[tier].add if tier is at_flush else held[tier].discard)(routing_hash)
+        return held

@@ -152,7 +152,7 @@ class EngineLoop:
                     self._send(self._step(plan))
                 else:
                     self._send(DeltaBatch(self._scheduler.take_ended()))
-                    self._sleep()
+                    self._sleep(self._scheduler.next_deadline_s())
         except Exception:
             logger.exception("the engine's loop failed")
         self._end()
@@ -194,7 +194,11 @@ class EngineLoop:
             return
         self._on_output(LoopOutput(deltas, batch, events.seq, events.digest, self.load()))
 
-    def _sleep(self) -> None:
+    def _sleep(self, until_s: float | None) -> None:
+        """Until there is mail, or until the first deadline of those who are paused."""
         with self._wake:
             while not self._mail and not self._closing:
-                self._wake.wait()
+                left_s = None if until_s is None else until_s - self._clock()
+                if left_s is not None and left_s <= 0:
+                    return
+                self._wake.wait(left_s)

@@ -83,6 +83,9 @@ class SamplingBatch:
     logprobs: tuple[tuple[int, int], ...] = ()  # (index in [0, S), number of likeliest ids wanted)
 
 
+_NO_PAIRS = np.empty((0, 2), np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step for the runner. `num_rows` = n, T tokens.
@@ -105,6 +108,11 @@ class StepPlan:
     copies: tuple[
         tuple[int, int], ...
     ] = ()  # (from, to) blocks copied before the step (copy-on-write)
+    # Whole blocks copied between the tiers before that: first the saves, then the restores.
+    saves: np.ndarray = field(
+        default_factory=lambda: _NO_PAIRS
+    )  # [k, 2] int64, (device block, host block)
+    restores: np.ndarray = field(default_factory=lambda: _NO_PAIRS)  # [k, 2] int64, (host, device)
 
     @property
     def num_rows(self) -> int:
@@ -140,6 +148,7 @@ class RequestDelta:
     prefill_s: float = 0.0
     error: QuireError | None = None
     logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
+    num_host_cached_tokens: int = 0  # of `num_cached_tokens`, those copied back from the host tier
 
 
 @dataclass(slots=True)

@@ -14,9 +14,14 @@ attention, and of a sliding group only those that the token after the hit sees:
  window         -   b1  -   b3  b4  -
 ```
 
-An entry lives while it has a block, while others continue it, or while a running row's last indexed block is its own
+Each of them may be on the device, or in the host tier, or in both: what is only in the host tier is copied back
+when a request takes it. Blocks leave the device leaf first, so of a chain the beginning is on the device and the
+end in the host tier.
+
+An entry lives while it has a block, while others continue it, or while a live row's last indexed block is its own
 (without a group of full attention nothing else would keep the names and token ids of a long row's beginning).
-Its routing hash is held as long: with sliding groups that is the longest chain a request could ever hit.
+Its routing hash is held as long: with sliding groups that is the longest chain a request could ever hit. It is
+told as `host` once nothing of the entry is on the device, in the groups of full attention if there are any.
 
 ```
  tokens    [ t0 .. t31 ][ t32 .. t63 ][ t64 .. t95 ][ t96 .. t127 ]      block_size = 32
@@ -29,6 +34,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,7 +47,7 @@ from quire.protos.wire import (
     routing_hashes,
 )
 from quire.replica.blocks import IntegrityError
-from quire.replica.events import EventLog
+from quire.replica.events import EventLog, Tier
 from quire.replica.groups import FULL_ATTENTION, LayerGroup
 
 # Tenants whose chain seeds are kept: the key of a routing hash costs microseconds to make.
@@ -83,12 +89,16 @@ class Entry:
         "blocks",
         "depth",
         "digest",
+        "host_blocks",
         "num_children",
+        "num_device_children",
         "num_rows",
+        "on_device",
         "parent",
         "routing_hashes",
         "routing_sum",
         "tenant",
+        "tier",
         "token_bytes",
     )
 
@@ -101,14 +111,19 @@ class Entry:
         parent: Entry | None,
     ):
         self.alive = True  # in the index
-        self.blocks = blocks  # [G]
+        self.blocks = blocks  # [G] on the device
+        self.host_blocks: list[int | None] = [None] * len(blocks)  # [G] copies in the host tier
         self.digest = digest
         self.token_bytes = token_bytes  # block_size int32
         self.tenant = tenant
         self.parent = parent
         self.depth = 0 if parent is None else parent.depth + 1
         self.num_children = 0  # entries that continue this one
-        self.num_rows = 0  # running rows whose last indexed block this is
+        # Has a block on the device: in a group of full attention, or in any if there is no such group.
+        self.on_device = False
+        self.num_device_children = 0  # of the entries that continue this one, those on the device
+        self.num_rows = 0  # live rows, offloaded ones included, whose last indexed block this is
+        self.tier: Tier | None = None  # told of its routing hashes
         # Of the routing blocks that end in this block, once they are hashed.
         self.routing_hashes: Sequence[int] = ()
         self.routing_sum = 0  # at the block's end, if that ends a routing block
@@ -122,13 +137,29 @@ class Hit:
     """The longest known prefix of a sequence."""
 
     entries: list[Entry]
-    # For each group the blocks from the one of the first key that the next token sees.
-    blocks: list[list[int]]
+    # For each group the blocks from the one of the first key that the next token sees; None where the block is
+    # not on the device but in the host tier.
+    blocks: list[list[int | None]]
 
     @property
-    def all_blocks(self) -> list[int]:
-        """The blocks of all groups."""
-        return [block for blocks in self.blocks for block in blocks]
+    def device_blocks(self) -> list[int]:
+        """The blocks of all groups that are on the device."""
+        return [block for blocks in self.blocks for block in blocks if block is not None]
+
+    @property
+    def num_host_entries(self) -> int:
+        """Entries of which a block must be copied back from the host tier."""
+        return len({entry.depth for _, _, entry in self.to_restore()})
+
+    def to_restore(self) -> list[tuple[int, int, Entry]]:
+        """(group, index in its `blocks`, entry) of those that are not, in the order of the sequence."""
+        missing = [
+            (len(self.entries) - len(blocks) + i, g, i)
+            for g, blocks in enumerate(self.blocks)
+            for i, block in enumerate(blocks)
+            if block is None
+        ]
+        return [(g, i, self.entries[n]) for n, g, i in sorted(missing)]
 
 
 class PrefixCache:
@@ -139,7 +170,9 @@ class PrefixCache:
     block_size
         Tokens of a block: a divisor or a multiple of the routing block.
     num_blocks
-        Blocks of the pool.
+        Blocks of the device's pool.
+    num_host_blocks
+        Blocks of the host tier.
     events
         Told the routing hashes that become held and cease to be.
     groups
@@ -154,6 +187,7 @@ class PrefixCache:
         num_blocks: int,
         events: EventLog,
         *,
+        num_host_blocks: int = 0,
         groups: Sequence[LayerGroup] = (FULL_ATTENTION,),
         model_name: str = "",
         revision: str = "",
@@ -168,9 +202,11 @@ class PrefixCache:
         self.groups = tuple(groups)
         self._full = [g for g, group in enumerate(groups) if group.is_full]
         self._sliding = [g for g, group in enumerate(groups) if not group.is_full]
+        self._telling = self._full or self._sliding  # the groups that decide an entry's tier
         self._events = events
         self._by_digest: dict[bytes, Entry] = {}
         self._by_block: list[Entry | None] = [None] * num_blocks
+        self._by_host_block: list[Entry | None] = [None] * num_host_blocks
         self._unhashed: list[Entry] = []  # end a routing block that is not hashed yet, in order
         # Entries whose tokens make up a routing block, and routing blocks in an entry.
         self._span = max(1, ROUTING_BLOCK_TOKENS // block_size)
@@ -187,6 +223,16 @@ class PrefixCache:
 
     def __contains__(self, block: int) -> bool:
         return self._by_block[block] is not None
+
+    def has_host_block(self, host_block: int) -> bool:
+        return self._by_host_block[host_block] is not None
+
+    def place_of(self, block: int) -> tuple[Entry, int]:
+        """The entry and the group of an indexed block of the device."""
+        entry = self._by_block[block]
+        if entry is None:
+            raise IntegrityError(f"block {block} is not in the prefix index")
+        return entry, entry.blocks.index(block)
 
     def match(
         self, token_ids: np.ndarray, tenant: str = "", chain: ContentChain | None = None
@@ -218,12 +264,12 @@ class PrefixCache:
             entry = self._by_digest.get(chain.digests[i])
             if entry is None or not entry.is_content(token_bytes, chain.tenant, parent):
                 break
-            if any(entry.blocks[g] is None for g in self._full):
+            if any(entry.blocks[g] is None and entry.host_blocks[g] is None for g in self._full):
                 break
             entries.append(entry)
             parent = entry
             for g in self._sliding:
-                if entry.blocks[g] is None:
+                if entry.blocks[g] is None and entry.host_blocks[g] is None:
                     run_start[g] = i + 1
             if all(run_start[g] <= self._first_needed(g, i + 1) for g in self._sliding):
                 num_hit = i + 1
@@ -283,14 +329,44 @@ class PrefixCache:
                 self._unhashed.append(entry)
             for block in blocks:
                 self._by_block[block] = entry
+            entry.on_device = True
+            if parent is not None:
+                parent.num_device_children += 1
             return entry
         if not entry.is_content(token_bytes, chain.tenant, parent):
             return None
         for g, block in enumerate(blocks):
             if entry.blocks[g] is None:
-                entry.blocks[g] = block
-                self._by_block[block] = entry
+                self.place(entry, g, block)
         return entry
+
+    def place(self, entry: Entry, g: int, block: int) -> None:
+        """Index a block of the device for content of which the group has none there."""
+        entry.blocks[g] = block
+        self._by_block[block] = entry
+        self._update_tier(entry)
+
+    def place_on_host(self, entry: Entry, g: int, host_block: int) -> None:
+        """Index a copy in the host tier of content of which the group has none there."""
+        entry.host_blocks[g] = host_block
+        self._by_host_block[host_block] = entry
+        self._update_tier(entry)
+
+    def _update_tier(self, entry: Entry) -> None:
+        """An entry's blocks have changed: count and tell where it is."""
+        on_device = any(entry.blocks[g] is not None for g in self._telling)
+        if on_device != entry.on_device:
+            entry.on_device = on_device
+            if entry.parent is not None:
+                entry.parent.num_device_children += 1 if on_device else -1
+        if entry.tier is not None and entry.tier is not (tier := self._tier_of(entry)):
+            self._events.move(entry.routing_hashes, entry.tier, tier)
+            entry.tier = tier
+
+    def _tier_of(self, entry: Entry) -> Tier:
+        if entry.on_device or all(entry.host_blocks[g] is None for g in self._telling):
+            return Tier.GPU
+        return Tier.HOST
 
     @property
     def num_unhashed(self) -> int:
@@ -336,32 +412,44 @@ class PrefixCache:
                 sums.append(running)
             entry.routing_sum = running
         hashes = routing_hashes(np.array(sums, np.uint64), keys).tolist()
+        held: tuple[list[int], list[int]] = ([], [])  # by tier
         for n, entry in enumerate(entries):
             entry.routing_hashes = hashes[n * per_entry : (n + 1) * per_entry]
-        self._events.hold(hashes)
+            entry.tier = self._tier_of(entry)
+            held[entry.tier].extend(entry.routing_hashes)
+        for tier in Tier:
+            self._events.hold(held[tier], tier)
 
     def forget(self, block: int) -> None:
-        """Drop a block from the index.
+        """Drop a block of the device from the index.
 
-        Of the groups of full attention, the blocks that continue it must be gone already.
+        Of the groups of full attention, the blocks there that continue it must be gone already.
         """
-        entry = self._by_block[block]
-        if entry is None:
-            raise IntegrityError(f"block {block} is not in the prefix index")
-        g = entry.blocks.index(block)
+        entry, g = self.place_of(block)
         last_full = self.groups[g].is_full and all(
             entry.blocks[other] is None for other in self._full if other != g
         )
-        if last_full and entry.num_children:
+        if last_full and entry.num_device_children:
             raise IntegrityError(
-                f"block {block} leaves the prefix index before {entry.num_children} that continue it"
+                f"block {block} leaves the prefix index before {entry.num_device_children} that continue it"
             )
         entry.blocks[g] = None
         self._by_block[block] = None
+        self._update_tier(entry)
+        self._drop_unused(entry)
+
+    def forget_host(self, host_block: int) -> None:
+        """Drop a copy in the host tier from the index."""
+        entry = self._by_host_block[host_block]
+        if entry is None:
+            raise IntegrityError(f"host block {host_block} is not in the prefix index")
+        entry.host_blocks[entry.host_blocks.index(host_block)] = None
+        self._by_host_block[host_block] = None
+        self._update_tier(entry)
         self._drop_unused(entry)
 
     def retain_entry(self, entry: Entry | None) -> None:
-        """A running row's last indexed block is this entry's."""
+        """A live row's last indexed block is this entry's."""
         if entry is not None:
             entry.num_rows += 1
 
@@ -379,53 +467,82 @@ class PrefixCache:
                 self._drop_unused(entry)
 
     def _drop_unused(self, entry: Entry | None) -> None:
-        while entry is not None and not (
-            entry.num_children or entry.num_rows or any(b is not None for b in entry.blocks)
-        ):
+        while entry is not None and not (entry.num_children or entry.num_rows or _has_block(entry)):
             self.hash_new()  # or it would be hashed, and held, after it is gone
             entry.alive = False
             del self._by_digest[entry.digest]
-            self._events.drop(entry.routing_hashes)
+            if entry.tier is not None:
+                self._events.drop(entry.routing_hashes, entry.tier)
             entry = entry.parent
             if entry is not None:
                 entry.num_children -= 1
 
-    def clear(self) -> list[int]:
-        """Drop every entry; returns the blocks that were indexed."""
-        blocks = [block for block, entry in enumerate(self._by_block) if entry is not None]
-        for block in blocks:
-            self._by_block[block] = None
+    def clear(self) -> tuple[list[int], list[int]]:
+        """Drop every entry; returns the blocks that were indexed, of the device and of the host tier."""
+        indexed: list[list[int]] = []
+        for by_block in (self._by_block, self._by_host_block):
+            indexed.append([block for block, entry in enumerate(by_block) if entry is not None])
+            for block in indexed[-1]:
+                by_block[block] = None
         for entry in self._by_digest.values():
             entry.alive = False
         self._by_digest.clear()
         self._unhashed.clear()
         self._events.clear()
-        return blocks
+        return indexed[0], indexed[1]
 
     def check(self) -> None:
         """Raise `IntegrityError` unless entries, parents and held routing hashes agree."""
-        children: dict[bytes, int] = {}
-        holders: set[int] = set()
-        num_blocks = 0
+        children: Counter[bytes] = Counter()
+        on_device: Counter[bytes] = Counter()
+        holders: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        num_blocks = num_host_blocks = 0
         for digest, entry in self._by_digest.items():
             blocks = [block for block in entry.blocks if block is not None]
+            host_blocks = [block for block in entry.host_blocks if block is not None]
             num_blocks += len(blocks)
+            num_host_blocks += len(host_blocks)
             if entry.digest != digest or any(self._by_block[b] is not entry for b in blocks):
                 raise IntegrityError(f"blocks {blocks} are indexed under a name not their own")
+            if any(self._by_host_block[b] is not entry for b in host_blocks):
+                raise IntegrityError(f"host blocks {host_blocks} are not this entry's")
             parent = entry.parent
             if parent is not None:
                 if self._by_digest.get(parent.digest) is not parent:
                     raise IntegrityError(f"blocks {blocks} continue ones that are not indexed")
-                children[parent.digest] = children.get(parent.digest, 0) + 1
-            holders.update(entry.routing_hashes)
+                children[parent.digest] += 1
+                on_device[parent.digest] += entry.on_device
+            if entry.tier is not None:
+                holders[entry.tier].update(entry.routing_hashes)
         for digest, entry in self._by_digest.items():
-            if not entry.alive or entry.num_children != children.get(digest, 0):
-                raise IntegrityError(
-                    f"blocks {entry.blocks} count {entry.num_children} continuations"
-                )
-            if not (entry.num_children or entry.num_rows or set(entry.blocks) != {None}):
-                raise IntegrityError(f"entry {digest.hex()} is indexed for nothing")
+            self._check_entry(entry, children[digest], on_device[digest])
         if num_blocks != sum(entry is not None for entry in self._by_block):
             raise IntegrityError("a block is indexed that no entry has")
-        if holders != self._events.held():
-            raise IntegrityError("the routing hashes held are not those of the indexed blocks")
+        if num_host_blocks != sum(entry is not None for entry in self._by_host_block):
+            raise IntegrityError("a host block is indexed that no entry has")
+        for tier in Tier:
+            others = holders[Tier.GPU] if tier is Tier.HOST else set()
+            if holders[tier] - others != self._events.held(tier):
+                raise IntegrityError("the routing hashes held are not those of the indexed blocks")
+
+    def _check_entry(self, entry: Entry, num_children: int, num_device_children: int) -> None:
+        if not entry.alive or entry.num_children != num_children:
+            raise IntegrityError(f"blocks {entry.blocks} count {entry.num_children} continuations")
+        if not (entry.num_children or entry.num_rows or _has_block(entry)):
+            raise IntegrityError(f"entry {entry.digest.hex()} is indexed for nothing")
+        on_device = any(entry.blocks[g] is not None for g in self._telling)
+        if (on_device, num_device_children) != (entry.on_device, entry.num_device_children):
+            raise IntegrityError(
+                f"blocks {entry.blocks} are on the device: {entry.on_device}, and count "
+                f"{entry.num_device_children} continuations there, not {num_device_children}"
+            )
+        if self._full and num_device_children and not on_device:
+            raise IntegrityError(
+                f"an entry has left the device before {num_device_children} others"
+            )
+        if entry.tier not in (None, self._tier_of(entry)):
+            raise IntegrityError(f"blocks {entry.blocks} are told to be in {entry.tier}")
+
+
+def _has_block(entry: Entry) -> bool:
+    return any(b is not None for b in entry.blocks) or any(b is not None for b in entry.host_blocks)

@@ -31,8 +31,12 @@ class WaitingQueue:
         self.num_tokens += request.num_tokens
 
     def push_front(self, request: Request) -> None:
-        self.append(request)
+        WaitingQueue.append(self, request)  # not that of a subclass, whose order does not hold here
         self._requests.move_to_end(request.key, last=False)
+
+    def start(self, request: Request) -> None:
+        """Take out the head, which starts."""
+        self.remove(request)
 
     def remove(self, request: Request) -> None:
         del self._requests[request.key]
@@ -70,6 +74,12 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if entry[2].phase is not Phase.FINISHED]
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (deadline_s, request.arrival_index, request))
+
+    def next_s(self) -> float | None:
+        """The first deadline of a live request."""
+        while self._heap and self._heap[0][2].phase is Phase.FINISHED:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
 
     def pop_expired(self, now_s: float) -> Iterator[tuple[float, Request]]:
         """(deadline, request) of every live request whose deadline has passed."""

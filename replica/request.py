@@ -17,6 +17,7 @@ from quire.replica.sampling_checks import check_int, is_real, refuse, validate_d
 
 if TYPE_CHECKING:
     from quire.replica.grammar import GrammarState
+    from quire.replica.offload import Parked
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TEMPERATURE = 1e6  # already uniform for any logits; keeps float32 arithmetic finite
@@ -111,6 +112,10 @@ class Request:
         self.num_indexed = 0  # of its leading blocks, while it has a row
         self.tip: Entry | None = None  # of the last of them
         self.num_cached_tokens = 0  # of the prompt, at first admission
+        self.num_host_cached_tokens = 0  # of these, those copied back from the host tier
+        self.parked: Parked | None = None  # its blocks, while OFFLOADED
+        self.is_victim = False  # gave its blocks up and waits to return
+        self.is_paused = False
         self.grammar: GrammarState | None = None  # compiled before the scheduler sees the request
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
@@ -205,6 +210,7 @@ class Request:
             token_ids=token_ids,
             finish_reason=None if finish_reason is None else finish_reason.value,
             num_cached_tokens=self.num_cached_tokens,
+            num_host_cached_tokens=self.num_host_cached_tokens,
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=index + len(token_ids),
             queue_s=_elapsed_s(self.arrival_s, self.first_scheduled_s),

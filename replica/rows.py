@@ -20,20 +20,17 @@ when they fell out of the reach of every query to come, those after are allocate
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from quire.protos.wire import SamplingParams
-from quire.replica.bad_words import BadWords
 from quire.replica.blocks import IntegrityError
 from quire.replica.groups import FULL_ATTENTION, LayerGroup
-from quire.replica.plan import Penalties, SamplingBatch, StepPlan, TokenRules
+from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.planned_tables import PlannedTables
 from quire.replica.request import FinishReason, Phase, Request
-
-# Below this the distribution is a point for any logits that differ by more than float32 rounding.
-GREEDY_TEMPERATURE = 1e-5
+from quire.replica.sampling_columns import SamplingColumns
 
 
 @dataclass(slots=True)
@@ -65,26 +62,6 @@ class DecodeRows:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-_SPARE_COLUMNS = (
-    8  # of a planned table: it is gathered anew when the longest row has so many more blocks
-)
-
-
-@dataclass(slots=True)
-class _PlannedTables:
-    """The block tables of one of the last two plans, brought up to date for the next but one.
-
-    While no row comes or goes only the rows whose blocks changed are copied: gathering all of them would cost
-    half a megabyte a step for 1024 rows of 4096 tokens.
-    """
-
-    tables: np.ndarray = field(
-        default_factory=lambda: np.empty((0, 0, 0), np.int32)
-    )  # [G, n, width + spare]
-    decodes: DecodeRows | None = None  # whose tables these are; None: of a mixed plan
-    changed: list[np.ndarray] = field(default_factory=list)  # decoding rows with other blocks since
 
 
 class RowTable:
@@ -122,6 +99,7 @@ class RowTable:
         self.stream_ids = np.zeros(max_rows, dtype=np.int64)  # [R] `Request.stream_id`
         self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
         self.decoding = np.zeros(max_rows, dtype=bool)  # [R] its phase is DECODING
+        self.paused = np.zeros(max_rows, dtype=bool)  # [R] keeps its blocks, computes nothing
         self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
         self.length = np.zeros(max_rows, dtype=np.int32)  # [R] tokens of prompt and output
         self.num_computed = np.zeros(max_rows, dtype=np.int32)  # [R] tokens with KV or planned to
@@ -129,24 +107,8 @@ class RowTable:
         self.max_length = np.zeros(max_rows, dtype=np.int32)  # [R] ends when length reaches it
         self.min_length = np.zeros(max_rows, dtype=np.int32)  # [R] EOS and stop ids masked below it
         self.last_token = np.zeros(max_rows, dtype=np.int32)  # [R]
-        self.temperature = np.zeros(max_rows, dtype=np.float32)  # [R]
-        self.top_k = np.zeros(max_rows, dtype=np.int32)  # [R]
-        self.top_p = np.ones(max_rows, dtype=np.float32)  # [R]
-        self.seed = np.zeros(max_rows, dtype=np.uint64)  # [R]
-        self.choice = np.zeros(max_rows, dtype=np.int32)  # [R]
-        self.min_p = np.zeros(max_rows, dtype=np.float32)  # [R]
-        self.repetition = np.ones(max_rows, dtype=np.float32)  # [R]
-        self.presence = np.zeros(max_rows, dtype=np.float32)  # [R]
-        self.frequency = np.zeros(max_rows, dtype=np.float32)  # [R]
         self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
-        self.logprobs = np.full(max_rows, -1, dtype=np.int16)  # [R] likeliest ids wanted; -1 = off
-        self.rules = np.empty(max_rows, dtype=object)  # [R] TokenRules or None
-        self.bad_words = np.empty(max_rows, dtype=object)  # [R] BadWords or None
-        # [R] has penalties, rules, bad words: what few rows ask for is looked up for these only
-        self._penalised = np.zeros(max_rows, dtype=bool)
-        self._ruled = np.zeros(max_rows, dtype=bool)
-        self._has_bad_words = np.zeros(max_rows, dtype=bool)
-        self._has_grammar = np.zeros(max_rows, dtype=bool)
+        self.sampling = SamplingColumns(max_rows)
         num_groups = len(self.groups)
         self.first_block = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
         self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
@@ -156,7 +118,7 @@ class RowTable:
         self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
         self._free = list(range(max_rows - 1, -1, -1))
         self._decode_rows: DecodeRows | None = None  # None: a row came or went
-        self._planned = [_PlannedTables(), _PlannedTables()]
+        self._planned = PlannedTables(self.block_tables)
         self.num_decode_tokens = 0  # KV of the decoding rows
         self.num_missing_tokens = 0  # that the prefilling rows still have to compute
 
@@ -185,20 +147,14 @@ class RowTable:
         self.stream_ids[row] = request.stream_id
         self.active[row] = True
         self.decoding[row] = False
+        self.paused[row] = request.is_paused
         self.arrival_index[row] = request.arrival_index
         self.length[row] = request.num_tokens
         self.num_computed[row] = num_computed
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.max_length[row] = request.max_length
         self.min_length[row] = request.num_prompt_tokens + params.min_tokens
-        greedy = params.temperature < GREEDY_TEMPERATURE
-        self.temperature[row] = 0.0 if greedy else params.temperature
-        self.top_k[row] = params.top_k
-        self.top_p[row] = max(params.top_p, float(np.finfo(np.float32).tiny))
-        self.seed[row] = params.seed
-        self.choice[row] = params.choice
-        self._claim_constraints(row, params)
-        self._has_grammar[row] = request.grammar is not None
+        self.sampling.claim(row, request)
         self.stop_ids[row] = tuple(sorted(request.stop_ids))
         self._num_enders[list(request.stop_ids)] += 1
         for g, (group, own) in enumerate(zip(self.groups, blocks, strict=True)):
@@ -211,25 +167,16 @@ class RowTable:
         self.num_missing_tokens += request.num_tokens - num_computed
         return row
 
-    def _claim_constraints(self, row: int, params: SamplingParams) -> None:
-        self.min_p[row] = params.min_p
-        self.repetition[row] = params.repetition_penalty
-        self.presence[row] = params.presence_penalty
-        self.frequency[row] = params.frequency_penalty
-        self._penalised[row] = (
-            params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        )
-        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.rules[row] = _token_rules(params)
-        self._ruled[row] = self.rules[row] is not None
-        self.bad_words[row] = BadWords(params.bad_words) if params.bad_words else None
-        self._has_bad_words[row] = bool(params.bad_words)
-
     def begin_decoding(self, rows: np.ndarray) -> None:
         """These prefilling rows have sampled their first token and decode from now on."""
         self.decoding[rows] = True
         self._decode_rows = None
         self.num_decode_tokens += int(self.num_computed[rows].sum())
+
+    def set_paused(self, row: int, paused: bool) -> None:
+        """Take the row out of the steps to come, or let it take part again."""
+        self.paused[row] = paused
+        self._decode_rows = None
 
     def vacate(self, row: int) -> list[int]:
         """Take the row from its request, whose tokens are complete afterwards.
@@ -294,17 +241,20 @@ class RowTable:
     # -- planning ----------------------------------------------------------------------------------------
 
     def decode_rows(self) -> DecodeRows:
-        """The rows that are decoding, and where they stand now."""
+        """The rows that are decoding and not paused, and where they stand now."""
         decodes = self._decode_rows
         if decodes is None:
-            decodes = self._decode_rows = self._gather_decode_rows()
+            decodes = self._decode_rows = self._gather(np.flatnonzero(self._decodes(slice(None))))
         decodes.position = self.num_computed[decodes.ids]
         decodes.block_index = decodes.position // self.block_size
         decodes.offset = decodes.position - decodes.block_index * self.block_size
         return decodes
 
-    def _gather_decode_rows(self) -> DecodeRows:
-        ids = np.flatnonzero(self.decoding)
+    def no_decode_rows(self) -> DecodeRows:
+        """For a step that leaves the decoding rows out."""
+        return self._gather(np.empty(0, np.int64))
+
+    def _gather(self, ids: np.ndarray) -> DecodeRows:
         num_prompt_tokens = self.num_prompt_tokens[ids]
         nowhere = np.empty(0, np.int32)
         return DecodeRows(
@@ -315,30 +265,24 @@ class RowTable:
             stream_ids=self.stream_ids[ids],
             num_prompt_tokens=num_prompt_tokens,
             max_length=self.max_length[ids],
-            temperature=self.temperature[ids],
-            top_k=self.top_k[ids],
-            top_p=self.top_p[ids],
-            seed=self.seed[ids],
-            choice=self.choice[ids],
+            temperature=self.sampling.temperature[ids],
+            top_k=self.sampling.top_k[ids],
+            top_p=self.sampling.top_p[ids],
+            seed=self.sampling.seed[ids],
+            choice=self.sampling.choice[ids],
             table_begin=ids * self.block_tables.shape[2],
             tail_begin=ids * self.block_size,
-            is_plain=not self._is_special(ids, num_prompt_tokens).any(),
+            is_plain=not (
+                self.sampling.special[ids] | (self.min_length[ids] > num_prompt_tokens)
+            ).any(),
             position=nowhere,
             block_index=nowhere,
             offset=nowhere,
         )
 
-    def _is_special(self, rows: np.ndarray, num_prompt_tokens: np.ndarray) -> np.ndarray:
-        """[n] bool, the rows that need more than temperature, top-k, top-p and noise."""
-        return (
-            (self.min_length[rows] > num_prompt_tokens)
-            | self._penalised[rows]
-            | self._ruled[rows]
-            | self._has_bad_words[rows]
-            | self._has_grammar[rows]
-            | (self.logprobs[rows] >= 0)
-            | (self.min_p[rows] > 0)
-        )
+    def _decodes(self, rows: Any) -> Any:
+        """Whether the next step decodes these rows."""
+        return self.decoding[rows] & ~self.paused[rows]
 
     def are_unchanged(self, decodes: DecodeRows) -> bool:
         """Whether no decoding row has come or gone since `decodes` was handed out."""
@@ -382,7 +326,7 @@ class RowTable:
         shape = (len(self.groups), len(rows))
         self.block_tables[:, rows, self.num_blocks[0, rows]] = np.reshape(blocks, shape)
         self.num_blocks[:, rows] += 1
-        self._tables_changed(rows)
+        self._planned.mark_changed(rows)
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append equally many blocks to each sliding group's table of a row."""
@@ -405,25 +349,14 @@ class RowTable:
                 freed += table.tolist()
                 table[:] = 0
                 self.first_block[g, row] = end
-            self._tables_changed(rows[stale][self.decoding[rows[stale]]])
+            self._planned.mark_changed(rows[stale][self._decodes(rows[stale])])
         return freed
 
     def replace_block(self, g: int, row: int, i: int, block: int) -> None:
         """Put another block with the same content in the i-th place of the row's table of group g."""
         self.block_tables[g, row, i] = block
-        if self.decoding[row]:
-            self._tables_changed(np.array([row]))
-
-    def _tables_changed(self, rows: np.ndarray) -> None:
-        """These decoding rows have other blocks than the last plans."""
-        if len(rows):
-            for planned in self._planned:
-                planned.changed.append(rows)
-
-    def newest(self) -> Request:
-        """The running request that was submitted last."""
-        rows = np.flatnonzero(self.active)
-        return self.request(int(rows[np.argmax(self.arrival_index[rows])]))
+        if self._decodes(row):
+            self._planned.mark_changed(np.array([row]))
 
     def build(
         self, step: int, decodes: DecodeRows, chunks: Sequence[tuple[int, int]]
@@ -462,7 +395,7 @@ class RowTable:
                 position=kv_len.astype(np.int64),
             )
         else:
-            sampling = self._sampling(rows, decodes.cu_q[:-1])
+            sampling = self.sampling.batch(self, rows, decodes.cu_q[:-1])
         plan = StepPlan(
             step=step,
             num_decode_rows=len(rows),
@@ -470,7 +403,7 @@ class RowTable:
             positions=decodes.position,
             cu_q=decodes.cu_q,
             kv_len=kv_len,
-            block_tables=self._plan_tables(rows, int(decodes.block_index.max()) + 1, decodes),
+            block_tables=self._planned.take(rows, int(decodes.block_index.max()) + 1, decodes),
             slots=slots,
             sampling=sampling,
         )
@@ -503,38 +436,14 @@ class RowTable:
             positions=positions,
             cu_q=cu_q,
             kv_len=kv_len,
-            block_tables=self._plan_tables(rows, -(-int(kv_len.max()) // block_size)),
+            block_tables=self._planned.take(rows, -(-int(kv_len.max()) // block_size)),
             slots=slots,
-            sampling=self._sampling(sample_rows, cu_q[samples + 1] - 1),
+            sampling=self.sampling.batch(self, sample_rows, cu_q[samples + 1] - 1),
         )
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += len(decode_rows)
         self.num_missing_tokens -= int(cu_q[-1]) - len(decode_rows)
         return plan, rows, sample_rows
-
-    def _plan_tables(
-        self, rows: np.ndarray, width: int, decodes: DecodeRows | None = None
-    ) -> np.ndarray:
-        """[G, rows, width] int32, the rows' tables in the older of the two buffers.
-
-        Parameters
-        ----------
-        decodes
-            Given when the rows are exactly these.
-        """
-        planned = self._planned[0]
-        self._planned.reverse()
-        tables = planned.tables
-        if decodes is None or planned.decodes is not decodes or width > tables.shape[2]:
-            spare = 0 if decodes is None else _SPARE_COLUMNS
-            planned.tables = tables = self.block_tables[:, :, : width + spare].take(rows, axis=1)
-            planned.decodes = decodes
-        elif planned.changed:
-            changed = np.concatenate(planned.changed)
-            at = np.searchsorted(rows, changed)
-            tables[:, at] = self.block_tables[:, changed, : tables.shape[2]]
-        planned.changed.clear()
-        return tables[:, :, :width]
 
     def _chunk_tokens(
         self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray
@@ -547,68 +456,6 @@ class RowTable:
             token_ids[begin : begin + count] = self.request(row).token_ids[start : start + count]
             begin += count
         return token_ids
-
-    def _sampling(self, rows: np.ndarray, token_index: np.ndarray) -> SamplingBatch:
-        min_p = self.min_p[rows]
-        return SamplingBatch(
-            token_index=token_index,
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            seed=self.seed[rows],
-            choice=self.choice[rows],
-            position=self.length[rows].astype(np.int64),
-            suppressed=self._suppressed(rows),
-            min_p=min_p if min_p.any() else None,
-            rules=tuple(
-                (i, self.rules[rows[i]]) for i in np.flatnonzero(self._ruled[rows]).tolist()
-            ),
-            penalties=self._penalties(rows),
-            logprobs=self._logprobs(rows),
-            grammars=tuple((i, self.request(int(rows[i])).grammar) for i in self._grammars(rows)),
-        )
-
-    def _suppressed(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(index in `rows`, ids that must not come next there)."""
-        masked = np.flatnonzero(self.length[rows] < self.min_length[rows])
-        suppressed = [
-            (i, ids)
-            for i, ids in zip(masked.tolist(), self.stop_ids[rows[masked]], strict=True)
-            if ids
-        ]
-        for i in np.flatnonzero(self._has_bad_words[rows]).tolist():
-            bad_words: BadWords = self.bad_words[rows[i]]
-            newest = self.newest_output(int(rows[i]), bad_words.context_len)
-            if ids := bad_words.excluded(newest):
-                suppressed.append((i, ids))
-        return tuple(suppressed)
-
-    def _grammars(self, rows: np.ndarray) -> list[int]:
-        """Which of `rows` have a grammar."""
-        return np.flatnonzero(self._has_grammar[rows]).tolist()
-
-    def _logprobs(self, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
-        num_top = self.logprobs[rows]
-        index = np.flatnonzero(num_top >= 0)
-        return tuple(zip(index.tolist(), num_top[index].tolist(), strict=True))
-
-    def _penalties(self, rows: np.ndarray) -> Penalties | None:
-        index = np.flatnonzero(self._penalised[rows])
-        if not len(index):
-            return None
-        rows = rows[index]
-        begun = []
-        for row in rows[~self.decoding[rows]].tolist():
-            token_ids, num_prompt = self.request(row).token_ids, int(self.num_prompt_tokens[row])
-            begun.append((row, token_ids[:num_prompt], token_ids[num_prompt:]))
-        return Penalties(
-            index=index,
-            row=rows,
-            repetition=self.repetition[rows],
-            presence=self.presence[rows],
-            frequency=self.frequency[rows],
-            begun=tuple(begun),
-        )
 
     # -- after the step ----------------------------------------------------------------------------------
 
@@ -661,7 +508,7 @@ class RowTable:
                 row, token_id = int(rows[i]), int(token_ids[i])
                 if length[i] > self.min_length[row] and token_id in self.request(row).stop_ids:
                     reasons[i] = FinishReason.STOP
-        for i in self._grammars(rows):
+        for i in np.flatnonzero(self.sampling.has_grammar[rows]).tolist():
             grammar = self.request(int(rows[i])).grammar
             if grammar.advance(int(token_ids[i])):
                 reasons[i] = FinishReason.STOP  # nothing can follow, not even where EOS is none
@@ -715,6 +562,8 @@ class RowTable:
                 continue
             name = f"row {row} of request {request.key!r}"
             decoding = request.phase is Phase.DECODING
+            if bool(self.paused[row]) != request.is_paused:
+                raise IntegrityError(f"{name}: its request is paused: {request.is_paused}")
             if request.row != row or bool(self.decoding[row]) != decoding:
                 raise IntegrityError(f"{name}: its request says row {request.row}, {request.phase}")
             num_computed, length = int(self.num_computed[row]), int(self.length[row])
@@ -730,16 +579,3 @@ class RowTable:
                 own = self.block_tables[g, row, max(first, num_computed // self.block_size) : end]
                 if (owners[own] > 1).any():
                     raise IntegrityError(f"{name} would write to a block that it shares")
-
-
-def _token_rules(params: SamplingParams) -> TokenRules | None:
-    if not params.allowed_token_ids and not params.logit_bias:
-        return None
-    allowed = np.unique(np.array(params.allowed_token_ids, np.int64))
-    return TokenRules(
-        allowed_ids=allowed if len(allowed) else None,
-        bias_ids=np.array([i for i, _ in params.logit_bias], np.int64)
-        if params.logit_bias
-        else None,
-        bias=np.array([b for _, b in params.logit_bias], np.float32) if params.logit_bias else None,
-    )

@@ -1,7 +1,7 @@
-"""The runner: executes step plans on one device. Owns the model and the KV pool's content, decides nothing.
+"""The runner: executes step plans on one device. Owns the model and the KV pools' content, decides nothing.
 
 ```
- plan ──▶ launch: copies, KV write + attention per layer, lm_head on the rows that sample, sampler ──▶ InFlight
+ plan ──▶ launch: block copies, KV write + attention per layer, lm_head on the rows that sample, sampler ──▶ InFlight
                                                                                                       │
  StepResult ◀── collect: tokens to the host ◀─────────────────────────────────────────────────────────┘
 ```
@@ -21,6 +21,7 @@ import torch
 from quire.kernels.cpu_attention import choose_query_tokens
 from quire.replica.attention import StepContext
 from quire.replica.config import EngineConfig
+from quire.replica.host_pool import HostPool
 from quire.replica.kv_pool import KVPool
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
@@ -52,7 +53,8 @@ class Runner:
     model
         `load_model`'s; under `deterministic` its linear layers are replaced in place.
     pool
-        KV cache of `config.num_blocks` blocks.
+        KV cache of `config.num_blocks` blocks. The host tier's memory, of `config.num_host_blocks`, is allocated
+        here.
 
     Raises
     ------
@@ -65,6 +67,7 @@ class Runner:
         self.spec = spec
         self.model = model
         self.pool = pool
+        self.host_pool = HostPool(config.num_host_blocks, pool)
         self._device = torch.device(config.device)
         self._token_counts = TokenCounts(config.vocab_size, self._device)
         self._graphs_at_ready = _num_traced_graphs()
@@ -102,6 +105,8 @@ class Runner:
     def launch(self, plan: StepPlan) -> InFlight:
         """Start a step; on a GPU it returns before the step is done. Bounds were checked by the scheduler."""
         started_s = time.perf_counter()
+        self.host_pool.save(plan.saves)
+        self.host_pool.restore(plan.restores)
         self.pool.copy_blocks(plan.copies)
         logits = self.forward(plan)
         distribution = log_distribution(logits, plan.sampling)

@@ -2,27 +2,26 @@
 
 ```
  add ──▶ waiting ──admit──▶ prefilling ──last chunk──▶ decoding ──commit──▶ release
-            ▲                   │                          │
-            └──── soft reset ───┴──────────────────────────┘        (the cache is full)
+                              ▲   │                        │
+                              │   └────────┬───────────────┘        (the cache is full)
+                              │            ▼
+                              └─return── evicted: its blocks in the host tier, or nothing but its tokens
 ```
 
 Owned by one thread. `plan` and `commit` (or `fail_step`) alternate; between them the step is in flight and
 blocks that are given back are not handed out again, because only `plan` allocates.
 
-Blocks are registered in the prefix index when the step that completes them is *planned*: within a step all
-rows write their KV before any of them reads it, layer by layer, so a row may match what an earlier row of the
-same step computes. A step that fails takes its registrations back.
-
-Blocks of layer groups. A row gets all blocks of its known tokens in the groups of full attention when it is
-admitted. In a sliding group it gets those of a chunk when the chunk is planned, and what fell out of the window
-returns at the next plan, so that a long prompt needs no more than window and chunk; admission sets that much aside.
+Who gets which blocks is `admission.py`; in which order, `order.py`; how much prefill a step holds, `chunking.py`; what
+it puts into the prefix index, `step.py`. Who gives way when the cache is full is `victims.py`; `offload.py` moves it to
+the host tier (`host_tier.py`) and back. Without such a tier, or without room there, a victim is soft reset: what it
+generated joins what it must prefill. Until all victims have returned no new request is admitted.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,39 +34,40 @@ from quire.protos.errors import (
     QuireError,
 )
 from quire.protos.wire import Load
+from quire.replica.admission import Admission, Offer
 from quire.replica.blocks import BlockManager, IntegrityError
+from quire.replica.chunking import Chunking
 from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
+from quire.replica.host_tier import HostTier, Transfers
+from quire.replica.offload import Offload
+from quire.replica.order import PrefillOrder, PriorityQueue, urgency
 from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
-from quire.replica.prefix import Hit, PrefixCache
+from quire.replica.prefix import PrefixCache
 from quire.replica.queues import Deadlines, WaitingQueue
 from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
 from quire.replica.rows import DecodeRows, RowTable
 from quire.replica.speed import StepSpeed
+from quire.replica.step import Step, StepIndexer
+from quire.replica.victims import ReturnQueue, choose_victim
 
 # Decoding rows fill a few routing blocks a step, and a pass over one costs as much as over ten: so they are told
 # after so many steps or when so many have gathered. A prompt's blocks are told in the step that computes them.
 _HASH_STEPS = 8
 _HASH_BLOCKS = 16
-_NO_ROWS = np.empty(0, np.int64)
-
-
-@dataclass(slots=True)
-class _Step:
-    """What the scheduler remembers of the step in flight."""
-
-    number: int
-    rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n]
-    sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]
-    decodes: DecodeRows | None = None  # the rows, if all of them decode
-    chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
-    registered: list[int] = field(default_factory=list)  # blocks, parents before children
-    # (group, row, index in its table, its own block, the block that is indexed for the same content)
-    duplicates: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
 
 class Scheduler:
-    """Requests, rows, blocks, prefix index and events of one engine. First come, first served.
+    """Requests, rows, blocks, prefix index and events of one engine.
+
+    A step holds the decoding rows, then the next chunks of running prefills, then of requests that start. The
+    work of planning it grows with the requests that run, never with those that wait.
+
+    | `config.scheduler` | |
+    |---|---|
+    | fifo | requests start in the order of arrival |
+    | prefill_first | the same; started prompts come before the decoding rows, see `Chunking.leaves_out_decodes` |
+    | priority | requests start, and prefills share a step, by priority, deadline, arrival; see `order.py` |
 
     Parameters
     ----------
@@ -88,11 +88,15 @@ class Scheduler:
             config.block_size,
             config.num_blocks,
             self.events,
+            num_host_blocks=config.num_host_blocks,
             groups=config.groups,
             model_name=config.model_name,
             revision=config.revision,
         )
-        self.blocks = BlockManager(config.num_blocks, on_demote=self.prefix.forget)
+        self.host = HostTier(config.num_host_blocks, self.prefix)
+        self.blocks = BlockManager(
+            config.num_blocks, on_demote=self.host.demote, order=config.demotion_order
+        )
         max_tokens = min(config.max_model_len, config.max_cache_tokens)
         self.rows = RowTable(
             # One token of every decoding row must fit a step.
@@ -102,22 +106,39 @@ class Scheduler:
             config.vocab_size,
             config.groups,
         )
+        self._admission = Admission(config, self.prefix, self.blocks, self.host, self.rows)
+        self._offload = Offload(
+            config, self.prefix, self.blocks, self.host, self.rows, self._admission
+        )
+        self._indexer = StepIndexer(config, self.prefix, self.blocks, self.rows)
         self.speed = StepSpeed()
+        self._chunking = Chunking(config, self.speed)
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_offloads = 0
+        self.num_restores = 0
         self.num_prefix_tokens_queried = 0
         self.num_prefix_tokens_hit = 0
-        self._margin_blocks = config.safety_margin * config.num_blocks
+        self.num_prefix_tokens_hit_on_host = 0
         self._requests: dict[Hashable, Request] = {}  # every live one
-        self._waiting = WaitingQueue()
+        by_urgency = config.scheduler == "priority"
+        self._waiting = PriorityQueue() if by_urgency else WaitingQueue()
+        self._prefill_order = PrefillOrder(by_urgency)
+        self._returning = ReturnQueue()
+        # Paused, and out of its queue not to stop the others there. Paused requests deeper in the waiting queue
+        # stay until they are its head.
+        self._set_aside: dict[Hashable, Request] = {}
         self._prefilling: dict[Hashable, Request] = {}  # in order of admission
+        self._started: set[Hashable] = (
+            set()
+        )  # since the last step: their blocks are yet to be filled
         self._deadlines = Deadlines()
         self._num_submitted = 0
-        self._step: _Step | None = None  # in flight
+        self._step: Step | None = None  # in flight
         self._ended: list[RequestDelta] = []  # ended by `plan`, not yet told
-        # The head of the queue is looked at again only after something that could let it in.
+        # A head of the queue is looked at again only after something that could let it in.
         self._num_changes = 0
-        self._blocked_at_change = -1
+        self._blocked = (-1, -1)  # its arrival, and the changes up to then
 
     # -- requests in and out -----------------------------------------------------------------------------
 
@@ -127,7 +148,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Accepted requests without a row: new ones, and those that gave way."""
+        return len(self._waiting) + len(self._returning) + len(self._set_aside)
 
     def validate(self, request: Request) -> None:
         """Refuse what can never be served; safe in any thread.
@@ -168,6 +190,43 @@ class Scheduler:
         """End every request."""
         return [self._release(r, FinishReason.ABORT) for r in list(self._requests.values())]
 
+    def pause(self, key: Hashable) -> None:
+        """Let a live request compute nothing until `resume`; unknown keys and paused requests are ignored.
+
+        It keeps its row and blocks, as long as nobody needs them: it is the first to give way when the cache is
+        full. What does not run yet does not start, and stops nobody behind it. A token that is being computed
+        still comes.
+        """
+        request = self._requests.get(key)
+        if request is None or request.is_paused:
+            return
+        request.is_paused = True
+        if request.row >= 0:
+            self.rows.set_paused(request.row, True)
+        elif request.is_victim:
+            self._returning.remove(request)
+            self._set_aside[key] = request
+        self._num_changes += 1
+
+    def resume(self, key: Hashable) -> None:
+        """Let a paused request go on: it runs, or is at the head of its queue if that had come to it."""
+        request = self._requests.get(key)
+        if request is None or not request.is_paused:
+            return
+        request.is_paused = False
+        if request.row >= 0:
+            self.rows.set_paused(request.row, False)
+        elif self._set_aside.pop(key, None) is not None:
+            if request.is_victim:
+                self._returning.put(request)
+            else:
+                self._waiting.push_front(request)
+        self._num_changes += 1
+
+    def next_deadline_s(self) -> float | None:
+        """When `plan` must be called again although it gave no step; None = not before something changes."""
+        return self._deadlines.next_s()
+
     def take_ended(self) -> list[RequestDelta]:
         """Deltas of the requests that `plan` ended. `commit` and `fail_step` return them too; whoever got
         no plan calls this."""
@@ -176,10 +235,11 @@ class Scheduler:
 
     def _check_room(self) -> None:
         bound = self.config.max_waiting_requests
-        if len(self._waiting) >= bound:
-            wait_s = self._waiting.num_tokens * self.speed.prefill_s_per_token
+        if self.num_waiting >= bound:
+            num_tokens = self._waiting.num_tokens + self._returning.num_tokens
+            wait_s = num_tokens * self.speed.prefill_s_per_token
             raise Overloaded(
-                f"the waiting queue is full: {len(self._waiting)} requests, the bound is {bound} "
+                f"the waiting queue is full: {self.num_waiting} requests, the bound is {bound} "
                 "(max_waiting_requests)",
                 retry_after_s=max(1.0, wait_s),
             )
@@ -198,11 +258,14 @@ class Scheduler:
         token_ids
             Tokens of the request that no delta has told yet.
         """
-        if request.phase is Phase.PENDING:
-            self._waiting.remove(request)
-            self._num_changes += 1
-        else:
+        if request.row >= 0:
             self._vacate(request)
+        else:
+            self._unqueue(request)
+            if request.parked is not None:
+                self._offload.drop(request)
+            self._num_changes += 1
+        self._release_tip(request)
         request.enter(Phase.FINISHED)
         del self._requests[request.key]
         index = request.num_tokens - request.num_prompt_tokens - len(token_ids)
@@ -211,10 +274,18 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         """Give back a running request's row and blocks; its full blocks stay cached."""
         self._prefilling.pop(request.key, None)
-        self.prefix.release_entry(request.tip)
-        request.tip, request.num_indexed = None, 0
         self.blocks.release(reversed(self.rows.vacate(request.row)))
         self._num_changes += 1
+
+    def _release_tip(self, request: Request) -> None:
+        """The request needs the name of its last indexed block no more."""
+        self.prefix.release_entry(request.tip)
+        request.tip, request.num_indexed = None, 0
+
+    def _unqueue(self, request: Request) -> None:
+        """Take a request out of whichever queue it waits in."""
+        if self._set_aside.pop(request.key, None) is None:
+            (self._returning if request.is_victim else self._waiting).remove(request)
 
     def _expire(self, now_s: float) -> None:
         for deadline_s, request in self._deadlines.pop_expired(now_s):
@@ -225,7 +296,7 @@ class Scheduler:
     # -- planning ----------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """Decide the next step; None when no request is alive.
+        """Decide the next step; None when no request is alive, or only paused ones.
 
         Raises
         ------
@@ -237,46 +308,76 @@ class Scheduler:
         self._expire(now_s)
         step, decodes = self._compose(now_s)
         while not len(decodes) and not step.chunks:
-            if not self._prefilling:
+            if not self._is_blocked():
                 self.prefix.hash_new()
                 return None
-            # They wait for each other's sliding blocks; ends as in `_grow_decodes`.
-            self._soft_reset(self.rows.newest())
+            # They wait for each other's sliding blocks, or for those of paused ones; ends as in `_grow_decodes`.
+            self._evict(self._choose_victim())
             step, decodes = self._compose(now_s)
         plan, step.rows, step.sample_rows = self.rows.build(step.number, decodes, step.chunks)
+        self._started.clear()
+        transfers = self.host.launch()
+        if transfers:
+            plan = dataclasses.replace(
+                plan, saves=transfers.save_pairs(), restores=transfers.restore_pairs()
+            )
         step.decodes = None if step.chunks else decodes
         gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
         if gathered or step.chunks or step.number % _HASH_STEPS == 0:
             self.prefix.hash_new()
-        self._adopt(step)
+        self._indexer.adopt(step)
         self._step = step
         self.num_steps = step.number
         return plan
 
-    def _compose(self, now_s: float) -> tuple[_Step, DecodeRows]:
+    def _compose(self, now_s: float) -> tuple[Step, DecodeRows]:
         """Choose the work of a step and give it its blocks; also the rows that decode."""
         if stale := self.rows.trim():
-            self.blocks.release(stale)
+            self.blocks.release(stale, passed=True)
             self._num_changes += 1
+        if self._leaves_out_decodes():
+            budget = self._chunking.budget(0, left_out=True)
+            step = Step(self.num_steps + 1, budget, leaves_out_decodes=True)
+            self._continue_prefills(step, False, now_s)
+            if step.chunks:
+                return step, self.rows.no_decode_rows()
         decodes, may_admit = self._grow_decodes()
-        step = _Step(self.num_steps + 1)
-        for row, request, i, blocks, token_bytes in self.rows.fill_blocks(decodes):
-            if self.config.prefix_caching:
-                self._register(step, row, request, i, blocks, token_bytes)
-        budget = self.config.max_batch_tokens - len(decodes)
-        for request in self._prefilling.values():
-            budget -= self._schedule_chunk(step, request, budget)
+        step = Step(self.num_steps + 1, self._chunking.budget(len(decodes)))
+        self._indexer.register_decodes(step, decodes)
+        self._continue_prefills(step, may_admit, now_s)
         if may_admit:
-            self._admit(step, budget, now_s)
+            self._admit(step, now_s)
         return step, decodes
 
+    def _leaves_out_decodes(self) -> bool:
+        if not self._chunking.prefill_first or not self._prefilling:
+            return False
+        rows = [r.row for r in self._prefilling.values() if not r.is_paused]
+        if not rows:
+            return False
+        computed = self.rows.num_computed[rows]
+        missing = int((self.rows.length[rows] - computed).sum())
+        num_decodes = len(self.rows.decode_rows())
+        return self._chunking.leaves_out_decodes(num_decodes, int(computed[0]), missing)
+
+    def _continue_prefills(self, step: Step, may_admit: bool, now_s: float) -> None:
+        """Plan chunks of the running prefills, and of more urgent requests that start before them."""
+        running, by_urgency = self._prefill_order.sort(
+            request for request in self._prefilling.values() if not request.is_paused
+        )
+        for request in running:
+            if by_urgency and may_admit:
+                self._admit(step, now_s, before=request)
+            if step.budget.tokens <= 0:
+                return
+            self._schedule_chunk(step, request)
+
     def _grow_decodes(self) -> tuple[DecodeRows, bool]:
-        """Give a block of each group to every decoding row that needs one, if it must be from the newest
-        requests.
+        """Give a block of each group to every decoding row that needs one, if it must be from other requests.
 
         Returns
         -------
-        The decoding rows, and whether there was room for all: after a soft reset nothing is admitted in the
+        The decoding rows, and whether there was room for all: after an eviction nothing is admitted in the
         same step.
         """
         decodes = self.rows.decode_rows()
@@ -287,179 +388,132 @@ class Scheduler:
         num_groups = len(self.config.groups)
         while (blocks := self.blocks.allocate(len(lacking) * num_groups)) is None:
             # Ends: a request alone always fits, or it would have been refused.
-            self._soft_reset(self.rows.newest())
+            self._evict(self._choose_victim())
             decodes = self.rows.decode_rows()
             lacking = self.rows.lacking_block(decodes)
             roomy = False
         self.rows.append_blocks(lacking, blocks)
         return decodes, roomy
 
-    def _soft_reset(self, request: Request) -> None:
-        """Back to the head of the queue; what it generated joins what it must prefill."""
+    def _is_blocked(self) -> bool:
+        """Whether some request could run if others gave way."""
+        return self.rows.num_active > 0 and (
+            self._next_to_start() is not None
+            or any(not request.is_paused for request in self._prefilling.values())
+        )
+
+    def _choose_victim(self) -> Request:
+        rows = np.flatnonzero(self.rows.active)
+        victim = choose_victim(
+            self.rows.arrival_index[rows], self.rows.paused[rows], len(self._returning) > 0
+        )
+        return self.rows.request(int(rows[victim]))
+
+    def _evict(self, request: Request, may_offload: bool = True) -> None:
+        """Take a running request's row and blocks; it returns, with its blocks from the host tier if they found
+        room there, else to compute them again."""
+        parked = None
+        # What is yet to be filled cannot be copied: the step's saves come before everything else.
+        if may_offload and request.key not in self._started:
+            parked = self._offload.park(request)
         self._vacate(request)
-        request.enter(Phase.PENDING)
-        self._waiting.push_front(request)
+        if parked is None:
+            self._release_tip(request)
+        request.parked = parked
+        request.enter(Phase.PENDING if parked is None else Phase.OFFLOADED)
+        self._queue_victim(request)
+        self._admission.hold()
         self.num_preemptions += 1
+        self.num_offloads += parked is not None
 
-    def _schedule_chunk(self, step: _Step, request: Request, budget: int) -> int:
-        """Plan as many of the request's missing tokens as budget and blocks allow; returns how many."""
+    def _queue_victim(self, request: Request) -> None:
+        request.is_victim = True
+        if request.is_paused:
+            self._set_aside[request.key] = request
+        else:
+            self._returning.put(request)
+
+    def _schedule_chunk(self, step: Step, request: Request) -> None:
+        """Plan as many of the request's missing tokens as budget and blocks allow."""
         row = request.row
-        count = min(budget, request.num_tokens - int(self.rows.num_computed[row]))
+        start = int(self.rows.num_computed[row])
+        count = step.budget.grant(start, request.num_tokens - start)
         if count > 0 and self.rows.sliding:
-            count = self._extend_sliding(row, count)
+            count = self._admission.extend_sliding(row, count)
         if count <= 0:
-            return 0
+            return
+        step.budget.spend(start, count)
         step.chunks.append((row, count))
-        if self._register_blocks(step, row, count):
+        if self._indexer.register_chunk(step, row, count):
             self._num_changes += 1  # the head of the queue may now share these blocks
-        return count
 
-    def _extend_sliding(self, row: int, count: int) -> int:
-        """Give the row the sliding blocks of its next `count` tokens, or of as many as there are blocks for."""
-        block_size, num_groups = self.config.block_size, len(self.rows.sliding)
-        start = int(self.rows.num_computed[row])
-        have = int(self.rows.num_blocks[self.rows.sliding[0], row])
-        lacking = -(-(start + count) // block_size) - have
-        lacking = max(0, min(lacking, self.blocks.num_available // num_groups))
-        self.rows.extend(row, self._allocate(lacking * num_groups))
-        return min(count, (have + lacking) * block_size - start)
+    def _admit(self, step: Step, now_s: float, before: Request | None = None) -> None:
+        """Start victims and then waiting requests in their order, until one does not fit.
 
-    def _allocate(self, count: int) -> list[int]:
-        blocks = self.blocks.allocate(count)
-        if blocks is None:
-            raise IntegrityError(f"{count} blocks were available and are not")
-        return blocks
-
-    def _set_aside(self, num_tokens: int, step_tokens: int, held: Sequence[int]) -> int:
-        """Sliding blocks that a prefill of `num_tokens` may need beside those it holds of each such group."""
-        return sum(
-            max(
-                0,
-                self.config.groups[g].max_blocks(num_tokens, step_tokens, self.config.block_size)
-                - count,
-            )
-            for g, count in zip(self.rows.sliding, held, strict=True)
-        )
-
-    def _num_set_aside(self) -> int:
-        """Sliding blocks that the running prefills may still need."""
-        if not self.rows.sliding:
-            return 0
-        held = self.rows.num_blocks - self.rows.first_block
-        return sum(
-            self._set_aside(
-                request.num_tokens,
-                self.config.max_batch_tokens,
-                held[self.rows.sliding, request.row].tolist(),
-            )
-            for request in self._prefilling.values()
-        )
-
-    def _admit(self, step: _Step, budget: int, now_s: float) -> None:
-        """Start waiting requests in their order, each with room for all blocks of its known tokens, in every
-        group, or not at all.
-
-        While anything runs, an admission must leave `safety_margin` of the blocks available, so that decoding
-        rows can grow. A request alone may take smaller chunks than it would like.
+        Parameters
+        ----------
+        before
+            Only those that are more urgent than this one.
         """
-        while budget > 0 and self._waiting and self.rows.num_free:
-            if self._blocked_at_change == self._num_changes:
+        while (
+            self.rows.num_free
+            and not step.budget.is_spent
+            and (request := self._next_to_start()) is not None
+        ):
+            if self._blocked == (request.arrival_index, self._num_changes):
                 return
-            request = self._waiting.head()
-            groups, sliding = self.config.groups, self.rows.sliding
-            hit = Hit([], [[] for _ in groups])
-            if self.config.prefix_caching:
-                hit = self.prefix.match(request.token_ids, chain=request.chain)
-            lacking = -(-request.num_tokens // self.config.block_size) - len(hit.entries)
-            left = self.blocks.num_available - self.blocks.num_unowned(hit.all_blocks)
-            left -= lacking * (len(groups) - len(sliding))
-            if sliding:
-                chunk = self.config.max_batch_tokens if self.rows.num_active else 1
-                held = [len(hit.blocks[g]) for g in sliding]
-                left -= self._set_aside(request.num_tokens, chunk, held) + self._num_set_aside()
-            if left < (self._margin_blocks if self.rows.num_active else 0):
-                self._blocked_at_change = self._num_changes
+            if before is not None and urgency(request) > urgency(before):
                 return
-            self._start(request, hit, lacking, now_s)
-            budget -= self._schedule_chunk(step, request, budget)
-
-    def _start(self, request: Request, hit: Hit, lacking: int, now_s: float) -> None:
-        self.blocks.retain(hit.all_blocks)
-        num_full = len(self.config.groups) - len(self.rows.sliding)
-        fresh = self._allocate(lacking * num_full)
-        blocks = [
-            known + (fresh[g * lacking : (g + 1) * lacking] if g < num_full else [])
-            for g, known in enumerate(hit.blocks)
-        ]
-        self._waiting.remove(request)
-        num_hit = len(hit.entries) * self.config.block_size
-        self.rows.claim(request, blocks, num_hit)
-        if hit.entries:
-            request.tip, request.num_indexed = hit.entries[-1], len(hit.entries)
-            self.prefix.retain_entry(request.tip)
-        request.enter(Phase.PREFILLING)
-        self._prefilling[request.key] = request
-        if request.first_scheduled_s is None:
-            request.first_scheduled_s = now_s
-            request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
-            self.num_prefix_tokens_queried += request.num_prompt_tokens
-            self.num_prefix_tokens_hit += request.num_cached_tokens
-
-    def _register_blocks(self, step: _Step, row: int, count: int) -> bool:
-        """Index the blocks that the row's next `count` tokens fill; returns whether there are any."""
-        if not self.config.prefix_caching:
-            return False
-        block_size = self.config.block_size
-        start = int(self.rows.num_computed[row])
-        first, end = start // block_size, (start + count) // block_size
-        request = self.rows.request(row)
-        if end == first:
-            return False
-        width = 4 * block_size
-        raw = request.token_ids[first * block_size : end * block_size].tobytes()
-        blocks = self.rows.block_tables[:, row, first:end].T.tolist()
-        for i, own in enumerate(blocks, first):
-            begin = (i - first) * width
-            if not self._register(step, row, request, i, own, raw[begin : begin + width]):
-                break
-        return True
-
-    def _register(
-        self,
-        step: _Step,
-        row: int,
-        request: Request,
-        i: int,
-        blocks: Sequence[int],
-        token_bytes: bytes,
-    ) -> bool:
-        """Index a row's i-th block of each group; returns whether its content is indexed."""
-        if i != request.num_indexed:
-            return False  # nothing can be indexed behind a block that is not
-        entry = self.prefix.register(blocks, request.tip, token_bytes, request.chain, i)
-        if entry is None:
-            return False
-        for g, (block, indexed) in enumerate(zip(blocks, entry.blocks, strict=True)):
-            if indexed == block:
-                self.blocks.mark_content(block)
-                step.registered.append(block)
+            find = self._admission if request.parked is None else self._offload
+            offer = find.offer(request, self._prefilling.values())
+            if offer is None:
+                self._blocked = (request.arrival_index, self._num_changes)
+                return
+            start = (
+                offer.num_hit_tokens if isinstance(offer, Offer) else request.parked.num_computed
+            )
+            if not step.budget.grant(start, request.num_tokens - start):
+                # Started without a chunk it would not be among those who end if the step fails, though the
+                # blocks that it found may be written by that step.
+                return
+            if request.is_victim:
+                self._returning.remove(request)
             else:
-                self.blocks.retain([indexed])
-                step.duplicates.append((g, row, i, block, indexed))
-        self.prefix.advance_entry(entry)
-        request.tip, request.num_indexed = entry, i + 1
-        return True
+                self._waiting.start(request)
+            if isinstance(offer, Offer):
+                self._start(request, offer, now_s)
+            else:
+                self._offload.take(request, offer)
+                self.num_restores += 1
+            request.enter(Phase.PREFILLING)
+            request.is_victim = False
+            self._prefilling[request.key] = request
+            self._started.add(request.key)
+            self._schedule_chunk(step, request)
 
-    def _adopt(self, step: _Step) -> None:
-        """Swap blocks whose content was already indexed for the indexed ones, and free the duplicates.
+    def _next_to_start(self) -> Request | None:
+        """The head of the victims, or without any the first waiting request that is not paused."""
+        if self._returning:
+            return self._returning.head()
+        while self._waiting:
+            request = self._waiting.head()
+            if not request.is_paused:
+                return request
+            self._waiting.remove(request)
+            self._set_aside[request.key] = request
+        return None
 
-        The plan keeps the tables it was built with: the step writes and reads the duplicates, the next one
-        reads the indexed blocks, complete by then. So every owner of an indexed block owns the indexed
-        blocks before it too, which demotion leaf-first rests on (see `BlockManager`).
-        """
-        for g, row, i, own, indexed in step.duplicates:
-            self.rows.replace_block(g, row, i, indexed)
-            self.blocks.release([own])
+    def _start(self, request: Request, offer: Offer, now_s: float) -> None:
+        self._admission.take(request, offer)
+        if request.first_scheduled_s is None:
+            num_prompt_tokens = request.num_prompt_tokens
+            num_restored = offer.hit.num_host_entries * self.config.block_size
+            request.first_scheduled_s = now_s
+            request.num_cached_tokens = min(offer.num_hit_tokens, num_prompt_tokens)
+            request.num_host_cached_tokens = min(num_restored, request.num_cached_tokens)
+            self.num_prefix_tokens_queried += num_prompt_tokens
+            self.num_prefix_tokens_hit += request.num_cached_tokens
+            self.num_prefix_tokens_hit_on_host += request.num_host_cached_tokens
 
     # -- after the step ----------------------------------------------------------------------------------
 
@@ -478,6 +532,7 @@ class Scheduler:
         if error is not None:
             return DeltaBatch(self.fail_step(plan, error))
         self._step = None
+        self.host.land()
         table, rows, decodes = self.rows, step.sample_rows, step.decodes
         has_stuck = bool((tokens == NO_TOKEN).any())
         if decodes is not None and not has_stuck and table.are_unchanged(decodes):
@@ -512,8 +567,9 @@ class Scheduler:
                         i, RequestDelta(keys[i], int(index[i]), [int(tokens[i])])
                     )
                     delta.logprobs = [logprobs[row]]
-        num_prefill = plan.num_tokens - plan.num_decode_rows
-        self.speed.observe(num_prefill, plan.num_decode_rows, result.duration_s)
+        self._chunking.observe(
+            step.budget, plan.num_decode_rows, result.duration_s, step.leaves_out_decodes
+        )
         batch = DeltaBatch([*self.take_ended(), *complete.values()], *columns)
         return batch.without(complete) if complete else batch
 
@@ -529,27 +585,44 @@ class Scheduler:
 
     def fail_step(self, plan: StepPlan, error: QuireError) -> list[RequestDelta]:
         """End every request of a step that did not run to its end; the cache forgets what it would have
-        written."""
+        written, in both tiers. Whose blocks it would have copied starts over."""
         step = self._in_flight(plan)
         self._step = None
+        transfers = self.host.land()
         deltas = self.take_ended()
         for row in step.rows.tolist():
             request = self.rows.requests[row]
             if request is not None:
                 deltas.append(self._release(request, FinishReason.ERROR, error=error))
-        for block in reversed(step.registered):
-            if block in self.prefix:  # else the cache was cleared meanwhile
-                self.prefix.forget(block)
-                self.blocks.forget_content(block)
+        if transfers:
+            self._restart_copied(transfers)
+        self._indexer.forget([*step.registered, *transfers.restores])
+        self.host.forget_saves(transfers)
         return deltas
 
-    def _in_flight(self, plan: StepPlan) -> _Step:
+    def _restart_copied(self, transfers: Transfers) -> None:
+        """A step failed: its copies between the tiers are worth nothing, so who needs one computes it again."""
+        for row in np.flatnonzero(
+            self.rows.active
+        ).tolist():  # not in the step, but given blocks for it
+            if not transfers.restores.keys().isdisjoint(self.rows.blocks(row)):
+                self._evict(self.rows.request(row), may_offload=False)
+        offloaded = [r for r in self._requests.values() if r.parked is not None]
+        for request in offloaded:
+            if not transfers.saves.keys().isdisjoint(b.host_block for b in request.parked.blocks):
+                self._unqueue(request)
+                self._offload.drop(request)
+                self._release_tip(request)
+                request.enter(Phase.PENDING)
+                self._queue_victim(request)
+
+    def _in_flight(self, plan: StepPlan) -> Step:
         step = self._step
         if step is None or step.number != plan.step:
             raise ValueError(f"step {plan.step} is not in flight")
         return step
 
-    def _result_error(self, step: _Step, tokens: np.ndarray) -> EngineError | None:
+    def _result_error(self, step: Step, tokens: np.ndarray) -> EngineError | None:
         if tokens.shape != step.sample_rows.shape:
             return EngineError(
                 f"step {step.number} sampled {tokens.shape}, planned {step.sample_rows.shape}"
@@ -589,10 +662,14 @@ class Scheduler:
         num_compiles
             The runner's, which the scheduler does not know.
         """
+        host = self.host.blocks
+        host_free, host_cached = host.num_free, host.num_cached
         return Load(
             num_running=self.rows.num_active,
-            num_waiting=len(self._waiting),
-            queued_prefill_tokens=self._waiting.num_tokens + self.rows.num_missing_tokens,
+            num_waiting=self.num_waiting,
+            queued_prefill_tokens=self._waiting.num_tokens
+            + self._returning.num_tokens
+            + self.rows.num_missing_tokens,
             num_decode_tokens=self.rows.num_decode_tokens,
             blocks_free=self.blocks.num_free,
             blocks_cached=self.blocks.num_cached,
@@ -603,12 +680,22 @@ class Scheduler:
             num_steps=self.num_steps,
             num_compiles=num_compiles,
             num_preemptions=self.num_preemptions,
+            host_blocks_free=host_free,
+            host_blocks_cached=host_cached,
+            host_blocks_in_use=host.num_blocks - host_free - host_cached,
+            host_blocks_total=host.num_blocks,
+            num_offloads=self.num_offloads,
+            num_restores=self.num_restores,
         )
 
     def clear_cache(self) -> None:
-        """Forget every cached block; running requests keep theirs, but nobody can match them any more."""
-        for block in self.prefix.clear():
+        """Forget every cached block of both tiers; live requests keep theirs, but nobody can match them any
+        more."""
+        blocks, host_blocks = self.prefix.clear()
+        for block in blocks:
             self.blocks.forget_content(block)
+        for block in host_blocks:
+            self.host.blocks.forget_content(block)
         self._num_changes += 1
 
     def snapshot(self) -> dict[str, Any]:
@@ -616,30 +703,36 @@ class Scheduler:
         return {
             "num_steps": self.num_steps,
             "step_in_flight": self._step is not None,
-            "blocks": {
-                "free": self.blocks.num_free,
-                "cached": self.blocks.num_cached,
-                "in_use": self.blocks.num_in_use,
-                "total": self.blocks.num_blocks,
-            },
+            "blocks": self.blocks.snapshot(),
+            "host_blocks": self.host.blocks.snapshot(),
             "prefix": {
                 "indexed_blocks": len(self.prefix),
                 "tokens_queried": self.num_prefix_tokens_queried,
                 "tokens_hit": self.num_prefix_tokens_hit,
+                "tokens_hit_on_host": self.num_prefix_tokens_hit_on_host,
             },
             "events": {"seq": self.events.seq, "held": self.events.num_held},
             "rows": self.rows.snapshot(),
-            "waiting": [{"key": r.key, "length": r.num_tokens} for r in self._waiting],
+            "returning": [self._describe(r) for r in self._returning],
+            "waiting": [self._describe(r) for r in self._waiting],
+            "paused": [self._describe(r) for r in self._set_aside.values()],
         }
+
+    def _describe(self, request: Request) -> dict[str, Any]:
+        """A request without a row as plain data."""
+        entry: dict[str, Any] = {"key": request.key, "length": request.num_tokens}
+        if request.parked is not None:
+            entry["num_computed"] = request.parked.num_computed
+            entry["host_blocks"] = [block.host_block for block in request.parked.blocks]
+        return entry
 
     def check(self) -> None:
         """Walk everything; raise `IntegrityError` (an AssertionError) where two records disagree."""
         self.prefix.check()
         owners = self.rows.num_owners(self.config.num_blocks)
-        self.blocks.check(owners.tolist())
-        for block in range(self.config.num_blocks):
-            if self.blocks.has_content(block) != (block in self.prefix):
-                raise IntegrityError(f"block {block}: pool and prefix index disagree")
+        self.blocks.check(owners.tolist(), self.prefix.__contains__)
+        offloaded = [r for r in self._requests.values() if r.parked is not None]
+        self.host.check(block.host_block for r in offloaded for block in r.parked.blocks)
         self.rows.check(owners)
         tips = Counter(id(r.tip) for r in self._requests.values() if r.tip is not None)
         for request in self._requests.values():
@@ -647,10 +740,18 @@ class Scheduler:
                 raise IntegrityError(
                     f"the prefix entry of request {request.key!r} counts {request.tip.num_rows} rows"
                 )
-        pending = {k for k, r in self._requests.items() if r.phase is Phase.PENDING}
-        self._waiting.check(pending)
-        if len(pending) + self.rows.num_active != len(self._requests):
-            raise IntegrityError(f"{len(self._requests)} requests live, rows and queue hold others")
+        queued = {k: r for k, r in self._requests.items() if r.row < 0 and k not in self._set_aside}
+        self._waiting.check({k for k, r in queued.items() if not r.is_victim})
+        self._returning.check({k for k, r in queued.items() if r.is_victim})
+        if self.num_waiting + self.rows.num_active != len(self._requests):
+            raise IntegrityError(
+                f"{len(self._requests)} requests live, rows and queues hold others"
+            )
+        if not all(r.is_paused and r.row < 0 for r in self._set_aside.values()):
+            raise IntegrityError("a request is set aside that is not paused or has a row")
+        for r in self._requests.values():
+            if (r.phase is Phase.OFFLOADED) != (r.parked is not None):
+                raise IntegrityError(f"request {r.key!r} is {r.phase}; has parked: {r.parked}")
         for key, request in self._requests.items():
             if (request.phase is Phase.PREFILLING) != (key in self._prefilling):
                 raise IntegrityError(

@@ -3,6 +3,7 @@
 The memory equation, solved for the number of blocks::
 
     max_memory_percent * available = weights + activations + attention + logits + (num_blocks + 1) * block_bytes
+                                     + num_host_blocks * block_bytes, if the device is the CPU
 
 `available` is what the device, or on the CPU the machine and the container's cgroup, still have to give.
 """
@@ -19,7 +20,7 @@ import torch
 
 from quire.kernels.cpu_attention import PREFILL_ROWS
 from quire.replica.checkpoint import count_parameters
-from quire.replica.config import EngineArgs, EngineConfig
+from quire.replica.config import DEMOTION_ORDERS, SCHEDULERS, EngineArgs, EngineConfig
 from quire.replica.groups import max_sequence_tokens, sequence_blocks
 from quire.replica.kv_pool import block_elements
 from quire.replica.spec import ModelSpec
@@ -28,8 +29,12 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 _CPU_KV_BYTES = 1 * GIB  # default: several replicas share a machine
+_HOST_TIER_BYTES = 4 * GIB  # default beside a GPU, at most a quarter of what the host has to give
 _CPU_BATCH_TOKENS = 512
 _CUDA_BATCH_TOKENS = 8192
+_RESUME_STEP = (
+    0.1  # between the two marks of admission: more costs throughput and spares no preemption
+)
 _SMALL_MODEL_PARAMETERS = (
     200_000_000  # below, float32 on a CPU is fast enough to have exactness for free
 )
@@ -53,6 +58,8 @@ class MemoryTable:
     block: int  # one block over all layers of a group
     num_blocks: int
     block_size: int
+    num_host_blocks: int  # of the host tier
+    is_host_separate: bool  # its memory is not the device's
 
     @property
     def budget(self) -> int:
@@ -65,10 +72,15 @@ class MemoryTable:
         return (self.num_blocks + 1) * self.block
 
     @property
+    def host_tier(self) -> int:
+        """Bytes of the host tier."""
+        return self.num_host_blocks * self.block
+
+    @property
     def remainder(self) -> int:
         """Bytes of the budget that nothing uses; negative when it does not fit."""
         used = self.weights + self.activations + self.attention + self.logits + self.kv_cache
-        return self.budget - used
+        return self.budget - used - (0 if self.is_host_separate else self.host_tier)
 
     def __str__(self) -> str:
         rows = [
@@ -82,6 +94,12 @@ class MemoryTable:
                 "KV cache",
                 self.kv_cache,
                 f"{self.num_blocks} + 1 blocks of {self.block_size} tokens, {self.block / 1024:.0f} KiB each",
+            ),
+            (
+                "host tier",
+                self.host_tier,
+                f"{self.num_host_blocks} blocks, "
+                + ("pinned memory of the host" if self.is_host_separate else "of the same memory"),
             ),
             ("left", self.remainder, ""),
         ]
@@ -139,6 +157,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         max_batch_tokens,
         max_model_len,
         available_bytes(device),
+        available_bytes("cpu"),
     )
     logger.info("memory of %s\n%s", args.model, table)
     max_cache_tokens = max_sequence_tokens(
@@ -166,11 +185,20 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         # A step decodes one token of every running request.
         max_running_requests=min(args.max_running_requests, max_batch_tokens),
         max_waiting_requests=args.max_waiting_requests,
+        scheduler=args.scheduler,
+        max_prefill_ms=args.max_prefill_ms,
         safety_margin=args.safety_margin,
+        resume_margin=(
+            min(1.0, args.safety_margin + _RESUME_STEP)
+            if args.resume_margin is None
+            else args.resume_margin
+        ),
+        demotion_order=args.demotion_order,
         prefix_caching=args.prefix_caching,
         deterministic=exact if args.deterministic is None else args.deterministic,
         num_threads=args.num_threads or physical_cores(),
         groups=spec.groups,
+        num_host_blocks=table.num_host_blocks,
     )
 
 
@@ -183,11 +211,15 @@ def memory_table(
     max_batch_tokens: int,
     max_model_len: int,
     available: int,
+    host_available: int,
 ) -> MemoryTable:
     """Solve the memory equation for the number of blocks: a pure function of its arguments.
 
     `num_blocks` is taken as asked, else `kv_cache_gib`, else what the budget leaves; the CPU's default is at most
     1 GiB. Without `num_blocks` the pool is never larger than all running requests of full length can use.
+
+    The host tier has `cpu_offload_gib`. On the CPU it is off by default: there it takes the memory of a larger pool,
+    which holds as much without copies.
 
     Raises
     ------
@@ -196,6 +228,7 @@ def memory_table(
     """
     element = _BYTES[dtype]
     block = block_elements(spec.groups, args.block_size) * element
+    num_host_blocks = _num_host_blocks(args, device, block, host_available)
     # Live at once in the widest place: the residual stream and its norm, q, k, v and the attention's output in
     # float32, or gate, up and their product.
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -220,9 +253,15 @@ def memory_table(
             block=block,
             num_blocks=num_blocks,
             block_size=args.block_size,
+            num_host_blocks=num_host_blocks,
+            is_host_separate=device != "cpu",
         )
 
     room = table(0).remainder
+    if room < 0 and room + table(0).host_tier >= 0:
+        raise SizingError(
+            f"cpu_offload_gib {args.cpu_offload_gib} does not fit beside the model\n{table(0)}"
+        )
     if room < 0:
         raise SizingError(f"{spec.path}: the model alone does not fit\n{table(0)}")
     fits = room // (block + workspace)
@@ -248,6 +287,23 @@ def memory_table(
     return result
 
 
+def _num_host_blocks(args: EngineArgs, device: str, block: int, host_available: int) -> int:
+    """Blocks of the host tier; on the CPU the memory equation says whether they fit."""
+    gib = args.cpu_offload_gib
+    if gib is None:
+        return 0 if device == "cpu" else min(_HOST_TIER_BYTES, host_available // 4) // block
+    num_blocks = int(gib * GIB) // block
+    if gib and not num_blocks:
+        raise SizingError(f"cpu_offload_gib {gib} holds no block of {block} bytes; 0 turns it off")
+    bound = int(host_available * args.max_memory_percent)
+    if device != "cpu" and num_blocks * block > bound:
+        raise SizingError(
+            f"cpu_offload_gib must be at most {bound / GIB:.3f}, which is {args.max_memory_percent:.0%} of "
+            f"the host's available memory, got {gib}"
+        )
+    return num_blocks
+
+
 def choose_dtype(
     device: str, checkpoint_dtype: str, num_parameters: int, flags: frozenset[str]
 ) -> str:
@@ -264,7 +320,12 @@ def choose_dtype(
 
 def _check_args(args: EngineArgs) -> None:
     """Bounds of what the user wrote; every message names field, bound and value."""
-    choices = {"device": ("auto", "cpu", "cuda"), "dtype": ("auto", *_BYTES)}
+    choices = {
+        "device": ("auto", "cpu", "cuda"),
+        "dtype": ("auto", *_BYTES),
+        "scheduler": SCHEDULERS,
+        "demotion_order": DEMOTION_ORDERS,
+    }
     for name, allowed in choices.items():
         if getattr(args, name) not in allowed:
             raise SizingError(
@@ -282,9 +343,22 @@ def _check_args(args: EngineArgs) -> None:
         raise SizingError(f"max_memory_percent must be in (0, 1], got {args.max_memory_percent!r}")
     if not 0 <= args.safety_margin < 1:
         raise SizingError(f"safety_margin must be in [0, 1), got {args.safety_margin!r}")
+    resume = args.resume_margin
+    if resume is not None and not args.safety_margin <= resume <= 1:
+        raise SizingError(
+            f"resume_margin must be in [safety_margin, 1], here [{args.safety_margin:g}, 1], got {resume!r}"
+        )
+    max_ms = args.max_prefill_ms
+    if max_ms is not None and not (math.isfinite(max_ms) and max_ms >= 1):
+        raise SizingError(
+            f"max_prefill_ms must be at least 1, or None for no bound, got {max_ms!r}"
+        )
     gib = args.kv_cache_gib
     if gib is not None and not (math.isfinite(gib) and gib > 0):
         raise SizingError(f"kv_cache_gib must be a positive number, got {gib!r}")
+    gib = args.cpu_offload_gib
+    if gib is not None and not (math.isfinite(gib) and gib >= 0):
+        raise SizingError(f"cpu_offload_gib must be a number of at least 0, got {gib!r}")
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class CostPolicy:
             "decode_s": self._decode(fleet, request),
             "eviction_s": self._eviction(fleet, missing * speed),
             "memory_s": self._memory(fleet, missing),
-            "copy_value_s": self._copy_value(fleet),
+            "copy_value_s": self._copy_value(fleet, cached),
         }
         cost = wait + prefill
         for name in _LATER_TERMS:
@@ -189,17 +189,17 @@ class CostPolicy:
         output_s = demand.output_tokens * demand.decode_s_per_kv_token * fleet.kv_tokens
         return self.memory * short / np.maximum(fleet.used_tokens, 1.0) * output_s
 
-    def _copy_value(self, fleet: Fleet) -> np.ndarray:
+    def _copy_value(self, fleet: Fleet, cached: np.ndarray) -> np.ndarray:
         """-V: replicas that do not hold the longest prefix of it that anybody holds."""
-        longest = fleet.gpu_tokens.max()
+        longest = cached.max()
         if fleet.followers <= 0 or longest <= 0:
             return np.zeros(len(fleet))
         demand = fleet.demand
-        k = int((fleet.gpu_tokens == longest).sum())
+        k = int((cached == longest).sum())
         busy = 1.0 - min(_MAX_SHARE, demand.prefill_share)
         queue_s = demand.arrivals_per_s * demand.mean_square_prefill_s2 / (2.0 * busy)
         saved_s = self.copies * fleet.followers * queue_s / (k * (k + 1))
-        return (fleet.gpu_tokens / longest - 1.0) * saved_s
+        return (cached / longest - 1.0) * saved_s
 
 
 def e2e_policy(**weights: float) -> CostPolicy:

@@ -3,7 +3,8 @@
 A prompt is a chain of routing hashes (`quire.protos.wire.RoutingHasher`), one for each 64-token
 prefix. The index maps a hash to the replicas that hold it, as the bits of an int:
 
-    confirmed   hash -> mask    what the replicas' own events say
+    confirmed   hash -> mask    what the replicas' own events say, in whichever tier
+    host        hash -> mask    those of them that are in the replica's `host` tier
     booked      hash -> mask    requests on their way or in prefill, counted by (replica, hash)
 
     prompt      h0     h1     h2     h3
@@ -27,12 +28,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents
+from quire.protos.wire import CacheEvents, tier_digest
 
 _NUM_SHARDS = 256
 _SHARD_MASK = _NUM_SHARDS - 1
 _SWEEP_ENTRIES = 4096  # scanned after one update, to whole shards: under a millisecond
 _FEW_BITS = 8  # more replicas than these are cheaper to write as an array
+_NO_HASHES = np.empty(0, np.uint64)
 _MAX_INTERNED_MASKS = 1 << 16  # beyond it sharing starts over; only memory is lost
 
 
@@ -45,9 +47,10 @@ class _Holder:
     seq: int
     slot: int
     bit: int  # 1 << slot
-    digest: int = 0  # XOR of all confirmed hashes
+    gpu_xor: int = 0  # XOR of the confirmed hashes in its `gpu` tier
+    host_xor: int = 0  # of those in its `host` tier
     num_blocks: int = 0
-    num_removed: int = 0  # evictions replayed
+    num_removed: int = 0  # evictions from its `gpu` tier that were replayed
     complete: bool = True  # False: a store was dropped at the memory bound
     booked: dict[int, int] = field(default_factory=dict)  # hash -> number of bookings
     alive: bool = True
@@ -95,6 +98,8 @@ class PrefixIndex:
         self.max_booked_blocks = max_booked_blocks
         self._leaf_first = leaf_first
         self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self._host_shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self._num_host = 0  # hashes in them
         self._interned: dict[int, int] = {}
         self._size = 0
         self._booked: dict[int, int] = {}  # hash -> mask
@@ -149,15 +154,16 @@ class PrefixIndex:
         return self._holders[replica].seq
 
     def digest(self, replica: str) -> int:
-        """XOR of the replica's confirmed hashes: equals `Frame.digest` if `is_complete`."""
-        return self._holders[replica].digest
+        """`tier_digest` of the replica's confirmed hashes: equals `Frame.digest` if `is_complete`."""
+        holder = self._holders[replica]
+        return tier_digest(holder.gpu_xor, holder.host_xor)
 
     def num_blocks(self, replica: str) -> int:
         """Confirmed routing blocks of the replica."""
         return self._holders[replica].num_blocks
 
     def num_removed(self, replica: str) -> int:
-        """Routing blocks that the replica has evicted, by the events replayed in this epoch."""
+        """Routing blocks that left the replica's `gpu` tier, by the events replayed in this epoch."""
         return self._holders[replica].num_removed
 
     def is_complete(self, replica: str) -> bool:
@@ -182,13 +188,23 @@ class PrefixIndex:
             return True
         if events.cleared:
             self._clear(holder)
-        self._remove(holder, events.removed.tolist())
-        self._store(holder, events.stored.tolist())
+        holder.num_removed += len(events.removed)
+        holder.gpu_xor ^= self._remove(holder, events.removed.tolist())
+        self._remove_host(holder, events.host_removed.tolist())
+        holder.gpu_xor ^= self._store(holder, events.stored.tolist())
+        self._store_host(holder, events.host_stored.tolist())
         holder.seq = events.seq
         self._sweep_step()
         return True
 
-    def reset(self, replica: str, epoch: str, seq: int, hashes: np.ndarray) -> None:
+    def reset(
+        self,
+        replica: str,
+        epoch: str,
+        seq: int,
+        hashes: np.ndarray,
+        host_hashes: np.ndarray = _NO_HASHES,
+    ) -> None:
         """Replace all that is known of a replica by a snapshot.
 
         Bookings survive when the epoch is the same and are dropped when it is another.
@@ -196,10 +212,12 @@ class PrefixIndex:
         Parameters
         ----------
         hashes
-            [n] uint64, all routing hashes held after event batch `seq`.
+            [n] uint64, all routing hashes in the replica's `gpu` tier after event batch `seq`.
+        host_hashes
+            [m] uint64, those in its `host` tier.
         """
         self.begin_reset(replica, epoch, seq)
-        self.extend_reset(replica, hashes)
+        self.extend_reset(replica, hashes, host_hashes)
         self.commit_reset(replica)
 
     def begin_reset(self, replica: str, epoch: str, seq: int) -> None:
@@ -207,9 +225,13 @@ class PrefixIndex:
         self._drop_staged(replica)
         self._staged[replica] = self._new_holder(replica, epoch, seq)
 
-    def extend_reset(self, replica: str, hashes: np.ndarray) -> None:
+    def extend_reset(
+        self, replica: str, hashes: np.ndarray, host_hashes: np.ndarray = _NO_HASHES
+    ) -> None:
         """Add one page of the snapshot under way."""
-        self._store(self._staged[replica], hashes.tolist())
+        staged = self._staged[replica]
+        staged.gpu_xor ^= self._store(staged, hashes.tolist())
+        self._store_host(staged, host_hashes.tolist())
 
     def commit_reset(self, replica: str) -> None:
         """Put the snapshot in the place of what was known."""
@@ -220,7 +242,7 @@ class PrefixIndex:
             # counts.
             self._move_bookings(old, staged.bit)
             self._make_dead(old)
-            for name in ("seq", "slot", "bit", "digest", "num_blocks", "complete"):
+            for name in ("seq", "slot", "bit", "gpu_xor", "host_xor", "num_blocks", "complete"):
                 setattr(old, name, getattr(staged, name))
             staged = old
         else:
@@ -321,6 +343,30 @@ class PrefixIndex:
             depths[self._row_by_slot[bits.nonzero()[0]]] = depth
         return depth
 
+    def host_blocks_into(
+        self, hashes: Sequence[int] | np.ndarray, depths: np.ndarray, blocks: np.ndarray
+    ) -> None:
+        """Of what `match_into` found, count the blocks that are in the `host` tier.
+
+        Parameters
+        ----------
+        depths
+            [rows] as `match_into` left them.
+        blocks
+            [rows] zeros; gets the counts.
+        """
+        if not self._num_host:
+            return
+        live = self._live
+        for depth, routing_hash in enumerate(_as_list(hashes)[: int(depths.max(initial=0))]):
+            mask = self._host_shards[routing_hash & _SHARD_MASK].get(routing_hash, 0) & live
+            while mask:
+                bit = mask & -mask
+                row = self._by_slot[bit.bit_length() - 1].row
+                if row >= 0 and depth < depths[row]:
+                    blocks[row] += 1
+                mask ^= bit
+
     def match_masks(self, hashes: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
         """As `match`, by slots: (blocks, mask of the replicas that match so many), ascending."""
         chain = _as_list(hashes)
@@ -380,11 +426,12 @@ class PrefixIndex:
 
     # --------------------------------------------------------------------------------------- state
 
-    def _store(self, holder: _Holder, hashes: Iterable[int]) -> None:
+    def _store(self, holder: _Holder, hashes: Iterable[int]) -> int:
+        """Set the holder's bit for these hashes; returns the XOR of those for which it was not set."""
         shards, interned, bit = self._shards, self._interned, holder.bit
         if len(interned) > _MAX_INTERNED_MASKS:
             interned.clear()
-        digest, added = holder.digest, 0
+        added_xor, added = 0, 0
         for routing_hash in hashes:
             shard = shards[routing_hash & _SHARD_MASK]
             mask = shard.get(routing_hash, 0)
@@ -397,21 +444,53 @@ class PrefixIndex:
                 self._size += 1
             mask |= bit
             shard[routing_hash] = interned.setdefault(mask, mask)
-            digest ^= routing_hash
+            added_xor ^= routing_hash
             added += 1
-        holder.digest = digest
         holder.num_blocks += added
+        return added_xor
 
-    def _remove(self, holder: _Holder, hashes: Iterable[int]) -> None:
+    def _remove(self, holder: _Holder, hashes: Iterable[int]) -> int:
+        """Clear the holder's bit for these hashes; returns the XOR of those for which it was set."""
+        removed_xor = 0
         for routing_hash in hashes:
             shard = self._shards[routing_hash & _SHARD_MASK]
             mask = shard.get(routing_hash, 0)
             if not mask & holder.bit:
                 continue
             self._put(shard, routing_hash, mask ^ holder.bit)
-            holder.digest ^= routing_hash
+            removed_xor ^= routing_hash
             holder.num_blocks -= 1
-            holder.num_removed += 1
+        return removed_xor
+
+    def _store_host(self, holder: _Holder, hashes: list[int]) -> None:
+        """As `_store`, of the `host` tier."""
+        holder.host_xor ^= self._store(holder, hashes)
+        for routing_hash in hashes:
+            index = routing_hash & _SHARD_MASK
+            if self._shards[index].get(routing_hash, 0) & holder.bit:  # not dropped at the bound
+                shard = self._host_shards[index]
+                mask = shard.get(routing_hash, 0)
+                self._num_host += not mask
+                mask |= holder.bit
+                shard[routing_hash] = self._interned.setdefault(mask, mask)
+
+    def _remove_host(self, holder: _Holder, hashes: list[int]) -> None:
+        """As `_remove`, of the `host` tier."""
+        holder.host_xor ^= self._remove(holder, hashes)
+        for routing_hash in hashes:
+            self._put_host(self._host_shards[routing_hash & _SHARD_MASK], routing_hash, holder.bit)
+
+    def _put_host(self, shard: dict[int, int], routing_hash: int, without: int) -> None:
+        """Take holders out of an entry of the `host` tier."""
+        mask = shard.get(routing_hash, 0)
+        if not mask & without:
+            return
+        mask &= ~without
+        if mask:
+            shard[routing_hash] = self._interned.setdefault(mask, mask)
+        else:
+            del shard[routing_hash]
+            self._num_host -= 1
 
     def _put(self, shard: dict[int, int], routing_hash: int, mask: int) -> None:
         if mask:
@@ -426,7 +505,7 @@ class PrefixIndex:
         slot = self._take_slot()
         self._move_bookings(holder, 1 << slot)
         holder.slot, holder.bit = slot, 1 << slot
-        holder.digest = holder.num_blocks = 0
+        holder.gpu_xor = holder.host_xor = holder.num_blocks = 0
         holder.complete = True
         self._make_live(holder)
 
@@ -491,6 +570,10 @@ class PrefixIndex:
             scanned += len(shard)
             for routing_hash, mask in [item for item in shard.items() if item[1] & dead]:
                 self._put(shard, routing_hash, mask & ~dead)
+            host = self._host_shards[self._sweep_shard]
+            scanned += len(host)
+            for routing_hash in [item[0] for item in host.items() if item[1] & dead]:
+                self._put_host(host, routing_hash, dead)
             self._sweep_shard += 1
             if self._sweep_shard == _NUM_SHARDS:
                 self._sweeping = 0

@@ -70,7 +70,8 @@ class Fleet:
     median_s_per_work: float = 0.0  # of those that are known; 0: none is
     demand: Demand = field(default_factory=Demand)
     attention_context_tokens: float = 30_000.0
-    followers: float = 0.0  # requests of late with the longest prefix of this prompt that is held
+    longest_prefix: int | None = None  # hash of the longest prefix of this prompt that is held
+    followers: float = 0.0  # requests of late with that prefix
     session_row: int = -1  # where the session's last request went
 
     def __len__(self) -> int:

@@ -409,7 +409,7 @@ class ReplicaTable:
         if not entry.in_snapshot:
             self.index.begin_reset(entry.name, frame.epoch, frame.events_seq)
             entry.in_snapshot = True
-        self.index.extend_reset(entry.name, frame.snapshot)
+        self.index.extend_reset(entry.name, frame.snapshot, frame.host_snapshot)
         if not frame.snapshot_more:
             self.index.commit_reset(entry.name)
             entry.in_snapshot = False
@@ -478,9 +478,8 @@ class ReplicaTable:
             self.index.book(entry.name, hashes),
         )
         self._demand.on_decision(best.prefill_s, missing, work, self._share_of_requests(), now_s)
-        longest = int(fleet.gpu_tokens.max()) // self._routing_block_tokens
-        if longest:
-            self._followers.add(int(hashes[min(longest, len(hashes)) - 1]), now_s)
+        if fleet.longest_prefix is not None:
+            self._followers.add(fleet.longest_prefix, now_s)
         if session:
             self._sessions[session] = entry.name
             self._sessions.move_to_end(session)
@@ -554,10 +553,16 @@ class ReplicaTable:
         """
         n = len(self._names)
         depths = np.zeros(n)
+        host = np.zeros(n)
         longest = self.index.match_into(hashes, depths) if len(hashes) else 0
+        self.index.host_blocks_into(hashes, depths, host)
         # The last prompt token is always computed: its logits give the first output token.
         depths *= self._routing_block_tokens
         np.minimum(depths, max(0, num_prompt_tokens - 1), out=depths)
+        host *= self._routing_block_tokens
+        np.minimum(host, depths, out=host)
+        depths -= host
+        prefix = int(hashes[longest - 1]) if longest else None
         columns, names = self._columns[:, :n], self._names
         out = columns[_Column.SEEN_S] < now_s - self._lost_after_s
         if avoid:
@@ -565,12 +570,12 @@ class ReplicaTable:
             out = out if avoided.all() else avoided
         if out.any():
             rows = (~out).nonzero()[0]
-            columns, depths = columns[:, rows], depths[rows]
+            columns, depths, host = columns[:, rows], depths[rows], host[rows]
             names = [names[row] for row in rows]
         return Fleet(
             replicas=names,
             gpu_tokens=depths,
-            host_tokens=np.zeros(len(names)),
+            host_tokens=host,
             report_age_s=now_s - columns[_Column.REPORT_S],
             reported_work=columns[_Column.QUEUED_TOKENS] * self._demand.work_per_token,
             booked_work=columns[_Column.BOOKED_WORK],
@@ -587,7 +592,8 @@ class ReplicaTable:
             median_s_per_work=self._median_speed(now_s),
             demand=self._demand.demand(max(1, len(names)), now_s),
             attention_context_tokens=self._attention_context_tokens,
-            followers=self._followers.count(int(hashes[longest - 1]), now_s) if longest else 0.0,
+            longest_prefix=prefix,
+            followers=0.0 if prefix is None else self._followers.count(prefix, now_s),
             session_row=self._session_row(session, names),
         )
 

@@ -34,6 +34,7 @@ RAY_MODULES = {
 TORCH_MODULES = {
     "quire.replica.attention",
     "quire.replica.embedded.train",
+    "quire.replica.host_pool",
     "quire.replica.kv_pool",
     "quire.replica.linear",
     "quire.replica.experts",

@@ -65,6 +65,7 @@ STANDARD_TERMS = {
     "max_model_len": "tokens",
     "max_memory_percent": "Fraction",
     "safety_margin": "Fraction",
+    "resume_margin": "Fraction",
     "max_tokens_default": "tokens",
 }
 
@@ -226,12 +227,47 @@ def test_block_size_is_a_power_of_two(value: int):
             "engine",
             ["num_blocks (9)", "kv_cache_gib (2.0)"],
         ),
+        (
+            {"engine": {"scheduler": "prefil_first"}},
+            "engine.scheduler",
+            ["'prefil_first'", "did you mean 'prefill_first'?"],
+        ),
+        ({"engine": {"demotion_order": "mru"}}, "engine.demotion_order", ["'lru'", "'mru'"]),
+        ({"engine": {"max_prefill_ms": 0.5}}, "engine.max_prefill_ms", ["equal to 1", "0.5"]),
+        (
+            {"engine": {"safety_margin": 0.4, "resume_margin": 0.3}},
+            "engine",
+            ["resume_margin (0.3)", "safety_margin (0.4)"],
+        ),
+        (
+            {"engine": {"allow_block_sharing": False, "prefix_caching": False}},
+            "engine",
+            ["allow_block_sharing is another name of prefix_caching"],
+        ),
+        (
+            {"engine": {"allow_block_shraing": False}},
+            "engine.allow_block_shraing",
+            ["unknown key", "did you mean 'allow_block_sharing'?"],
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(args, path: str, words: list[str]):
     message = problems_of(args)[path]
     for word in words:
         assert word in message
+
+
+def test_the_other_name_of_prefix_caching_works():
+    for value in (True, False):
+        args = {"engine": {"allow_block_sharing": value}}
+        assert AppConfig.from_args(args).engine.prefix_caching is value
+        jsonschema.validate(args, AppConfig.model_json_schema())
+        assert ReplicaEngineArgs(allow_block_sharing=value).prefix_caching is value
+    assert ReplicaEngineArgs(prefix_caching=False).prefix_caching is False
+    with pytest.raises(ValueError, match="prefix_caching is false and allow_block_sharing true"):
+        ReplicaEngineArgs(prefix_caching=False, allow_block_sharing=True)
+    limits = AppConfig.from_args({"engine": {"max_prefill_ms": None}}).engine
+    assert limits.max_prefill_ms is None
 
 
 def test_every_problem_is_listed_one_a_line():

@@ -16,6 +16,7 @@ from quire.protos.wire import (
     WireError,
     routing_block_sums,
     routing_hashes,
+    tier_digest,
 )
 
 MASK = 2**64 - 1
@@ -110,27 +111,47 @@ def test_a_frame_survives_the_wire():
     frame = Frame(
         "epoch",
         [TokenDelta(3, 5, [1, 2], "stop", 4, 0.25), TokenDelta(9, 0, [8])],
-        [CacheEvents(2, np.array([2**64 - 1], np.uint64), np.array([], np.uint64), True)],
+        [
+            CacheEvents(
+                2,
+                np.array([2**64 - 1], np.uint64),
+                np.array([], np.uint64),
+                True,
+                host_stored=np.array([3], np.uint64),
+                host_removed=np.array([4, 5], np.uint64),
+            )
+        ],
         events_seq=2,
         digest=2**64 - 1,
         load=Load(num_running=1, prefill_s_per_token=0.5, num_preemptions=7),
         snapshot=np.array([1, 2], np.uint64),
         snapshot_more=True,
         columns=COLUMNS,
+        host_snapshot=np.array([6], np.uint64),
     )
     back = Frame.decode(frame.encode())
     assert (back.epoch, back.deltas, back.load) == (frame.epoch, frame.deltas, frame.load)
     assert (back.events_seq, back.digest, back.snapshot_more) == (2, 2**64 - 1, True)
     assert equal(back.snapshot, frame.snapshot)
+    assert equal(back.host_snapshot, frame.host_snapshot)
     (events,) = back.events
     assert (events.seq, events.stored.tolist(), events.removed.tolist()) == (2, [2**64 - 1], [])
     assert events.cleared
+    assert (events.host_stored.tolist(), events.host_removed.tolist()) == ([3], [4, 5])
     assert list(back.token_deltas()) == [
         *frame.deltas,
         TokenDelta(2**40, 0, [151_000]),
         TokenDelta(7, 2**31 - 1, [0]),
     ]
     assert all(type(d.stream_id) is type(d.index) is int for d in back.token_deltas())
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_the_digest_tells_the_tiers_apart(gpu, host):
+    assert tier_digest(gpu, 0) == gpu
+    assert 0 <= tier_digest(gpu, host) < 2**64
+    # It is linear, so a change of either tier is seen alone; a rotation loses nothing.
+    assert tier_digest(gpu, host) ^ gpu == int(f"{host:064b}"[1:] + f"{host:064b}"[0], 2)
 
 
 def test_an_empty_frame_survives_the_wire():
@@ -155,14 +176,14 @@ def test_columns_say_what_one_delta_for_each_token_would(rows, dtype):
 
 def test_columns_of_different_lengths_are_refused():
     values = msgpack.unpackb(Frame("e", columns=COLUMNS).encode())
-    values[-1][2] += b"\0\0\0\0"
+    values[9][2] += b"\0\0\0\0"
     with pytest.raises(WireError, match="2 stream ids, 2 indices and 3 tokens"):
         Frame.decode(msgpack.packb(values))
 
 
 def test_foreign_and_truncated_messages_are_refused_by_name():
     values = msgpack.unpackb(Frame("e").encode())
-    with pytest.raises(WireError, match="Frame: 8 fields, expected 9"):
+    with pytest.raises(WireError, match="Frame: 9 fields, expected 10"):
         Frame.decode(msgpack.packb(values[:-1]))
     with pytest.raises(WireError, match=f"Frame: wire version 99, this side speaks {WIRE_VERSION}"):
         Frame.decode(msgpack.packb([99, *values[1:]]))

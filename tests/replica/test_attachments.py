@@ -12,7 +12,7 @@ import pytest
 from quire.protos.wire import CacheEvents, Frame, Load
 from quire.replica import attachments as attachments_module
 from quire.replica.attachments import Attachments
-from quire.replica.events import EventLog
+from quire.replica.events import EventLog, Tier
 from quire.replica.loop import LoopOutput
 from quire.replica.plan import RequestDelta
 from quire.replica.request import DeltaBatch
@@ -251,15 +251,16 @@ def test_a_paged_snapshot_gives_the_router_the_whole_cache(monkeypatch, num_hash
         attachments, _ = make()
         log = EventLog(EPOCH)
         log.hold(range(1, num_hashes + 1))
+        log.move([h for h in range(1, num_hashes + 1) if h % 3 == 0], Tier.GPU, Tier.HOST)
         log.flush()
         router = Router(attachments, "a")
         await settle()
         # A batch overtakes the snapshot, as it may between the engine's thread and the event loop.
-        seq, hashes = log.snapshot()
+        snapshot = log.snapshot()
         log.hold([1000])
         attachments.publish(output([], log.flush(), log.seq, log.digest, Load()))
-        attachments.send_snapshot("a", seq, hashes)
-        attachments.send_snapshot("gone", seq, hashes)
+        attachments.send_snapshot("a", *snapshot)
+        attachments.send_snapshot("gone", *snapshot)
         # The replay agrees with the first frame that is not older than it.
         attachments.publish(output([delta("a", 1, 0)], None, log.seq, log.digest, Load()))
         await settle()

@@ -1,5 +1,7 @@
+from collections import Counter
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -44,6 +46,91 @@ def test_the_least_recently_used_chain_goes_first():
     assert demoted == [second[1], second[0]]
 
 
+def chain_of(blocks, count):
+    chain = blocks.allocate(count)
+    for block in chain:
+        blocks.mark_content(block)
+    return chain
+
+
+def test_most_recent_gives_up_the_chain_released_last_leaf_first():
+    demoted = []
+    blocks = BlockManager(6, on_demote=demoted.append, order="most_recent")
+    first, second = chain_of(blocks, 3), chain_of(blocks, 3)
+    blocks.release(reversed(first))
+    blocks.release(reversed(second))
+    blocks.allocate(5)
+    assert demoted == [*reversed(second), *reversed(first[1:])]
+
+
+def test_most_recent_keeps_a_shared_prefix_until_all_that_continue_it_are_gone():
+    demoted = []
+    blocks = BlockManager(6, on_demote=demoted.append, order="most_recent")
+    prefix = chain_of(blocks, 2)
+    blocks.retain(prefix)
+    one, other = prefix + chain_of(blocks, 2), prefix + chain_of(blocks, 2)
+    blocks.release(reversed(one))
+    blocks.release(reversed(other))  # the prefix is released with this one
+    blocks.allocate(6)
+    assert demoted == [*reversed(other[2:]), *reversed(one)]
+
+
+def test_most_recent_gives_up_what_fell_out_of_a_window_before_its_chain():
+    demoted = []
+    blocks = BlockManager(4, on_demote=demoted.append, order="most_recent")
+    passed, chain = chain_of(blocks, 2), chain_of(blocks, 2)
+    blocks.release(passed, passed=True)
+    blocks.release(reversed(chain))
+    blocks.allocate(4)
+    assert demoted == [*passed, *reversed(chain)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), order=st.sampled_from(["lru", "most_recent"]))
+def test_no_block_goes_before_one_that_continues_it(data, order):
+    """Rows take prefixes of a tree of chains and extend them; whoever owns a block owns those before it."""
+    parent, children, demoted = {}, Counter(), []
+
+    def demote(block):
+        assert children[block] == 0
+        if (before := parent.pop(block)) is not None:
+            children[before] -= 1
+        demoted.append(block)
+
+    blocks = BlockManager(10, on_demote=demote, order=order)
+    rows = []
+    for _ in range(data.draw(st.integers(1, 40))):
+        if rows and data.draw(st.booleans()):
+            blocks.release(reversed(rows.pop(data.draw(st.integers(0, len(rows) - 1)))))
+            continue
+        chain = []
+        if parent and data.draw(st.booleans()):
+            block = data.draw(st.sampled_from(sorted(parent)))
+            while block is not None:
+                chain.insert(0, block)
+                block = parent[block]
+        blocks.retain(chain)
+        fresh = blocks.allocate(data.draw(st.integers(0, 4)))
+        for block in fresh or ():
+            parent[block] = chain[-1] if chain else None
+            if chain:
+                children[chain[-1]] += 1
+            chain.append(block)
+            blocks.mark_content(block)
+        rows.append(chain)
+        blocks.check([sum(block in row for row in rows) for block in range(10)])
+
+
+def test_the_heap_of_most_recent_does_not_grow():
+    blocks = BlockManager(8, on_demote=lambda block: None, order="most_recent")
+    chain = chain_of(blocks, 8)
+    blocks.release(reversed(chain))
+    for _ in range(500):
+        blocks.retain(chain)
+        blocks.release(reversed(chain))
+    assert len(blocks._cached._heap) <= 2 * 8 + 64
+
+
 def test_a_release_too_many_is_an_error():
     blocks = BlockManager(2, on_demote=lambda block: None)
     (block,) = blocks.allocate(1)
@@ -52,9 +139,10 @@ def test_a_release_too_many_is_an_error():
         blocks.release([block])
 
 
-def test_a_pool_needs_a_block():
-    with pytest.raises(ValueError, match="num_blocks must be >= 1, got 0"):
-        BlockManager(0, on_demote=lambda block: None)
+def test_a_pool_may_be_empty_but_no_smaller():
+    assert BlockManager(0, on_demote=lambda block: None).allocate(1) is None
+    with pytest.raises(ValueError, match="num_blocks must be >= 0, got -1"):
+        BlockManager(-1, on_demote=lambda block: None)
 
 
 @pytest.mark.parametrize("owners", [[0, 0, 0], [2, 0, 0], [1, 1, 0]])

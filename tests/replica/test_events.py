@@ -1,63 +1,99 @@
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.replica.events import EventLog
+from quire.protos.wire import CacheEvents, tier_digest
+from quire.replica.events import EventLog, Tier
 
 HASHES = st.integers(0, 5)
+TIERS = st.sampled_from(Tier)
 
 
 def apply(held, batch):
+    """Replay a batch into {tier: hashes}; every event must change something."""
     if batch.cleared:
-        held.clear()
-    held -= set(batch.removed.tolist())
-    held |= set(batch.stored.tolist())
+        for hashes in held.values():
+            hashes.clear()
+    changes = (
+        (Tier.GPU, batch.stored, batch.removed),
+        (Tier.HOST, batch.host_stored, batch.host_removed),
+    )
+    for tier, _, removed in changes:
+        assert set(removed.tolist()) <= held[tier]
+        held[tier] -= set(removed.tolist())
+    for tier, stored, _ in changes:
+        assert not set(stored.tolist()) & (held[Tier.GPU] | held[Tier.HOST])
+        held[tier] |= set(stored.tolist())
 
 
-def fold(hashes):
-    digest = 0
-    for value in hashes:
-        digest ^= value
-    return digest
+def digest_of(held):
+    sums = [0, 0]
+    for tier in Tier:
+        for value in held[tier]:
+            sums[tier] ^= value
+    return tier_digest(*sums)
 
 
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("hold"), HASHES),
-            st.tuples(st.just("drop"), HASHES),
-            st.tuples(st.sampled_from(["clear", "flush", "snapshot"]), st.just(0)),
+            st.tuples(st.sampled_from(["hold", "drop", "move"]), HASHES, TIERS),
+            st.tuples(st.sampled_from(["clear", "flush", "snapshot"]), st.just(0), TIERS),
         ),
         max_size=60,
     )
 )
-def test_replaying_the_batches_gives_what_is_held(operations):
+def test_replaying_the_batches_gives_what_each_tier_holds(operations):
     log = EventLog(max_batches=3)
-    holders: dict[int, int] = {}
-    replayed: set[int] = set()
+    holders = {tier: Counter() for tier in Tier}
+    replayed = {tier: set() for tier in Tier}
     batches = []
-    for name, value in [*operations, ("flush", 0)]:
+    for name, value, tier in [*operations, ("flush", 0, Tier.GPU)]:
+        other = Tier(1 - tier)
         if name == "hold":
-            log.hold([value])
-            holders[value] = holders.get(value, 0) + 1
-        elif name == "drop" and holders.get(value):
-            log.drop([value])
-            holders[value] -= 1
+            log.hold([value], tier)
+            holders[tier][value] += 1
+        elif name == "drop" and holders[tier][value]:
+            log.drop([value], tier)
+            holders[tier][value] -= 1
+        elif name == "move" and holders[tier][value]:
+            log.move([value], tier, other)
+            holders[tier][value] -= 1
+            holders[other][value] += 1
         elif name == "clear":
             log.clear()
-            holders.clear()
+            holders = {tier: Counter() for tier in Tier}
         elif name == "snapshot":
-            seq, hashes = log.snapshot()
-            assert (seq, set(hashes.tolist())) == (len(batches), replayed)
+            seq, *hashes = log.snapshot()
+            assert seq == len(batches)
+            assert [set(of_tier.tolist()) for of_tier in hashes] == list(replayed.values())
         elif name == "flush" and (batch := log.flush()) is not None:
             batches.append(batch)
             apply(replayed, batch)
-        assert log.held() == {value for value, count in holders.items() if count}
-        assert log.digest == fold(replayed)
-    assert replayed == log.held()
+        gpu = set(+holders[Tier.GPU])
+        assert log.held(Tier.GPU) == gpu
+        assert log.held(Tier.HOST) == set(+holders[Tier.HOST]) - gpu
+        assert log.held() == set(+holders[Tier.HOST]) | gpu
+        assert log.num_held == len(log.held())
+        assert log.digest == digest_of(replayed)
+    assert replayed == {tier: log.held(tier) for tier in Tier}
     assert [batch.seq for batch in batches] == list(range(1, len(batches) + 1))
     assert log.flush() is None
+
+
+def test_a_hash_that_changes_tier_changes_the_digest():
+    log = EventLog()
+    log.hold([7])
+    log.flush()
+    before = log.digest
+    log.move([7], Tier.GPU, Tier.HOST)
+    batch = log.flush()
+    assert (batch.removed.tolist(), batch.host_stored.tolist()) == ([7], [7])
+    assert log.digest != before
+    assert CacheEvents.from_wire(batch.to_wire()).host_stored.tolist() == [7]
 
 
 def test_a_hash_is_told_once_however_many_hold_it():

@@ -345,6 +345,15 @@ def test_a_deadline_that_has_passed_at_submit_is_told_by_an_idle_loop(harness):
     assert harness.runner.num_steps == 0
 
 
+def test_a_deadline_ends_a_paused_request_while_the_loop_sleeps(harness):
+    harness.runner.before_step = lambda plan: time.sleep(1e-3)
+    key = harness.submit(max_tokens=400, deadline_s=time.monotonic() + 0.3)
+    harness.loop.post(lambda scheduler: scheduler.pause(key))
+    delta = harness.last_delta(key)
+    assert isinstance(delta.error, DeadlineExceeded)
+    assert harness.runner.num_steps == delta.num_output_tokens < 200
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loop_never_sleeps_on_a_live_request(seed):
     """Sleeping without a timeout is right only if no plan means nobody is alive, however full the cache is."""

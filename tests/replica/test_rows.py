@@ -247,8 +247,8 @@ def test_blocks_are_asked_for_only_when_the_next_token_has_none():
 def test_a_temperature_too_small_to_divide_by_is_greedy(temperature, column):
     table = RowTable(1, 1, 4, vocab_size=50)
     row = table.claim(make_request(temperature=temperature, top_p=1e-60), [[0]], 0)
-    assert table.temperature[row] == np.float32(column)
-    assert table.top_p[row] > 0
+    assert table.sampling.temperature[row] == np.float32(column)
+    assert table.sampling.top_p[row] > 0
 
 
 def test_the_check_sees_a_shared_block_that_would_be_written():

@@ -6,6 +6,7 @@ import pytest
 from quire.protos.errors import DeadlineExceeded, EngineError
 from quire.protos.wire import RoutingHasher, SamplingParams
 from quire.replica.config import EngineConfig
+from quire.replica.groups import FULL_ATTENTION, LayerGroup
 from quire.replica.plan import StepResult
 from quire.replica.request import Request
 from quire.replica.scheduler import Scheduler
@@ -261,8 +262,8 @@ def test_cached_blocks_that_a_request_takes_are_not_counted_as_room():
 # -- the cache is full -----------------------------------------------------------------------------------
 
 
-def test_a_full_cache_resets_the_newest_and_the_client_notices_nothing():
-    scheduler = make_scheduler(num_blocks=8)
+def test_a_full_cache_takes_the_oldest_then_the_newest_and_the_client_notices_nothing():
+    scheduler = make_scheduler(num_blocks=8, safety_margin=0.2)
     for i in range(3):
         submit(scheduler, i, range(100 * i, 100 * i + 15), max_tokens=40)
     indices = {i: [] for i in range(3)}
@@ -278,7 +279,9 @@ def test_a_full_cache_resets_the_newest_and_the_client_notices_nothing():
         scheduler.check()
     assert scheduler.num_preemptions > 0
     assert all(indices[i] == list(range(40)) for i in range(3))
-    assert order == [(i, "length", 40) for i in range(3)]
+    # 0 gives way to the others, then 2: so 1, the oldest of those that run, ends first.
+    assert order[0][0] == 1
+    assert sorted(order) == [(i, "length", 40) for i in range(3)]
     assert scheduler.load().num_preemptions == scheduler.num_preemptions
 
 
@@ -295,21 +298,135 @@ def test_a_request_that_fills_the_whole_cache_runs_alone_to_its_end():
 
 def test_a_reset_request_finds_its_own_blocks_again():
     scheduler = make_scheduler(num_blocks=6)
-    submit(scheduler, "old", range(100, 115), max_tokens=20)
-    submit(scheduler, "new", range(200, 215), max_tokens=20, arrival_s=0.0)
+    submit(scheduler, "old", range(100, 115), max_tokens=20, arrival_s=0.0)
+    submit(scheduler, "new", range(200, 215), max_tokens=20)
     step(scheduler, now_s=1.0)
     submit(scheduler, "later", range(300, 345), max_tokens=1)
     while scheduler.num_preemptions == 0:
         step(scheduler, now_s=2.0)
-    waiting = scheduler.snapshot()["waiting"]
-    assert [entry["key"] for entry in waiting] == ["new", "later"]
-    length = waiting[0]["length"]
-    assert length > 15
+    snapshot = scheduler.snapshot()
+    (victim,) = snapshot["returning"]
+    assert victim["key"] == "old"
+    assert [entry["key"] for entry in snapshot["waiting"]] == ["later"]
+    assert victim["length"] > 15
     while scheduler.num_waiting == 2:
         plan, deltas = step(scheduler, now_s=3.0)
-    assert plan.num_tokens - plan.num_decode_rows < length
+    assert plan.num_tokens - plan.num_decode_rows < victim["length"]
     # What is told of the admission is told of the first one.
-    assert (deltas["new"].num_cached_tokens, deltas["new"].queue_s) == (0, 1.0)
+    assert (deltas["old"].num_cached_tokens, deltas["old"].queue_s) == (0, 1.0)
+
+
+def serve_a_crowd(**config):
+    """300 requests whose outputs are longer than the cache has room for; returns the scheduler and the prefill
+    tokens that were computed for them."""
+    scheduler = make_scheduler(
+        max_model_len=1024,
+        block_size=16,
+        num_blocks=512,
+        max_batch_tokens=512,
+        max_running_requests=256,
+        max_waiting_requests=300,
+        **config,
+    )
+    rng = np.random.default_rng(0)
+    for i in range(300):
+        prompt = rng.integers(3, 1000, rng.integers(32, 200))
+        assert submit(scheduler, i, prompt, int(rng.integers(50, 600)), ignore_eos=True) is None
+    prefill_tokens, ended = 0, 0
+    while (plan := scheduler.plan(0.0)) is not None:
+        prefill_tokens += plan.num_tokens - plan.num_decode_rows
+        deltas = scheduler.commit(plan, fill(plan), 0.0)
+        ended += sum(delta.finish_reason == "length" for delta in deltas.whole)
+    assert ended == 300
+    scheduler.check()
+    return scheduler, prefill_tokens
+
+
+def test_a_second_mark_keeps_a_full_cache_from_thrashing():
+    thrashing, recomputed = serve_a_crowd(resume_margin=0.0)
+    calm, computed = serve_a_crowd(resume_margin=0.3)
+    assert thrashing.num_preemptions >= 3 * calm.num_preemptions > 0
+    assert recomputed >= 1.5 * computed
+    # A step costs the same for one row or many: the calm one must not need many more.
+    assert calm.num_steps <= 1.15 * thrashing.num_steps
+    with_margin, _ = serve_a_crowd(safety_margin=0.2, resume_margin=0.2)
+    with_both, _ = serve_a_crowd(safety_margin=0.2, resume_margin=0.3)
+    assert with_both.num_preemptions <= calm.num_preemptions / 2
+    assert with_both.num_steps <= 1.02 * with_margin.num_steps
+
+
+def test_after_a_reset_nobody_starts_before_the_second_mark():
+    scheduler = make_scheduler(num_blocks=20, resume_margin=0.5)
+    for i in range(3):
+        submit(scheduler, i, range(100 * i, 100 * i + 30), max_tokens=60)
+    while scheduler.num_preemptions == 0:
+        step(scheduler)
+    submit(scheduler, "small", [5], max_tokens=1)
+    while scheduler.blocks.num_available < 10:
+        plan, deltas = step(scheduler)
+        assert plan.num_rows == plan.num_decode_rows
+        assert "small" not in deltas
+    assert run(scheduler)["small"][1].finish_reason == "length"
+
+
+def test_a_held_engine_that_is_empty_starts_whoever_waits():
+    scheduler = make_scheduler(num_blocks=8, resume_margin=1.0)
+    for i in range(4):
+        submit(scheduler, i, range(100 * i, 100 * i + 20), max_tokens=30)
+    outputs = run(scheduler)
+    assert scheduler.num_preemptions > 0
+    assert [len(outputs[i][0]) for i in range(4)] == [30] * 4
+
+
+@pytest.mark.parametrize("scheduler_kind", ["fifo", "prefill_first", "priority"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (FULL_ATTENTION,),
+        (LayerGroup(window=24),),
+        (FULL_ATTENTION, LayerGroup(window=24), LayerGroup(window=24)),
+        (FULL_ATTENTION, FULL_ATTENTION, LayerGroup(chunk=16)),
+    ],
+)
+def test_the_longest_request_that_is_taken_ends_under_every_limit(scheduler_kind, groups):
+    config = dict(
+        groups=groups,
+        num_blocks=24,
+        max_batch_tokens=24,
+        safety_margin=0.5,
+        resume_margin=1.0,
+        max_prefill_ms=1.0,
+        scheduler=scheduler_kind,
+    )
+    scheduler = make_scheduler(**config)
+    bound = min(512, scheduler.config.max_cache_tokens)
+    prompt = [*range(100, 100 + bound - 20)]
+    refusal = submit(scheduler, "too long", prompt, max_tokens=21)
+    assert (refusal.error.code, refusal.error.field) == ("context_length_exceeded", "max_tokens")
+    assert f"the bound is {20}" in refusal.error.message
+    refusal = submit(scheduler, "prompt too long", [5] * bound, max_tokens=1)
+    assert (refusal.error.field, str(bound - 1) in refusal.error.message) == ("prompt", True)
+    for key in range(3):
+        assert submit(scheduler, key, prompt, max_tokens=20) is None
+    outputs = run(scheduler)
+    assert [len(outputs[key][0]) for key in range(3)] == [20] * 3
+
+
+def test_a_step_that_fails_leaves_nobody_with_blocks_that_it_did_not_write():
+    # Seconds are spent when the second request could start, though it shares what the first writes.
+    scheduler = make_scheduler(max_prefill_ms=1.0, num_blocks=200, max_model_len=1024)
+    submit(scheduler, "decodes", [5], max_tokens=50)
+    for _ in range(3):
+        step(scheduler)
+    for _ in range(20):
+        scheduler.speed.observe(100, 0, 0.003, 100 * 50)
+    submit(scheduler, "a", range(100, 132))
+    submit(scheduler, "b", [*range(100, 132), 9])
+    plan = scheduler.plan(0.0)
+    scheduler.fail_step(plan, EngineError("the device is gone"))
+    scheduler.check()
+    alive = {row["key"]: row["num_computed"] for row in scheduler.snapshot()["rows"]}
+    assert all(computed == 0 for computed in alive.values())
 
 
 # -- ways to end -----------------------------------------------------------------------------------------

@@ -24,9 +24,10 @@ from hypothesis.stateful import (
 )
 
 from quire.protos.errors import DeadlineExceeded, EngineError
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import SamplingParams, tier_digest
 from quire.replica import prefix
-from quire.replica.config import EngineConfig
+from quire.replica.config import DEMOTION_ORDERS, SCHEDULERS, EngineConfig
+from quire.replica.events import Tier
 from quire.replica.groups import LayerGroup, sequence_blocks
 from quire.replica.plan import StepPlan, StepResult
 from quire.replica.request import Request
@@ -68,9 +69,10 @@ def alone(prompt, params, num_emitted):
 
 
 class ModelDevice:
-    """Slots of chains; runs a plan as the contract says: all KV is written before any is read."""
+    """Slots of chains in two tiers; runs a plan as the contract says: saves, restores, then all KV is written
+    before any is read."""
 
-    def __init__(self, num_blocks, block_size, groups):
+    def __init__(self, num_blocks, num_host_blocks, block_size, groups):
         self.block_size = block_size
         self.groups = groups
         # The group whose queries see the token before theirs: it tells what a row continues.
@@ -79,8 +81,25 @@ class ModelDevice:
         )
         self.before = np.zeros(num_blocks * block_size, dtype=object)
         self.after = np.zeros(num_blocks * block_size, dtype=object)
+        # [host blocks, 2, block_size]: `before` and `after` of the blocks copied there
+        self.host = np.full((num_host_blocks, 2, block_size), None, dtype=object)
+
+    def slots_of(self, block):
+        return slice(block * self.block_size, (block + 1) * self.block_size)
+
+    def transfer(self, plan):
+        saves, restores = plan.saves.tolist(), plan.restores.tolist()
+        targets = [[pair[1] for pair in pairs] for pairs in (saves, restores)]
+        assert all(len(set(of_kind)) == len(of_kind) for of_kind in targets)
+        for block, host_block in saves:
+            slots = self.slots_of(block)
+            self.host[host_block] = self.before[slots], self.after[slots]
+        for host_block, block in restores:
+            slots = self.slots_of(block)
+            self.before[slots], self.after[slots] = self.host[host_block]
 
     def run(self, plan: StepPlan) -> StepResult:
+        self.transfer(plan)
         num_written = plan.num_tokens * len(self.groups)
         assert len(set(plan.slots.ravel().tolist())) == num_written, "a slot is written twice"
         size = self.block_size
@@ -154,7 +173,8 @@ class Client:
             assert (self.output, self.ended) == (self.expected, self.reason)
         if self.ended is not None:
             assert delta.num_output_tokens == self.request.num_emitted + len(self.output)
-            assert delta.num_cached_tokens <= delta.num_prompt_tokens
+            cached, on_host = delta.num_cached_tokens, delta.num_host_cached_tokens
+            assert on_host <= cached <= delta.num_prompt_tokens
 
 
 FULL = LayerGroup()
@@ -176,6 +196,16 @@ MIXES = {
 }
 
 
+POLICIES = st.fixed_dictionaries(
+    {
+        "scheduler": st.sampled_from(SCHEDULERS),
+        "max_prefill_ms": st.sampled_from([None, 1.0, 20.0, 45.0]),  # a token takes 1 ms
+        "resume_margin": st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+        "demotion_order": st.sampled_from(DEMOTION_ORDERS),
+    }
+)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     block_size = 8
     mix = "full"
@@ -186,9 +216,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
         margin=st.sampled_from([0.0, 0.2, 0.5]),
         caching=st.sampled_from([True, True, True, False]),
+        num_host_blocks=st.one_of(st.just(0), st.integers(1, 20)),
         pick=st.integers(0, 30),
+        policy=POLICIES,
     )
-    def start(self, num_blocks, max_batch_tokens, max_running, margin, caching, pick):
+    def start(
+        self,
+        num_blocks,
+        max_batch_tokens,
+        max_running,
+        margin,
+        caching,
+        num_host_blocks,
+        pick,
+        policy,
+    ):
         groups = MIXES[self.mix][pick % len(MIXES[self.mix])]
         # Room for one row of a few blocks at least.
         num_blocks += sequence_blocks(groups, 3 * self.block_size, 1, self.block_size) - 3
@@ -210,13 +252,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             deterministic=True,
             num_threads=1,
             groups=groups,
+            num_host_blocks=num_host_blocks,
+            **policy,
         )
         self.scheduler = Scheduler(self.config, max_event_batches=4)
-        self.device = ModelDevice(num_blocks, self.block_size, groups)
+        self.device = ModelDevice(num_blocks, num_host_blocks, self.block_size, groups)
         self.clients = {}
+        self.paused = set()
         self.plan = None
         self.now_s = 0.0
-        self.replayed, self.seq = set(), 0
+        self.replayed, self.seq = (set(), set()), 0  # by tier
 
     # -- what can happen ---------------------------------------------------------------------------------
 
@@ -232,6 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         tenant=st.sampled_from(["", "", "other"]),
         patience_s=st.sampled_from([None, None, None, 3.0]),
+        priority=st.integers(-1, 1),
     )
     def submit(
         self,
@@ -246,6 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos,
         tenant,
         patience_s,
+        priority,
     ):
         shared = [(trunk + i * i) % VOCAB for i in range(blocks * self.block_size)]
         prompt = (shared + tail) or [1]
@@ -269,6 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             arrival_s=self.now_s,
             deadline_s=None if patience_s is None else self.now_s + patience_s,
+            priority=priority,
         )
         client = self.clients[key] = Client(request, *alone(prompt, params, emitted))
         full = self.scheduler.num_waiting >= self.config.max_waiting_requests
@@ -278,25 +326,62 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert refusal.error.code == "overloaded"
             client.take(refusal)
 
+    @rule(
+        sizes=st.lists(
+            st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(20, 60)),
+            min_size=2,
+            max_size=6,
+        ),
+        count=st.integers(1, 60),
+    )
+    def crowd(self, sizes, count):
+        """Long outputs side by side, more than most caches hold."""
+        for trunk, blocks, max_tokens in sizes:
+            tail = [trunk, len(self.clients) % VOCAB]
+            options = dict(stops=(), ignore_eos=True, tenant="", patience_s=None)
+            self.submit(trunk, blocks, tail, max_tokens, 0, 0, trunk, **options)
+        self.steps(count)
+
     @precondition(lambda self: self.plan is None)
     @rule()
     def launch(self):
         self.now_s += 0.25
         live = [c for c in self.clients.values() if c.ended is None]
+        started = set(self.scheduler._prefilling)
         self.plan = self.scheduler.plan(self.now_s)
         if self.plan is None:
             self.deliver(self.scheduler.take_ended())
-            assert all(c.ended for c in live), "requests live and no step for them"
+            running = [c for c in live if not c.ended and c.request.key not in self.paused]
+            assert not running, "requests live and no step for them"
             return
         assert self.plan.num_tokens <= self.config.max_batch_tokens
         assert self.plan.num_rows <= self.config.max_running_requests
         assert (np.diff(self.plan.cu_q)[: self.plan.num_decode_rows] == 1).all()
+        rows = self.scheduler.rows
+        planned = {rows.requests[row].key for row in self.scheduler._step.rows.tolist()}
+        assert not planned & self.paused
+        num_decoding = int((rows.decoding & ~rows.paused).sum())
+        if self.plan.num_decode_rows < num_decoding:
+            assert self.config.scheduler == "prefill_first"
+            assert self.plan.num_decode_rows == 0, "the decoding rows go together"
+            assert started >= set(self.scheduler._prefilling), "a new prompt kept them waiting"
         self.spoil_what_nobody_may_read()
         self.result = self.device.run(self.plan)
 
     def spoil_what_nobody_may_read(self):
-        """Blocks that a row gave back hold what another wrote by now."""
-        owned = {b for row in self.scheduler.snapshot()["rows"] for b in row["blocks"]}
+        """Blocks that a row gave back hold what another wrote by now, in the host tier too. What the step saves
+        or restores is spoiled after it."""
+        snapshot = self.scheduler.snapshot()
+        pinned = {h for h, _ in self.plan.restores.tolist()} | {
+            h for _, h in self.plan.saves.tolist()
+        }
+        for queue in ("returning", "paused"):
+            pinned |= {h for entry in snapshot[queue] for h in entry.get("host_blocks", ())}
+        for block in set(range(self.config.num_host_blocks)) - pinned:
+            if not self.scheduler.host.blocks.has_content(block):
+                self.device.host[block] = None
+        owned = {b for row in snapshot["rows"] for b in row["blocks"]}
+        owned |= {d for d, _ in self.plan.saves.tolist()}
         written = set((self.plan.slots // self.block_size).ravel().tolist())
         for block in range(self.config.num_blocks):
             if block not in owned | written and not self.scheduler.blocks.has_content(block):
@@ -328,8 +413,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             deltas = self.scheduler.commit(plan, result, self.now_s)
         else:
             deltas = self.scheduler.fail_step(plan, EngineError("the device is gone"))
-        # What the step wrote must not be trusted: no later row may read it.
+        # What the step wrote must not be trusted: no later row may read it. Its copies may have failed too.
         self.device.before[plan.slots.ravel()] = None
+        for _, block in plan.restores.tolist():
+            self.device.before[self.device.slots_of(block)] = None
+        self.device.host[plan.saves[:, 1]] = None
         self.deliver(deltas)
 
     @rule(pick=st.integers(0, 30))
@@ -343,6 +431,23 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert delta.finish_reason == "abort"
                 self.clients[key].take(delta)
             assert self.scheduler.abort(key) is None
+
+    @rule(pick=st.integers(0, 30))
+    def pause(self, pick):
+        live = [key for key, client in self.clients.items() if client.ended is None]
+        if live:
+            key = live[pick % len(live)]
+            self.scheduler.pause(key)
+            self.scheduler.pause(key)
+            self.paused.add(key)
+
+    @precondition(lambda self: self.paused)
+    @rule(pick=st.integers(0, 30))
+    def resume(self, pick):
+        key = sorted(self.paused)[pick % len(self.paused)]
+        self.paused.discard(key)
+        self.scheduler.resume(key)
+        self.scheduler.resume(key)
 
     @rule()
     def clear_cache(self):
@@ -363,11 +468,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks = self.scheduler.blocks
         self.scheduler.check()
         assert blocks.num_free + blocks.num_cached + blocks.num_in_use == self.config.num_blocks
-        owned = Counter(b for row in self.scheduler.snapshot()["rows"] for b in set(row["blocks"]))
+        snapshot = self.scheduler.snapshot()
+        owned = Counter(b for row in snapshot["rows"] for b in set(row["blocks"]))
         assert len(owned) == blocks.num_in_use
         assert all(blocks.ref_count(block) == count for block, count in owned.items())
+        host = self.scheduler.host.blocks
+        assert host.num_free + host.num_cached + host.num_in_use == self.config.num_host_blocks
+        parked = Counter(
+            block
+            for queue in ("returning", "paused")
+            for entry in snapshot[queue]
+            for block in entry.get("host_blocks", ())
+        )
+        if self.plan is not None:  # held until it has run
+            parked.update(h for h, _ in self.plan.restores.tolist())
+        waits_for_a_step = self.plan is None and self.scheduler.host._planned.restores
+        if not waits_for_a_step:
+            assert len(parked) == host.num_in_use
+            assert all(host.ref_count(block) == count for block, count in parked.items())
         if not self.config.prefix_caching:
-            assert blocks.num_cached == 0
+            assert blocks.num_cached == host.num_cached == 0
         rows = self.scheduler.rows
         for row in np.flatnonzero(rows.active).tolist():
             for g, group in enumerate(self.config.groups):
@@ -381,30 +501,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         events = self.scheduler.events
-        seq, hashes = events.snapshot()
-        assert (seq, set(hashes.tolist())) == (self.seq, self.replayed)
+        seq, *hashes = events.snapshot()
+        assert (seq, *(set(of_tier.tolist()) for of_tier in hashes)) == (self.seq, *self.replayed)
         batch = events.flush()
         if batch is not None:
             assert batch.seq == self.seq + 1
-            if batch.cleared:
-                self.replayed.clear()
-            removed, stored = set(batch.removed.tolist()), set(batch.stored.tolist())
-            assert batch.cleared or removed <= self.replayed
-            self.replayed -= removed
-            assert not stored & self.replayed
-            self.replayed |= stored
+            self.replay(batch)
             self.seq = batch.seq
             assert events.since(self.seq - 1)[-1] is batch
         assert events.seq == self.seq
-        assert self.replayed == events.held()
-        digest = 0
-        for routing_hash in self.replayed:
-            digest ^= routing_hash
-        assert digest == events.digest
+        assert self.replayed == (events.held(Tier.GPU), events.held(Tier.HOST))
+        digests = [0, 0]
+        for tier in Tier:
+            for routing_hash in self.replayed[tier]:
+                digests[tier] ^= routing_hash
+        assert tier_digest(*digests) == events.digest
+
+    def replay(self, batch):
+        gpu, host = self.replayed
+        if batch.cleared:
+            gpu.clear()
+            host.clear()
+        for held, removed in ((gpu, batch.removed), (host, batch.host_removed)):
+            removed = set(removed.tolist())
+            assert removed <= held
+            held -= removed
+        for held, stored in ((gpu, batch.stored), (host, batch.host_stored)):
+            stored = set(stored.tolist())
+            assert not stored & (gpu | host)
+            held |= stored
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
+        for key in sorted(self.paused):
+            self.scheduler.resume(key)
+        self.paused.clear()
         for _ in range(20_000):
             if self.plan is None:
                 self.launch()
@@ -415,6 +547,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.books_agree()
         self.events_replay_to_what_is_held()
         assert self.scheduler.blocks.num_in_use == 0
+        assert self.scheduler.host.blocks.num_in_use == 0
         assert self.scheduler.abort_all() == []
 
 

@@ -28,9 +28,10 @@ def spec(zoo) -> ModelSpec:
     return ModelSpec.from_checkpoint(zoo("llama"))
 
 
-def solve(spec, available=8 * GIB, device="cpu", max_model_len=512, **args):
+def solve(spec, available=8 * GIB, device="cpu", max_model_len=512, host=None, **args):
+    host = available if host is None else host
     return memory_table(
-        EngineArgs(**args), spec, device, "float32", 10**6, 512, max_model_len, available
+        EngineArgs(**args), spec, device, "float32", 10**6, 512, max_model_len, available, host
     )
 
 
@@ -69,23 +70,52 @@ def test_a_gpu_gets_all_that_is_left(spec):
     percent=st.floats(0.05, 1),
     block_size=st.sampled_from([8, 32, 256]),
     kv_cache_gib=st.one_of(st.none(), st.floats(0.001, 50)),
+    cpu_offload_gib=st.one_of(st.none(), st.just(0.0), st.floats(0.001, 50)),
     device=st.sampled_from(["cpu", "cuda"]),
 )
 def test_the_terms_never_exceed_the_budget(
-    spec, available, percent, block_size, kv_cache_gib, device
+    spec, available, percent, block_size, kv_cache_gib, cpu_offload_gib, device
 ):
-    args = dict(max_memory_percent=percent, block_size=block_size, kv_cache_gib=kv_cache_gib)
+    args = dict(
+        max_memory_percent=percent,
+        block_size=block_size,
+        kv_cache_gib=kv_cache_gib,
+        cpu_offload_gib=cpu_offload_gib,
+    )
     try:
         table = solve(big(spec), available, device, 4096, **args)
     except SizingError as error:
-        assert "available" in str(error) and "KV cache" in str(error)
+        numbers = ("available", "KV cache", "host tier")
+        assert all(number in str(error) for number in numbers) or "cpu_offload_gib" in str(error)
         return
     used = table.weights + table.activations + table.attention + table.logits + table.kv_cache
+    used += table.host_tier if device == "cpu" else 0
     assert table.num_blocks >= 1
     assert used + table.remainder == table.budget == int(available * percent)
     assert table.remainder >= 0
     if kv_cache_gib is not None:
         assert table.kv_cache <= kv_cache_gib * GIB
+
+
+def test_the_host_tier_is_taken_from_the_same_memory_on_the_cpu_only(spec):
+    plain, tiered = (solve(spec, cpu_offload_gib=gib, kv_cache_gib=1) for gib in (None, 2))
+    assert plain.num_host_blocks == 0
+    assert tiered.num_host_blocks == 2 * GIB // tiered.block
+    assert plain.remainder - tiered.remainder == tiered.host_tier
+    assert "blocks, of the same memory" in str(tiered)
+    shape = dict(device="cuda", host=100 * GIB, max_model_len=10**6)
+    default, small = solve(big(spec), **shape), solve(big(spec), **shape | {"host": 8 * GIB})
+    assert (default.host_tier, small.host_tier) == (4 * GIB, 2 * GIB)
+    assert solve(big(spec), **shape, cpu_offload_gib=0).num_host_blocks == 0
+    more = solve(big(spec), **shape, cpu_offload_gib=50)
+    assert (more.host_tier, more.remainder) == (50 * GIB, default.remainder)
+    with pytest.raises(SizingError, match=r"cpu_offload_gib must be at most 90.000, .* got 91"):
+        solve(big(spec), **shape, cpu_offload_gib=91)
+
+
+def test_the_host_tier_asked_for_is_in_the_configuration(spec):
+    config = resolve(EngineArgs(device="cpu", cpu_offload_gib=0.01), spec)
+    assert config.num_host_blocks == int(0.01 * GIB) // (24 * 1024)
 
 
 def test_explicit_values_are_honoured(zoo, spec):
@@ -100,6 +130,32 @@ def test_explicit_values_are_honoured(zoo, spec):
         resolve(EngineArgs(kv_cache_gib=0.01), spec).num_blocks
         == int(0.01 * GIB) // (24 * 1024) - 1
     )
+
+
+def test_the_scheduler_gets_what_was_asked_for(spec):
+    config = resolve(EngineArgs(device="cpu"), spec)
+    assert (config.scheduler, config.max_prefill_ms, config.demotion_order) == ("fifo", 100, "lru")
+    assert config.resume_margin == pytest.approx(0.3)
+    assert resolve(EngineArgs(device="cpu", safety_margin=0.95), spec).resume_margin == 1
+    asked = dict(scheduler="priority", max_prefill_ms=None, resume_margin=0.7)
+    config = resolve(EngineArgs(device="cpu", demotion_order="most_recent", **asked), spec)
+    assert {name: getattr(config, name) for name in asked} == asked
+    assert config.demotion_order == "most_recent"
+
+
+def test_the_share_of_the_memory_is_honoured(spec):
+    whole = solve(big(spec), available=64 * GIB, device="cuda", max_model_len=10**6)
+    half = solve(big(spec), 64 * GIB, "cuda", 10**6, max_memory_percent=0.45)
+    assert half.budget == whole.budget // 2
+    spared = whole.kv_cache + whole.attention - half.kv_cache - half.attention
+    assert abs(spared - half.budget) <= 2 * whole.block
+
+
+def test_the_memory_table_is_logged(spec, caplog):
+    with caplog.at_level("INFO"):
+        config = resolve(EngineArgs(device="cpu"), spec)
+    for term in ("weights", "activations", "logits", f"{config.num_blocks} + 1 blocks"):
+        assert term in caplog.text
 
 
 def test_defaults_on_the_cpu(spec):
@@ -127,7 +183,22 @@ def test_a_length_left_open_is_cut_to_the_cache(spec):
         (dict(max_memory_percent=1.5), r"max_memory_percent must be in \(0, 1\], got 1.5"),
         (dict(max_memory_percent=float("nan")), "max_memory_percent"),
         (dict(safety_margin=1.0), "safety_margin"),
+        (
+            dict(scheduler="lifo"),
+            "scheduler must be one of fifo, prefill_first, priority, got 'lifo'",
+        ),
+        (dict(demotion_order="mru"), "demotion_order must be one of lru, most_recent, got 'mru'"),
+        (dict(max_prefill_ms=0.5), "max_prefill_ms must be at least 1"),
+        (dict(max_prefill_ms=float("nan")), "max_prefill_ms must be at least 1"),
+        (
+            dict(safety_margin=0.4, resume_margin=0.3),
+            r"resume_margin must be in .*\[0.4, 1\], got 0.3",
+        ),
         (dict(kv_cache_gib=float("inf")), "kv_cache_gib"),
+        (dict(cpu_offload_gib=-1.0), "cpu_offload_gib must be a number of at least 0, got -1.0"),
+        (dict(cpu_offload_gib=float("nan")), "cpu_offload_gib"),
+        (dict(cpu_offload_gib=1e-6), "1e-06 holds no block of .* bytes; 0 turns it off"),
+        (dict(cpu_offload_gib=1e6), "cpu_offload_gib 1000000.0 does not fit beside the model"),
         (dict(block_size=0), "block_size must be an integer of at least 1, got 0"),
         (dict(num_threads=True), "num_threads"),
         (dict(max_running_requests=0), "max_running_requests"),

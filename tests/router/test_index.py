@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.wire import CacheEvents
+from quire.protos.wire import CacheEvents, tier_digest
 from quire.router.index import PrefixIndex
 
 REPLICAS = ("a", "b", "c")
@@ -215,6 +215,21 @@ def test_misuse_is_refused():
     with pytest.raises(ValueError, match="max_blocks must be >= 1, got 0"):
         PrefixIndex(max_blocks=0)
     assert not index.apply("b", "", batch(1))
+
+
+def test_a_hash_is_found_in_whichever_tier_and_the_digest_tells_them_apart():
+    index = PrefixIndex()
+    index.reset("a", "x", 0, u64([1, 2, 3]), u64([4]))
+    assert index.digest("a") == tier_digest(1 ^ 2 ^ 3, 4)
+    moved = CacheEvents(1, u64([4]), u64([3]), False, u64([3]), u64([4]))
+    assert index.apply("a", "x", moved)
+    assert index.match([1, 2, 3, 4]) == {"a": 4}
+    assert index.digest("a") == tier_digest(1 ^ 2 ^ 4, 3)
+    assert index.num_blocks("a") == 4
+    assert index.apply("a", "x", CacheEvents(2, u64([]), u64([]), False, u64([]), u64([3])))
+    assert index.match([1, 2, 3, 4]) == {"a": 2}
+    assert index.apply("a", "x", CacheEvents(3, u64([9]), u64([]), True, u64([8]), u64([])))
+    assert (index.num_blocks("a"), index.digest("a")) == (2, tier_digest(9, 8))
 
 
 def test_many_replicas_of_one_hot_prefix_share_masks():

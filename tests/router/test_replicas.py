@@ -319,6 +319,31 @@ def test_removing_a_replica_leaves_the_others_where_they_are():
         assert running == int(name) and tokens == (128 if name == "5" else 64)
 
 
+def test_blocks_in_host_memory_are_counted_apart():
+    table, replica = attached()
+    table.on_frame("r", replica.step([1, 2, 3, 4, 9]), 0.0)
+
+    def tokens(now_s=0.0, num_prompt_tokens=1000):
+        fleet = table.fleet([1, 2, 3, 4, 5], num_prompt_tokens, now_s)
+        return fleet.gpu_tokens.tolist() + fleet.host_tokens.tolist()
+
+    assert tokens() == [256.0, 0.0]
+    moved = CacheEvents(2, u64([]), u64([2, 4, 9]), host_stored=u64([2, 4, 9]))
+    table.index.apply("r", "e1", moved)
+    assert tokens() == [128.0, 128.0]
+    assert tokens(num_prompt_tokens=250) == [121.0, 128.0]
+    back = CacheEvents(3, u64([2]), u64([]), host_removed=u64([2]))
+    table.index.apply("r", "e1", back)
+    assert tokens() == [192.0, 64.0]
+    lost = CacheEvents(4, u64([]), u64([]), host_removed=u64([4]))
+    table.index.apply("r", "e1", lost)
+    assert tokens() == [192.0, 0.0]
+    table.index.apply("r", "e1", CacheEvents(5, u64([]), u64([]), cleared=True))
+    assert tokens() == [0.0, 0.0]
+    table.index.reset("r", "e1", 6, u64([1]), u64([2]))
+    assert tokens() == [64.0, 64.0]
+
+
 def test_replicas_to_avoid_are_left_out_unless_they_are_all():
     table = ReplicaTable(PrefixIndex())
     for name in "ab":

@@ -1,0 +1,273 @@
+"""Offload, return and pause, as the scheduler's owner sees them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from quire.protos.errors import DeadlineExceeded, EngineError
+from quire.protos.wire import SamplingParams
+from quire.replica.config import EngineConfig
+from quire.replica.plan import StepResult
+from quire.replica.request import Phase, Request
+from quire.replica.scheduler import Scheduler
+
+CONFIG = EngineConfig(
+    model_name="m",
+    revision="r",
+    device="cpu",
+    dtype="float32",
+    vocab_size=1000,
+    eos_token_ids=(2,),
+    max_model_len=512,
+    block_size=8,
+    num_blocks=8,
+    max_batch_tokens=64,
+    max_running_requests=16,
+    max_waiting_requests=32,
+    safety_margin=0.0,
+    prefix_caching=True,
+    deterministic=True,
+    num_threads=1,
+    num_host_blocks=16,
+)
+
+
+def make_scheduler(**changes):
+    return Scheduler(dataclasses.replace(CONFIG, **changes))
+
+
+def submit(scheduler, key, prompt, max_tokens=4, **options):
+    request = Request(key, list(prompt), SamplingParams(max_tokens=max_tokens), **options)
+    assert scheduler.add(request) is None
+    return request
+
+
+def step(scheduler, now_s=0.0):
+    """One step; the plan and {key: delta}."""
+    plan = scheduler.plan(now_s)
+    tokens = np.full(len(plan.sampling.token_index), 7)
+    deltas = {d.key: d for d in scheduler.commit(plan, StepResult(tokens, 0.01), now_s)}
+    scheduler.check()
+    return plan, deltas
+
+
+def run(scheduler):
+    ended = {}
+    while (plan := scheduler.plan(0.0)) is not None:
+        tokens = np.full(len(plan.sampling.token_index), 7)
+        for delta in scheduler.commit(plan, StepResult(tokens, 0.01), 0.0):
+            if delta.finish_reason:
+                ended[delta.key] = delta
+        scheduler.check()
+    return ended
+
+
+def until_offloaded(scheduler, *keys, **options):
+    """Requests of 15 tokens side by side until one is offloaded; returns them and the plan."""
+    requests = {
+        key: submit(scheduler, key, range(100 * i, 100 * i + 15), 40, **options)
+        for i, key in enumerate(keys, 1)
+    }
+    while not scheduler.num_offloads:
+        plan, _ = step(scheduler)
+    return requests, plan
+
+
+def test_the_oldest_goes_to_the_host_tier_and_returns_for_one_token():
+    scheduler = make_scheduler(safety_margin=0.2)
+    requests, plan = until_offloaded(scheduler, "a", "b", "c")
+    victim = requests["a"]
+    assert victim.phase is Phase.OFFLOADED
+    blocks = victim.parked.blocks
+    assert plan.saves[:, 1].tolist() == [block.host_block for block in blocks]
+    (entry,) = scheduler.snapshot()["returning"]
+    assert (entry["key"], entry["host_blocks"]) == ("a", plan.saves[:, 1].tolist())
+    assert scheduler.load().host_blocks_in_use == len(blocks)
+    missing = victim.num_tokens - victim.parked.num_computed
+    assert missing == 1
+    while victim.phase is Phase.OFFLOADED:
+        plan, deltas = step(scheduler)
+    assert np.diff(plan.cu_q)[-1] == 1
+    assert len(deltas["a"].token_ids) == 1
+    assert plan.num_decode_rows == plan.num_rows - 1
+    still = [entry["host_blocks"] for entry in scheduler.snapshot()["returning"]]
+    assert scheduler.load().host_blocks_in_use == sum(map(len, still))
+    assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
+    assert scheduler.num_restores == scheduler.num_offloads
+
+
+def test_blocks_that_nobody_took_meanwhile_are_not_copied_back():
+    scheduler = make_scheduler(num_blocks=5)
+    submit(scheduler, "a", range(100, 117), max_tokens=9)
+    step(scheduler)
+    submit(scheduler, "b", range(200, 215), max_tokens=4)
+    while not scheduler.num_offloads:
+        step(scheduler)
+    # "b" ends before it needs more than the free blocks and the victim's partial one.
+    while not scheduler.num_restores:
+        plan, _ = step(scheduler)
+    assert len(plan.restores) < -(-17 // 8)
+    run(scheduler)
+
+
+def test_no_new_request_overtakes_a_victim():
+    scheduler = make_scheduler()
+    until_offloaded(scheduler, "a", "b", "c")
+    later = submit(scheduler, "later", [900], 1)
+    num_waits = 0
+    while later.phase is Phase.PENDING:
+        num_waits += scheduler.blocks.num_available > 0
+        step(scheduler)
+        assert later.phase is Phase.PENDING or not scheduler.snapshot()["returning"]
+    assert num_waits > 0, "there was room for it"
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1])
+def test_without_room_in_the_tier_a_victim_computes_again(num_host_blocks):
+    scheduler = make_scheduler(num_host_blocks=num_host_blocks, prefix_caching=False)
+    for i in range(3):
+        submit(scheduler, i, range(100 * i, 100 * i + 15), 40)
+    assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
+    assert scheduler.num_preemptions > scheduler.num_offloads == 0
+    assert scheduler.host.blocks.num_free == num_host_blocks
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline", "clear"])
+def test_an_offloaded_request_ends_or_goes_on_wherever_it_is(how):
+    scheduler = make_scheduler()
+    deadline_s = 5.0 if how == "deadline" else None
+    requests, _ = until_offloaded(scheduler, "a", "b", "c", deadline_s=deadline_s)
+    if how == "abort":
+        assert scheduler.abort("a").finish_reason == "abort"
+    elif how == "deadline":
+        assert scheduler.plan(6.0) is None
+        ended = scheduler.take_ended()
+        assert len(ended) == 3
+        assert all(isinstance(d.error, DeadlineExceeded) for d in ended)
+    else:
+        scheduler.clear_cache()
+        assert scheduler.host.blocks.num_in_use == len(requests["a"].parked.blocks)
+    scheduler.check()
+    ended = run(scheduler)
+    assert set(ended) == {"abort": {"b", "c"}, "deadline": set(), "clear": {"a", "b", "c"}}[how]
+    assert scheduler.host.blocks.num_in_use == 0
+
+
+def test_when_the_step_that_saves_fails_the_victim_computes_again():
+    scheduler = make_scheduler()
+    requests = [submit(scheduler, i, range(100 * i, 100 * i + 15), 40) for i in range(3)]
+    while not scheduler.num_offloads:
+        plan = scheduler.plan(0.0)
+        if not scheduler.num_offloads:
+            scheduler.commit(plan, StepResult(np.full(len(plan.sampling.token_index), 7), 0.1), 0.0)
+    (victim,) = (r for r in requests if r.phase is Phase.OFFLOADED)
+    failed = {d.key for d in scheduler.fail_step(plan, EngineError("the device is gone"))}
+    scheduler.check()
+    assert victim.phase is Phase.PENDING
+    assert failed == {r.key for r in requests if r is not victim}
+    assert scheduler.host.blocks.num_free == 16
+    assert run(scheduler)[victim.key].num_output_tokens == 40
+
+
+def test_evicted_prefixes_return_from_the_host_tier_and_are_told():
+    scheduler = make_scheduler()
+    for i in range(4):
+        submit(scheduler, i, range(100 * i, 100 * i + 30), 1)
+        run(scheduler)
+    submit(scheduler, "again", range(0, 30), 1)
+    plan, deltas = step(scheduler)
+    assert (plan.num_tokens, len(plan.restores)) == (30 - 24, 3)
+    assert deltas["again"].num_cached_tokens == deltas["again"].num_host_cached_tokens == 24
+    assert scheduler.snapshot()["prefix"]["tokens_hit_on_host"] == 24
+
+
+# -- pause -----------------------------------------------------------------------------------------------
+
+
+def test_a_paused_request_keeps_its_blocks_and_computes_nothing():
+    scheduler = make_scheduler(num_blocks=64)
+    submit(scheduler, "a", range(100, 115), 20)
+    submit(scheduler, "b", range(200, 215), 20)
+    step(scheduler)
+    scheduler.pause("a")
+    for _ in range(5):
+        plan, deltas = step(scheduler)
+        assert (plan.num_rows, set(deltas)) == (1, {"b"})
+    assert scheduler.num_running == 2
+    scheduler.pause("b")
+    assert scheduler.plan(0.0) is None
+    scheduler.resume("b")
+    scheduler.resume("a")
+    _, deltas = step(scheduler)
+    assert (deltas["a"].index, deltas["b"].index) == (1, 6)
+    assert {d.num_output_tokens for d in run(scheduler).values()} == {20}
+
+
+def test_a_token_in_flight_still_comes():
+    scheduler = make_scheduler()
+    submit(scheduler, "a", range(100, 115), 3)
+    plan = scheduler.plan(0.0)
+    scheduler.pause("a")
+    (delta,) = scheduler.commit(plan, StepResult(np.array([7]), 0.1), 0.0)
+    assert delta.token_ids == [7]
+    assert scheduler.plan(0.0) is None
+    scheduler.resume("a")
+    assert run(scheduler)["a"].num_output_tokens == 3
+
+
+def test_a_paused_request_gives_way_first_and_blocks_nobody():
+    scheduler = make_scheduler()
+    requests = [submit(scheduler, i, range(100 * i, 100 * i + 15), 40) for i in range(3)]
+    step(scheduler)
+    scheduler.pause(1)
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    assert requests[1].phase is Phase.OFFLOADED
+    submit(scheduler, "new", [900], 1)
+    ended = run(scheduler)  # it does not return, and holds up neither victims nor new ones
+    assert set(ended) == {0, 2, "new"}
+    assert scheduler.num_waiting == 1
+    scheduler.resume(1)
+    assert run(scheduler)[1].num_output_tokens == 40
+
+
+def test_those_who_wait_get_the_room_of_the_paused():
+    scheduler = make_scheduler(max_running_requests=1)
+    submit(scheduler, "a", range(100, 115), 20)
+    step(scheduler)
+    scheduler.pause("a")
+    submit(scheduler, "b", range(200, 210), 2)
+    assert set(run(scheduler)) == {"b"}
+    scheduler.resume("a")
+    assert set(run(scheduler)) == {"a"}
+
+
+def test_a_paused_request_does_not_start_and_those_behind_it_do():
+    scheduler = make_scheduler()
+    for key in "abc":
+        submit(scheduler, key, [100], 1)
+    scheduler.pause("a")
+    scheduler.pause("b")
+    _, deltas = step(scheduler)
+    assert set(deltas) == {"c"}
+    assert scheduler.plan(0.0) is None
+    assert scheduler.num_waiting == 2
+    scheduler.resume("b")
+    _, deltas = step(scheduler)
+    assert set(deltas) == {"b"}
+    assert scheduler.abort("a").finish_reason == "abort"
+    scheduler.check()
+
+
+def test_a_deadline_ends_a_paused_request():
+    scheduler = make_scheduler()
+    submit(scheduler, "a", range(100, 115), 20, deadline_s=9.0)
+    step(scheduler)
+    scheduler.pause("a")
+    assert scheduler.plan(1.0) is None
+    assert scheduler.next_deadline_s() == 9.0
+    assert scheduler.plan(9.5) is None
+    (delta,) = scheduler.take_ended()
+    assert isinstance(delta.error, DeadlineExceeded)
+    assert scheduler.next_deadline_s() is None
