@@ -177,13 +177,13 @@ def rank(
     if n <= 1:
         return Ranking(policy, fleet, range(n), cost, terms)
     ties = (cost <= cost.min() + tie).nonzero()[0]
-    first = int(ties[0]) if len(ties) == 1 else int(ties[rng.randrange(len(ties))])
+    first = int(ties[rng.randrange(len(ties)) if len(ties) > 1 else 0])
     if n > MAX_RANKED:
         best = cost.argpartition(MAX_RANKED)[:MAX_RANKED]
         best = best[cost[best].argsort(kind="stable")]
     else:
         best = cost.argsort(kind="stable")
-    others = [row for row in best.tolist() if row != first and cost[row] < np.inf]
+    others = [row for row in best.tolist() if row != first]
     return Ranking(policy, fleet, [first, *others[: MAX_RANKED - 1]], cost, terms)
 
 
