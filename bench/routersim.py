@@ -47,6 +47,8 @@ OTHERS = {
 }
 ROBUSTNESS = ("conv8L", "hot8")  # long prompts and hot prefixes: where load and cache views matter
 OURS = "slo"
+_PARTS = ("held_out", "perturbed", "robustness")
+_LOSS_GOALS = {"16 routers": 0.02, "event lag 0.5 s": 0.01, "restart": 0.01}
 _REFERENCE = ("GreedyTTFT", "MarginalRep")
 KEPT = ("ttft_mean", "ttft_p99", "e2e_mean", "tpot_mean", "goodput", "hit")
 
@@ -207,9 +209,11 @@ def bars(table: dict[str, dict[str, Any]], lost: dict[str, float]) -> list[Bar]:
         Bar("router/goodput_gap_worst", ours["worst_gap"], "", 0.03),
         Bar("router/goodput_gap_over_best_other", ours["gap"] - mean_gap, "", 0.0),
         Bar("router/no_reuse_goodput_behind_best", no_reuse, "", 0.01),
-        Bar("router/goodput_lost_to_16_routers", lost["16 routers"], "", 0.02),
-        Bar("router/goodput_lost_to_event_lag_500ms", lost["event lag 0.5 s"], "", 0.01),
-        Bar("router/goodput_lost_to_restart", lost["restart"], "", 0.01),
+        *(
+            Bar(f"router/goodput_lost_to_{variant.replace(' ', '_')}", lost[variant], "", goal)
+            for variant, goal in _LOSS_GOALS.items()
+            if variant in lost
+        ),
     ]
 
 
@@ -266,6 +270,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, choices=(1, 2, 3), default=3, help="of each set")
     parser.add_argument("--others", nargs="*", choices=tuple(OTHERS), default=list(OTHERS))
     parser.add_argument("--ours", nargs="+", choices=POLICY_NAMES, default=list(POLICY_NAMES))
+    parser.add_argument(
+        "--parts", nargs="*", choices=_PARTS, default=list(_PARTS), help="beyond the five workloads"
+    )
     options = parser.parse_args()
     simulator = Simulator(options.simulator, options.cache)
     given, held_out = (SEEDS[name][: options.seeds] for name in ("given", "held out"))
@@ -273,15 +280,17 @@ def main() -> int:
     tables = {
         "Five workloads": {
             name: compare(simulator, name, WORKLOADS, given) for name in [*options.others, *ours]
-        },
-        "Seeds that nobody looked at": {
-            name: compare(simulator, name, WORKLOADS, held_out) for name in ours[:1]
-        },
-        "Perturbed workloads": {
-            name: compare(simulator, name, PERTURBED, given) for name in [*ours[:1], *_REFERENCE]
-        },
+        }
     }
-    lost = robustness(simulator, given)
+    if "held_out" in options.parts:
+        tables["Seeds that nobody looked at"] = {
+            name: compare(simulator, name, WORKLOADS, held_out) for name in ours[:1]
+        }
+    if "perturbed" in options.parts:
+        tables["Perturbed workloads"] = {
+            name: compare(simulator, name, PERTURBED, given) for name in [*ours[:1], *_REFERENCE]
+        }
+    lost = robustness(simulator, given) if "robustness" in options.parts else {}
     command = "python -m quire.bench routersim --simulator FOLDER"
     first = tables["Five workloads"]
     seeds = {"given": given, "held out": held_out}
