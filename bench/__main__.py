@@ -15,6 +15,8 @@ BENCHMARKS = {
     "cpu_attention": "attention on the CPU, one layer: native, torch, SDPA, and the machine's floor",
     "bus_overhead": "Python per token on both sides of the bus",
     "gpu_kernels": "the Triton kernels on a GPU against its roof and other libraries; --rehearse without one",
+    "routersim": "the routing policies in a simulated cluster, against a pooled oracle",
+    "router_index": "speed of a routing decision and of the prefix index",
 }
 
 

@@ -311,8 +311,15 @@ class EngineArgs(_Section):
 
 
 class RouterArgs(_Section):
-    """Limits of one router: what it accepts from clients and how long it waits."""
+    """One router: how it places requests, what it accepts from clients and how long it waits."""
 
+    policy: Literal[
+        "slo", "e2e", "round_robin", "least_loaded", "power_of_two", "prefix_affinity"
+    ] = Field(
+        "slo",
+        description="How a replica is chosen. slo: the smallest cost in seconds, for time to first "
+        "token; e2e: the same, for the whole answer; the others are what they say, for comparison.",
+    )
     max_body_bytes: int = Field(
         8 * 1024**2,
         ge=1024,

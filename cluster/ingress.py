@@ -83,7 +83,7 @@ def _service(
         ),
         template=ChatTemplate.load(checkpoint, app.chat_template),
         table=table,
-        policy=make_policy("slo"),
+        policy=make_policy(limits.policy),
         transport=bus,
         observer=ServeObserver(),
         max_move_s=limits.max_move_s,

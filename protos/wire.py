@@ -414,7 +414,12 @@ class TokenDelta:
 
     def to_wire(self) -> list[Any]:
         short = [self.stream_id, self.index, self.token_ids]
-        told = (self.finish_reason, self.num_cached_tokens, self.queue_s)
+        told = (
+            self.finish_reason,
+            self.num_cached_tokens,
+            self.queue_s,
+            self.num_host_cached_tokens,
+        )
         if self.prompt_logprobs is not None:
             return [*short, *told, self.logprobs, self.prompt_logprobs.to_wire()]
         if self.logprobs is not None:
@@ -423,12 +428,12 @@ class TokenDelta:
 
     @classmethod
     def from_wire(cls, values: list[Any]) -> TokenDelta:
-        if len(values) <= 6:
+        if len(values) <= 7:
             return cls(*values)
-        *others, logprobs = values[:7]
+        *others, logprobs = values[:8]
         if logprobs is not None:
             logprobs = [TokenLogprob(*of_token) for of_token in logprobs]
-        return cls(*others, logprobs, *map(PromptLogprobs.from_wire, values[7:]))
+        return cls(*others, logprobs, *map(PromptLogprobs.from_wire, values[8:]))
 
 
 @dataclass(frozen=True, slots=True)

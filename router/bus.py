@@ -193,7 +193,7 @@ class Bus:
             if hello.replica != replica:
                 return  # Serve's membership is ahead of ours; the next update or retry settles it
             self._hellos[replica] = hello
-            self._table.add(replica, hello.epoch)
+            self._table.add(replica, hello.epoch, hello.block_size)
             async for data in frames:
                 self._on_frame(replica, Frame.decode(data))
         except StopAsyncIteration:

@@ -4,6 +4,7 @@ A prompt is a chain of routing hashes (`quire.protos.wire.RoutingHasher`), one f
 prefix. The index maps a hash to the replicas that hold it, as the bits of an int:
 
     confirmed   hash -> mask    what the replicas' own events say, in whichever tier
+    host        hash -> mask    those of them that are in the replica's `host` tier
     booked      hash -> mask    requests on their way or in prefill, counted by (replica, hash)
 
     prompt      h0     h1     h2     h3
@@ -32,6 +33,7 @@ from quire.protos.wire import CacheEvents, tier_digest
 _NUM_SHARDS = 256
 _SHARD_MASK = _NUM_SHARDS - 1
 _SWEEP_ENTRIES = 4096  # scanned after one update, to whole shards: under a millisecond
+_FEW_BITS = 8  # more replicas than these are cheaper to write as an array
 _NO_HASHES = np.empty(0, np.uint64)
 _MAX_INTERNED_MASKS = 1 << 16  # beyond it sharing starts over; only memory is lost
 
@@ -48,9 +50,11 @@ class _Holder:
     gpu_xor: int = 0  # XOR of the confirmed hashes in its `gpu` tier
     host_xor: int = 0  # of those in its `host` tier
     num_blocks: int = 0
+    num_removed: int = 0  # evictions from its `gpu` tier that were replayed
     complete: bool = True  # False: a store was dropped at the memory bound
     booked: dict[int, int] = field(default_factory=dict)  # hash -> number of bookings
     alive: bool = True
+    row: int = -1  # where `match_into` writes
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +98,8 @@ class PrefixIndex:
         self.max_booked_blocks = max_booked_blocks
         self._leaf_first = leaf_first
         self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self._host_shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self._num_host = 0  # hashes in them
         self._interned: dict[int, int] = {}
         self._size = 0
         self._booked: dict[int, int] = {}  # hash -> mask
@@ -101,6 +107,7 @@ class PrefixIndex:
         self._holders: dict[str, _Holder] = {}
         self._staged: dict[str, _Holder] = {}  # snapshots under way, not yet live
         self._by_slot: dict[int, _Holder] = {}
+        self._row_by_slot = np.full(64, -1, np.int64)
         self._live = 0  # bits that `match` may see
         self._num_incomplete = 0
         self._free_slots: list[int] = []  # heap
@@ -155,6 +162,10 @@ class PrefixIndex:
         """Confirmed routing blocks of the replica."""
         return self._holders[replica].num_blocks
 
+    def num_removed(self, replica: str) -> int:
+        """Routing blocks that left the replica's `gpu` tier, by the events replayed in this epoch."""
+        return self._holders[replica].num_removed
+
     def is_complete(self, replica: str) -> bool:
         """Whether everything that the replica reported was stored (see `max_blocks`)."""
         return self._holders[replica].complete
@@ -177,10 +188,11 @@ class PrefixIndex:
             return True
         if events.cleared:
             self._clear(holder)
+        holder.num_removed += len(events.removed)
         holder.gpu_xor ^= self._remove(holder, events.removed.tolist())
-        holder.host_xor ^= self._remove(holder, events.host_removed.tolist())
+        self._remove_host(holder, events.host_removed.tolist())
         holder.gpu_xor ^= self._store(holder, events.stored.tolist())
-        holder.host_xor ^= self._store(holder, events.host_stored.tolist())
+        self._store_host(holder, events.host_stored.tolist())
         holder.seq = events.seq
         self._sweep_step()
         return True
@@ -219,7 +231,7 @@ class PrefixIndex:
         """Add one page of the snapshot under way."""
         staged = self._staged[replica]
         staged.gpu_xor ^= self._store(staged, hashes.tolist())
-        staged.host_xor ^= self._store(staged, host_hashes.tolist())
+        self._store_host(staged, host_hashes.tolist())
 
     def commit_reset(self, replica: str) -> None:
         """Put the snapshot in the place of what was known."""
@@ -234,6 +246,8 @@ class PrefixIndex:
                 setattr(old, name, getattr(staged, name))
             staged = old
         else:
+            if old is not None:
+                staged.row = old.row
             self.remove_replica(replica)
         self._make_live(staged)
         self._sweep_step()
@@ -297,6 +311,61 @@ class PrefixIndex:
                 depths[self._by_slot[bit.bit_length() - 1].replica] = depth
                 mask ^= bit
         return depths
+
+    def set_row(self, replica: str, row: int) -> None:
+        """Let `match_into` write the replica's matches to this place."""
+        holder = self._holders[replica]
+        holder.row = row
+        self._row_by_slot[holder.slot] = row
+
+    def match_into(self, hashes: Sequence[int] | np.ndarray, depths: np.ndarray) -> int:
+        """As `match`, to the rows of `set_row`.
+
+        Parameters
+        ----------
+        depths
+            [rows] zeros of any dtype; replicas that match get their blocks.
+
+        Returns
+        -------
+        The longest match, in blocks.
+        """
+        depth = 0
+        for depth, mask in self.match_masks(hashes):
+            if mask.bit_count() <= _FEW_BITS:
+                while mask:
+                    bit = mask & -mask
+                    depths[self._by_slot[bit.bit_length() - 1].row] = depth
+                    mask ^= bit
+                continue
+            packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+            bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+            depths[self._row_by_slot[bits.nonzero()[0]]] = depth
+        return depth
+
+    def host_blocks_into(
+        self, hashes: Sequence[int] | np.ndarray, depths: np.ndarray, blocks: np.ndarray
+    ) -> None:
+        """Of what `match_into` found, count the blocks that are in the `host` tier.
+
+        Parameters
+        ----------
+        depths
+            [rows] as `match_into` left them.
+        blocks
+            [rows] zeros; gets the counts.
+        """
+        if not self._num_host:
+            return
+        live = self._live
+        for depth, routing_hash in enumerate(_as_list(hashes)[: int(depths.max(initial=0))]):
+            mask = self._host_shards[routing_hash & _SHARD_MASK].get(routing_hash, 0) & live
+            while mask:
+                bit = mask & -mask
+                row = self._by_slot[bit.bit_length() - 1].row
+                if row >= 0 and depth < depths[row]:
+                    blocks[row] += 1
+                mask ^= bit
 
     def match_masks(self, hashes: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
         """As `match`, by slots: (blocks, mask of the replicas that match so many), ascending."""
@@ -393,6 +462,36 @@ class PrefixIndex:
             holder.num_blocks -= 1
         return removed_xor
 
+    def _store_host(self, holder: _Holder, hashes: list[int]) -> None:
+        """As `_store`, of the `host` tier."""
+        holder.host_xor ^= self._store(holder, hashes)
+        for routing_hash in hashes:
+            index = routing_hash & _SHARD_MASK
+            if self._shards[index].get(routing_hash, 0) & holder.bit:  # not dropped at the bound
+                shard = self._host_shards[index]
+                mask = shard.get(routing_hash, 0)
+                self._num_host += not mask
+                mask |= holder.bit
+                shard[routing_hash] = self._interned.setdefault(mask, mask)
+
+    def _remove_host(self, holder: _Holder, hashes: list[int]) -> None:
+        """As `_remove`, of the `host` tier."""
+        holder.host_xor ^= self._remove(holder, hashes)
+        for routing_hash in hashes:
+            self._put_host(self._host_shards[routing_hash & _SHARD_MASK], routing_hash, holder.bit)
+
+    def _put_host(self, shard: dict[int, int], routing_hash: int, without: int) -> None:
+        """Take holders out of an entry of the `host` tier."""
+        mask = shard.get(routing_hash, 0)
+        if not mask & without:
+            return
+        mask &= ~without
+        if mask:
+            shard[routing_hash] = self._interned.setdefault(mask, mask)
+        else:
+            del shard[routing_hash]
+            self._num_host -= 1
+
     def _put(self, shard: dict[int, int], routing_hash: int, mask: int) -> None:
         if mask:
             shard[routing_hash] = self._interned.setdefault(mask, mask)
@@ -436,6 +535,10 @@ class PrefixIndex:
     def _make_live(self, holder: _Holder) -> None:
         self._holders[holder.replica] = holder
         self._by_slot[holder.slot] = holder
+        if holder.slot >= len(self._row_by_slot):
+            more = np.full(len(self._row_by_slot), -1, np.int64)
+            self._row_by_slot = np.concatenate([self._row_by_slot, more])
+        self._row_by_slot[holder.slot] = holder.row
         self._live |= holder.bit
         self._num_incomplete += not holder.complete
 
@@ -467,6 +570,10 @@ class PrefixIndex:
             scanned += len(shard)
             for routing_hash, mask in [item for item in shard.items() if item[1] & dead]:
                 self._put(shard, routing_hash, mask & ~dead)
+            host = self._host_shards[self._sweep_shard]
+            scanned += len(host)
+            for routing_hash in [item[0] for item in host.items() if item[1] & dead]:
+                self._put_host(host, routing_hash, dead)
             self._sweep_shard += 1
             if self._sweep_shard == _NUM_SHARDS:
                 self._sweeping = 0

@@ -1,27 +1,22 @@
 """Where a request goes: pure functions from what is known of the replicas to a ranking of them.
 
-The cost of replica i, in seconds, is what the request costs everybody (DESIGN §5):
-
-    cost_i = W_i + P_i + eta * n_i * P_i
-    W_i    seconds of prefill queued before it: the last report, less the time since, plus our own
-           bookings that the report cannot contain yet
-    P_i    seconds to prefill the tokens of the prompt that i does not hold, at i's measured speed
-    n_i    requests in flight on i, each of which waits while the new prompt is prefilled
-
-W + P is the request's own time to first token; eta * n * P is the delay that it causes to others.
-The smallest cost wins and ties are random, so idle replicas share unrelated requests.
+A policy sees the request, a `Fleet` (one row for each replica that can take it, in columns, so that a
+thousand replicas are a few array operations) and the time. It owns no state but a counter and a
+generator. `router/cost.py` holds the one to use; the plain ones here are what others do, for
+comparison.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from quire.protos.wire import ROUTING_BLOCK_TOKENS
+import numpy as np
+
+MAX_RANKED = 16  # replicas that a ranking names: the choice and its fall-backs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,142 +29,214 @@ class RouteRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaView:
-    """What a policy may know of one replica that can take the request."""
+class Demand:
+    """What arrives at the fleet, as exponential averages (`router/demand.py`)."""
 
-    replica: str
-    matched_blocks: int = 0  # routing blocks of this prompt that it holds or will hold
-    reported_prefill_tokens: int = 0  # queued, by its last report
-    booked_prefill_tokens: int = 0  # of our own requests that the report cannot contain
-    num_requests: int = 0  # in flight: running and waiting by the report, and those bookings
-    prefill_s_per_token: float = 0.0  # measured; 0 = not yet known
-    report_age_s: float | None = None  # None: it has never reported
+    arrivals_per_s: float = 0.0  # at each replica
+    prefill_share: float = 0.0  # [0, 1) of a replica's time that prefill takes
+    mean_prefill_s: float = 0.0
+    mean_square_prefill_s2: float = 0.0
+    output_tokens: float = 200.0  # of one request
+    # Seconds by which one more token in the KV cache of the decoding requests lengthens a step.
+    decode_s_per_kv_token: float = 0.0
+
+
+@dataclass(slots=True)
+class Fleet:
+    """What a policy may know of the replicas that can take a request: one row for each.
+
+    *Work* counts prefill tokens, weighted by the attention to what precedes them: a token at context c
+    is 1 + c / `attention_context_tokens` of work (`prefill_work`).
+    """
+
+    replicas: Sequence[str]  # [n]
+    gpu_tokens: np.ndarray  # [n] float64, prompt tokens that it holds or will hold on its device
+    host_tokens: np.ndarray  # [n] float64, further ones that it holds in host memory
+    report_age_s: np.ndarray  # [n] float64, inf: it has never reported
+    reported_work: np.ndarray  # [n] float64, queued by its last report
+    booked_work: np.ndarray  # [n] float64, of our own requests that the report cannot contain
+    unanswered_work: np.ndarray  # [n] float64, of all our own requests without a first token
+    head_work: np.ndarray  # [n] float64, of the oldest of those
+    head_age_s: np.ndarray  # [n] float64, for how long it has been the oldest
+    num_requests: (
+        np.ndarray
+    )  # [n] float64, in flight: running and waiting by the report, and booked
+    kv_tokens: np.ndarray  # [n] float64, of the decoding requests, with our own unanswered ones
+    prefill_s_per_work: np.ndarray  # [n] float64, measured; 0: not yet known
+    host_copy_s_per_token: np.ndarray  # [n] float64, from host memory to the device
+    cache_age_s: np.ndarray  # [n] float64, for how long a block stays cached; inf: nothing evicted
+    free_tokens: np.ndarray  # [n] float64, of KV memory, evictable ones included; inf: not known
+    used_tokens: np.ndarray  # [n] float64, of KV memory of running requests
+    median_s_per_work: float = 0.0  # of those that are known; 0: none is
+    demand: Demand = field(default_factory=Demand)
+    attention_context_tokens: float = 30_000.0
+    longest_prefix: int | None = None  # hash of the longest prefix of this prompt that is held
+    followers: float = 0.0  # requests of late with that prefix
+    session_row: int = -1  # where the session's last request went
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+
+def prefill_work(
+    num_tokens: np.ndarray | float, context: np.ndarray | float, attention_context_tokens: float
+) -> np.ndarray | float:
+    """Work of prefilling tokens after a context: sum of 1 + c / A over their positions c."""
+    return num_tokens * (1.0 + (context + num_tokens * 0.5) / attention_context_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One replica's cost, with its terms."""
+    """One replica's cost, with its terms, all in seconds but the last two."""
 
     replica: str
     cost_s: float
-    wait_s: float  # W
-    prefill_s: float  # P
-    interference_s: float  # eta * n * P
-    cached_tokens: int  # prompt tokens predicted to be found in its cache
+    terms: dict[str, float]
+    cached_tokens: int  # prompt tokens predicted to be found on the device
+    host_tokens: int = 0  # further ones, predicted to be found in host memory
+
+    @property
+    def wait_s(self) -> float:
+        """Prefill queued before the request; 0 for a policy that does not price it."""
+        return self.terms.get("wait_s", 0.0)
+
+    @property
+    def prefill_s(self) -> float:
+        return self.terms.get("prefill_s", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
-    """The replicas from best to worst; empty when there was none to choose from."""
+class Ranking(Sequence[Score]):
+    """Replicas from best to worst, at most `MAX_RANKED`; empty when there was none to choose from.
+
+    Attributes
+    ----------
+    rows
+        [ranked] rows of `fleet`, best first.
+    cost_s
+        [n] what was compared.
+    terms
+        Name -> [n], in the order in which they are explained.
+    """
 
     policy: str
-    scores: tuple[Score, ...]
+    fleet: Fleet
+    rows: Sequence[int]
+    cost_s: np.ndarray
+    terms: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.scores)
+        return len(self.rows)
 
     def __getitem__(self, rank: int) -> Score:
-        return self.scores[rank]
+        row = self.rows[rank]
+        return Score(
+            self.fleet.replicas[row],
+            float(self.cost_s[row]),
+            {name: float(values[row]) for name, values in self.terms.items()},
+            int(self.fleet.gpu_tokens[row]),
+            int(self.fleet.host_tokens[row]),
+        )
 
     def __iter__(self) -> Iterator[Score]:
-        return iter(self.scores)
+        return (self[rank] for rank in range(len(self.rows)))
+
+    def names(self) -> list[str]:
+        """The replicas, best first."""
+        return [self.fleet.replicas[row] for row in self.rows]
 
 
 class Policy(Protocol):
-    """The plug-in interface: one method, pure but for the passed generator."""
+    """The plug-in interface: one method."""
 
     def choose(
-        self,
-        request: RouteRequest,
-        replicas: Sequence[ReplicaView],
-        now_s: float,
-        rng: random.Random,
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
     ) -> Ranking:
         """Rank the replicas for a request.
 
         Parameters
         ----------
         now_s
-            The router's clock, the one that views were taken at.
+            The router's clock, the one that the fleet's ages were taken at.
         rng
-            Breaks ties, and nothing else.
+            Breaks ties and draws samples, so that a seed gives the same choices again.
         """
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class SloPolicy:
-    """The cost above, weighted for time-to-first-token objectives.
+def rank(
+    policy: str,
+    fleet: Fleet,
+    cost: np.ndarray,
+    rng: random.Random,
+    tie: float = 0.0,
+    **terms: np.ndarray,
+) -> Ranking:
+    """Rank rows by cost, smallest first; one of those within `tie` of the best comes first."""
+    n = len(cost)
+    if n <= 1:
+        return Ranking(policy, fleet, range(n), cost, terms)
+    ties = (cost <= cost.min() + tie).nonzero()[0]
+    first = int(ties[rng.randrange(len(ties)) if len(ties) > 1 else 0])
+    if n > MAX_RANKED:
+        best = cost.argpartition(MAX_RANKED)[:MAX_RANKED]
+        best = best[cost[best].argsort(kind="stable")]
+    else:
+        best = cost.argsort(kind="stable")
+    others = [row for row in best.tolist() if row != first]
+    return Ranking(policy, fleet, [first, *others[: MAX_RANKED - 1]], cost, terms)
 
-    Attributes
-    ----------
-    eta
-        Weight of the delay caused to requests in flight.
-    fallback_prefill_s_per_token
-        Speed used while no replica has measured its own.
-    speed_noise
-        Speeds within this fraction of the median are taken as equal to it. A measured speed moves
-        with the lengths of the prompts it was measured on; without this, the luckiest replica would
-        get every request that finds the cluster idle.
-    max_decay_s
-        A reported queue is taken to shrink with time for at most so long: the longest heartbeat
-        interval. Longer silence is no evidence of progress.
-    """
 
-    eta: float = 0.1
-    fallback_prefill_s_per_token: float = 1e-4
-    speed_noise: float = 0.25
-    max_decay_s: float = 1.0
+class RoundRobin:
+    """Each replica in turn."""
 
-    def __post_init__(self) -> None:
-        if self.fallback_prefill_s_per_token <= 0:
-            value = self.fallback_prefill_s_per_token
-            raise ValueError(f"fallback_prefill_s_per_token must be > 0, got {value}")
-        for name in ("eta", "speed_noise", "max_decay_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+    def __init__(self) -> None:
+        self._turn = 0
 
     def choose(
-        self,
-        request: RouteRequest,
-        replicas: Sequence[ReplicaView],
-        now_s: float,
-        rng: random.Random,
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
     ) -> Ranking:
-        speeds = self._speeds(replicas)
-        scores = [self._score(request, view, speeds[view.replica]) for view in replicas]
-        if all(view.report_age_s is None for view in replicas):
-            loads = {v.replica: (v.num_requests, v.booked_prefill_tokens) for v in replicas}
-            scores.sort(key=lambda s: (loads[s.replica], -s.cached_tokens, rng.random()))
-            return Ranking("least_loaded", tuple(scores))
-        scores.sort(key=lambda s: (s.cost_s, -s.cached_tokens, rng.random()))
-        return Ranking("slo", tuple(scores))
-
-    def _speeds(self, replicas: Sequence[ReplicaView]) -> dict[str, float]:
-        """Seconds per token of each replica; one that has not measured its own has the median."""
-        measured = [v.prefill_s_per_token for v in replicas if v.prefill_s_per_token > 0]
-        median = statistics.median(measured) if measured else self.fallback_prefill_s_per_token
-        speeds = {}
-        for view in replicas:
-            speed = view.prefill_s_per_token
-            known = speed > 0 and abs(speed - median) > self.speed_noise * median
-            speeds[view.replica] = speed if known else median
-        return speeds
-
-    def _score(self, request: RouteRequest, view: ReplicaView, s_per_token: float) -> Score:
-        # The last prompt token is always computed: its logits give the first output token.
-        cached = min(view.matched_blocks * ROUTING_BLOCK_TOKENS, request.num_prompt_tokens - 1)
-        cached = max(cached, 0)
-        prefill_s = (request.num_prompt_tokens - cached) * s_per_token
-        elapsed_s = min(view.report_age_s or 0.0, self.max_decay_s)
-        wait_s = max(0.0, view.reported_prefill_tokens * s_per_token - elapsed_s)
-        wait_s += view.booked_prefill_tokens * s_per_token
-        interference_s = self.eta * view.num_requests * prefill_s
-        cost_s = wait_s + prefill_s + interference_s
-        return Score(view.replica, cost_s, wait_s, prefill_s, interference_s, cached)
+        n = len(replicas)
+        cost = (np.arange(n, dtype=np.float64) - self._turn) % max(n, 1)
+        self._turn += 1
+        return rank("round_robin", replicas, cost, rng)
 
 
-POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType({"slo": SloPolicy})
+class LeastLoaded:
+    """Fewest requests in flight."""
+
+    def choose(
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+    ) -> Ranking:
+        return rank("least_loaded", replicas, replicas.num_requests, rng)
+
+
+class PowerOfTwo:
+    """The less loaded of two at random (Mitzenmacher 2001), which is Ray Serve's own rule."""
+
+    def choose(
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+    ) -> Ranking:
+        n = len(replicas)
+        if n <= 2:
+            return rank("power_of_two", replicas, replicas.num_requests, rng)
+        drawn = rng.sample(range(n), 2)
+        # The rest are fall-backs for when both refuse.
+        cost = replicas.num_requests + (1.0 + replicas.num_requests.max())
+        cost[drawn] = replicas.num_requests[drawn]
+        return rank("power_of_two", replicas, cost, rng)
+
+
+class PrefixAffinity:
+    """The longest prefix held on the device, whatever the load; among equals the least loaded."""
+
+    def choose(
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+    ) -> Ranking:
+        held = replicas.gpu_tokens
+        below_a_token = 1.0 + (replicas.num_requests.max() if len(replicas) else 0.0)
+        cost = replicas.num_requests / below_a_token - held
+        return rank("prefix_affinity", replicas, cost, rng)
 
 
 def make_policy(name: str, **weights: Any) -> Policy:
@@ -180,9 +247,24 @@ def make_policy(name: str, **weights: Any) -> Policy:
     ValueError
         No policy has the name, or it has no such weight.
     """
-    if name not in POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, got {name!r}")
+    from quire.router import cost  # it needs the types above
+
+    makers: Mapping[str, Callable[..., Policy]] = MappingProxyType(
+        {
+            "slo": cost.CostPolicy,
+            "e2e": cost.e2e_policy,
+            "round_robin": RoundRobin,
+            "least_loaded": LeastLoaded,
+            "power_of_two": PowerOfTwo,
+            "prefix_affinity": PrefixAffinity,
+        }
+    )
+    if name not in makers:
+        raise ValueError(f"policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
     try:
-        return POLICIES[name](**weights)
+        return makers[name](**weights)
     except TypeError as error:
         raise ValueError(f"policy {name!r}: {error}") from error
+
+
+POLICY_NAMES = ("slo", "e2e", "round_robin", "least_loaded", "power_of_two", "prefix_affinity")

@@ -1,7 +1,7 @@
 """What this router knows of each replica: its cache, its load, our own requests on the way to it.
 
-The table is fed with frames (`on_frame`) and asked for views (`views`); it starts nothing and reads
-no clock. The life of a replica here:
+The table is fed with frames (`on_frame`) and asked for the fleet as a policy sees it (`fleet`); it
+starts nothing and reads no clock. The life of a replica here:
 
     add ──▶ SYNCING ──replay agrees──▶ ATTACHED ──set_draining──▶ DRAINING ──▶ remove
               ▲  ▲                        │
@@ -18,16 +18,22 @@ right. A new epoch starts from nothing.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents, Frame, Load
+from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load
+from quire.router.demand import DemandMeter, Followers
 from quire.router.index import Booking, PrefixIndex
-from quire.router.policy import ReplicaView
+from quire.router.policy import Fleet, Ranking, prefill_work
 from quire.router.types import ReplicaStatus
 
+_EVICTION_HORIZON_S = 10.0
+_SPEED_HORIZON_S = 30.0
+_MEDIAN_PERIOD_S = 0.2
 _NO_HASHES = np.empty(0, np.uint64)
 
 
@@ -77,12 +83,35 @@ class FrameAction:
 
 @dataclass(slots=True, eq=False)
 class RequestBooking:
-    """One request of ours on one replica, from decision to first token; see `ReplicaTable.book`."""
+    """One request of ours on one replica, from decision to end; see `ReplicaTable.book`."""
 
     replica: str
-    prefill_tokens: int
+    epoch: str
+    prompt_tokens: int
+    prefill_tokens: int  # of them, those that it must prefill, by our prediction
+    work: float
     booked_s: float
     index_booking: Booking
+    answered: bool = False
+    ended: bool = False
+
+
+class _Column(enum.IntEnum):
+    """What the table keeps of each replica for `Fleet`, as rows of one array; float64."""
+
+    SEEN_S = 0  # last frame; -inf: takes no requests
+    REPORT_S = 1  # -inf: has never reported
+    QUEUED_TOKENS = 2
+    BOOKED_WORK = 3
+    UNANSWERED_WORK = 4
+    HEAD_WORK = 5
+    HEAD_S = 6
+    NUM_REQUESTS = 7
+    KV_TOKENS = 8
+    PREFILL_S_PER_WORK = 9
+    CACHE_AGE_S = 10
+    FREE_TOKENS = 11
+    USED_TOKENS = 12
 
 
 @dataclass(slots=True)
@@ -94,8 +123,21 @@ class _Replica:
     load: Load = field(default_factory=Load)
     report_s: float | None = None  # when `load` arrived
     seen_s: float | None = None  # last frame of this attach stream
+    row: int = -1  # its column entries
+    block_tokens: int = 0  # of its KV blocks; 0: not known
     bookings: dict[RequestBooking, None] = field(default_factory=dict)  # newer than the report
-    booked_tokens: int = 0  # sum over `bookings`
+    unanswered: dict[RequestBooking, None] = field(default_factory=dict)  # without a first token
+    head_s: float = 0.0  # since when the first of `unanswered` is that
+    booked_work: float = 0.0  # sums over `bookings` and `unanswered`
+    unanswered_work: float = 0.0
+    unanswered_tokens: int = 0
+    num_ours: int = 0  # requests of this router in flight on it
+    # Of our requests that it answered of late: what its measured speed is an average of.
+    answered_tokens: float = 0.0
+    answered_work: float = 0.0
+    prefill_s_per_work: float = 0.0  # 0: not yet known
+    removed_per_s: float = 0.0  # routing blocks that its cache evicts
+    num_removed: int = 0  # of them, by the last report
     awaits_resync: bool = True  # the attach stream begins with a snapshot
     in_snapshot: bool = False  # some of its pages are there, others follow
     asked_s: float | None = None  # when a resync was asked for last
@@ -121,9 +163,29 @@ class _Replica:
         self.in_snapshot = False
         self.kept.clear()
 
+    def take_speed(self, s_per_token: float, elapsed_s: float) -> None:
+        """Average the measured speed, per unit of work, over a time long enough for many prompts."""
+        if s_per_token <= 0:
+            return
+        keep = math.exp(-elapsed_s / _SPEED_HORIZON_S)
+        work_per_token = self.answered_work / self.answered_tokens if self.answered_tokens else 1.0
+        speed = s_per_token / work_per_token
+        previous = self.prefill_s_per_work or speed
+        self.prefill_s_per_work = keep * previous + (1.0 - keep) * speed
+        self.answered_tokens *= keep
+        self.answered_work *= keep
+
     def forget_bookings(self) -> None:
         self.bookings.clear()
-        self.booked_tokens = 0
+        self.unanswered.clear()
+        self.num_ours = 0
+        self.sum_bookings()
+
+    def sum_bookings(self) -> None:
+        """Anew rather than by differences, which would drift."""
+        self.booked_work = sum(booking.work for booking in self.bookings)
+        self.unanswered_work = sum(booking.work for booking in self.unanswered)
+        self.unanswered_tokens = sum(booking.prompt_tokens for booking in self.unanswered)
 
 
 class ReplicaTable:
@@ -143,6 +205,16 @@ class ReplicaTable:
     max_kept_batches
         Event batches kept for one replica while a resync is awaited; beyond it they are dropped,
         and the gap asks for another.
+    routing_block_tokens
+        Tokens that one hash stands for.
+    attention_context_tokens
+        Context at which attention costs as much as everything else of a token's prefill: the ratio
+        of their operations, 2 x parameters of a layer / (4 x width of its heads). 27,000 for an 8B
+        Llama, and much the same for others.
+    host_copy_s_per_token
+        To bring a token's KV from host memory to the device.
+    max_sessions
+        Sessions whose last replica is remembered; the least recent go first.
     """
 
     def __init__(
@@ -153,34 +225,75 @@ class ReplicaTable:
         lost_after_s: float = 10.0,
         resync_interval_s: float = 1.0,
         max_kept_batches: int = 10_000,
+        routing_block_tokens: int = ROUTING_BLOCK_TOKENS,
+        attention_context_tokens: float = 30_000.0,
+        host_copy_s_per_token: float = 1e-5,
+        max_sessions: int = 65_536,
     ):
-        self._index = index
+        self.index = index
         self._submit_lag_s = submit_lag_s
         self._lost_after_s = lost_after_s
         self._resync_interval_s = resync_interval_s
         self._max_kept_batches = max_kept_batches
+        self._routing_block_tokens = routing_block_tokens
+        self._attention_context_tokens = attention_context_tokens
+        self._host_copy_s_per_token = host_copy_s_per_token
+        self._max_sessions = max_sessions
         self._replicas: dict[str, _Replica] = {}
+        self._names: list[str] = []  # by row
+        self._columns = np.zeros((len(_Column), 16))  # [column, row], rows beyond the names unused
+        self._median_s_per_work = 0.0
+        self._median_of = 0  # replicas
+        self._median_until_s = 0.0
+        self._num_ours = 0  # our requests in flight
+        self._demand = DemandMeter()
+        self._followers = Followers()
+        self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def __contains__(self, replica: str) -> bool:
         return replica in self._replicas
 
     # ---------------------------------------------------------------------------------- membership
 
-    def add(self, replica: str, epoch: str) -> None:
-        """An attach stream to a replica, new or lost, is open; its first frame makes it ready."""
+    def add(self, replica: str, epoch: str, block_tokens: int = 0) -> None:
+        """An attach stream to a replica, new or lost, is open; its first frame makes it ready.
+
+        Parameters
+        ----------
+        block_tokens
+            Tokens in one of its KV blocks, 0 if not known.
+        """
         entry = self._replicas.get(replica)
         if entry is None:
-            self._replicas[replica] = _Replica(replica, epoch)
-            self._index.reset(replica, epoch, 0, _NO_HASHES)
+            entry = self._replicas[replica] = _Replica(replica, epoch, row=len(self._names))
+            entry.block_tokens = block_tokens
+            self._names.append(replica)
+            if entry.row == self._columns.shape[1]:
+                self._columns = np.hstack([self._columns, np.zeros_like(self._columns)])
+            self.index.reset(replica, epoch, 0, _NO_HASHES)
+            self.index.set_row(replica, entry.row)
+            self._write_row(entry)
             return
         entry.resume()
+        entry.block_tokens = block_tokens
         if epoch != entry.epoch:
             self._begin_epoch(entry, epoch)
+        self._write_row(entry)
 
     def remove(self, replica: str) -> None:
         """A replica left for good; unknown ones are ignored."""
-        if self._replicas.pop(replica, None) is not None:
-            self._index.remove_replica(replica)
+        entry = self._replicas.pop(replica, None)
+        if entry is None:
+            return
+        self.index.remove_replica(replica)
+        self._num_ours -= entry.num_ours
+        name = self._names.pop()
+        if name != replica:  # the last row takes its place
+            moved = self._replicas[name]
+            self._names[entry.row] = name
+            moved.row = entry.row
+            self.index.set_row(name, entry.row)
+            self._write_row(moved)
 
     def set_draining(self, replica: str) -> None:
         """No new requests, those in flight go on; an unknown replica is ignored."""
@@ -188,12 +301,14 @@ class ReplicaTable:
         if entry is not None:
             entry.draining = True
             entry.move_to(ReplicaState.DRAINING)
+            self._write_row(entry)
 
     def set_lost(self, replica: str) -> None:
         """Its attach stream ended; an unknown replica is ignored."""
         entry = self._replicas.get(replica)
         if entry is not None:
             entry.move_to(ReplicaState.LOST)
+            self._write_row(entry)
 
     def expire(self, now_s: float) -> list[str]:
         """Mark the replicas that have been silent for too long as lost, and name them."""
@@ -235,6 +350,7 @@ class ReplicaTable:
             entry.awaits_resync = False  # this stream has had its snapshot; batches count from 1
         self._take_report(entry, frame.load, now_s)
         reason, resync_from = self._take_events(entry, frame)
+        self._write_row(entry)
         if reason and not self._lose_sync(entry, frame, now_s):
             resync_from = None
         return FrameAction(_is_ready(entry) and not was_ready, resync_from, new_epoch, reason)
@@ -244,18 +360,32 @@ class ReplicaTable:
         entry.epoch = epoch
         entry.asked_s = None
         entry.await_resync()
+        self._num_ours -= entry.num_ours
         entry.forget_bookings()
-        self._index.reset(entry.name, epoch, 0, _NO_HASHES)
+        self.index.reset(entry.name, epoch, 0, _NO_HASHES)
 
     def _take_report(self, entry: _Replica, load: Load, now_s: float) -> None:
+        if entry.report_s is not None and now_s > entry.report_s:
+            elapsed_s = now_s - entry.report_s
+            keep = math.exp(-elapsed_s / _EVICTION_HORIZON_S)
+            num_removed = self.index.num_removed(entry.name)
+            rate = max(0, num_removed - entry.num_removed) / elapsed_s  # a new epoch counts anew
+            entry.removed_per_s = keep * entry.removed_per_s + (1.0 - keep) * rate
+            entry.num_removed = num_removed
+            entry.take_speed(load.prefill_s_per_token, elapsed_s)
+        if load.num_steps != entry.load.num_steps:
+            self._demand.on_step(load.num_decode_tokens, load.decode_step_s)
         entry.load = load
         entry.report_s = now_s
         contained_s = now_s - self._submit_lag_s
-        for booking in list(entry.bookings):
+        num_bookings = len(entry.bookings)
+        while entry.bookings:
+            booking = next(iter(entry.bookings))
             if booking.booked_s > contained_s:
                 break  # in order of time
             del entry.bookings[booking]
-            entry.booked_tokens -= booking.prefill_tokens
+        if len(entry.bookings) != num_bookings:
+            entry.sum_bookings()
 
     def _take_events(self, entry: _Replica, frame: Frame) -> tuple[str, int | None]:
         """Bring the index up to the frame; see `_compare`."""
@@ -267,21 +397,21 @@ class ReplicaTable:
                 self._take_page(entry, frame)
             if entry.in_snapshot:
                 return "", None
-            while (batch := entry.kept.get(self._index.seq(entry.name) + 1)) is not None:
-                self._index.apply(entry.name, frame.epoch, batch)
+            while (batch := entry.kept.get(self.index.seq(entry.name) + 1)) is not None:
+                self.index.apply(entry.name, frame.epoch, batch)
         else:
             # A page here is of a snapshot that something faster has made superfluous.
             for batch in frame.events:
-                self._index.apply(entry.name, frame.epoch, batch)
+                self.index.apply(entry.name, frame.epoch, batch)
         return self._compare(entry, frame)
 
     def _take_page(self, entry: _Replica, frame: Frame) -> None:
         if not entry.in_snapshot:
-            self._index.begin_reset(entry.name, frame.epoch, frame.events_seq)
+            self.index.begin_reset(entry.name, frame.epoch, frame.events_seq)
             entry.in_snapshot = True
-        self._index.extend_reset(entry.name, frame.snapshot, frame.host_snapshot)
+        self.index.extend_reset(entry.name, frame.snapshot, frame.host_snapshot)
         if not frame.snapshot_more:
-            self._index.commit_reset(entry.name)
+            self.index.commit_reset(entry.name)
             entry.in_snapshot = False
 
     def _compare(self, entry: _Replica, frame: Frame) -> tuple[str, int | None]:
@@ -291,13 +421,13 @@ class ReplicaTable:
         -------
         Why not, or an empty string; and the batch from which a resync would heal it.
         """
-        seq = self._index.seq(entry.name)
+        seq = self.index.seq(entry.name)
         if frame.events_seq < seq:  # it carries a snapshot, or a resync was faster than it
             return "", None
         if frame.events_seq > seq:
             return f"replica is at batch {frame.events_seq}, replay at {seq}", seq
-        complete = self._index.is_complete(entry.name)
-        if complete and self._index.digest(entry.name) != frame.digest:
+        complete = self.index.is_complete(entry.name)
+        if complete and self.index.digest(entry.name) != frame.digest:
             return f"digest differs at batch {seq}", SNAPSHOT
         entry.awaits_resync = False
         entry.kept.clear()
@@ -320,55 +450,209 @@ class ReplicaTable:
     # ------------------------------------------------------------------------------------ bookings
 
     def book(
-        self, replica: str, hashes: Sequence[int] | np.ndarray, prefill_tokens: int, now_s: float
+        self,
+        ranking: Ranking,
+        hashes: Sequence[int] | np.ndarray,
+        num_prompt_tokens: int,
+        now_s: float,
+        session: str = "",
     ) -> RequestBooking:
-        """Count a request that was just sent: its blocks as cached, its prefill as queued.
+        """Count a request that was just sent to the best of a ranking.
 
-        Give it back with `unbook` at its first token, or when it ends without one. Call `on_frame`
-        with the frame that carries the token first: then its events have taken the booking's place.
-
-        Parameters
-        ----------
-        prefill_tokens
-            Prompt tokens that the replica must compute by our prediction.
+        Until its first token (`answered`) its blocks count as cached and its prefill as queued. Call
+        `on_frame` with the frame that carries the token first: then its events have taken the
+        booking's place. Every booking is given back with `end`.
         """
-        entry = self._replicas[replica]
-        index_booking = self._index.book(replica, hashes)
-        booking = RequestBooking(replica, prefill_tokens, now_s, index_booking)
-        entry.bookings[booking] = None
-        entry.booked_tokens += prefill_tokens
+        best, fleet = ranking[0], ranking.fleet
+        cached = best.cached_tokens + best.host_tokens
+        booking = self._book(best.replica, hashes, num_prompt_tokens, cached, now_s)
+        missing, work = booking.prefill_tokens, booking.work
+        self._demand.on_decision(best.prefill_s, missing, work, self._share_of_requests(), now_s)
+        if fleet.longest_prefix is not None:
+            self._followers.add(fleet.longest_prefix, now_s)
+        if session:
+            self._sessions[session] = best.replica
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > self._max_sessions:
+                self._sessions.popitem(last=False)
         return booking
 
-    def unbook(self, booking: RequestBooking) -> None:
-        """Give a booking back; a second time, or after the replica went, does nothing."""
-        self._index.unbook(booking.index_booking)
+    def book_fork(self, parent: RequestBooking, now_s: float) -> RequestBooking:
+        """Count a request with the prompt of one that is booked, sent to the same replica as its fork: it computes
+        the prompt's last token only. Its blocks are the parent's."""
+        num_tokens = parent.prompt_tokens
+        return self._book(parent.replica, (), num_tokens, num_tokens - 1, now_s)
+
+    def _book(
+        self,
+        replica: str,
+        hashes: Sequence[int] | np.ndarray,
+        num_prompt_tokens: int,
+        cached: int,
+        now_s: float,
+    ) -> RequestBooking:
+        entry = self._replicas[replica]
+        missing = num_prompt_tokens - cached
+        booking = RequestBooking(
+            entry.name,
+            entry.epoch,
+            num_prompt_tokens,
+            missing,
+            prefill_work(missing, cached, self._attention_context_tokens),
+            now_s,
+            self.index.book(entry.name, hashes),
+        )
+        if not entry.unanswered:
+            entry.head_s = now_s
+        entry.bookings[booking] = None
+        entry.unanswered[booking] = None
+        entry.num_ours += 1
+        self._num_ours += 1
+        entry.sum_bookings()
+        self._write_row(entry)
+        return booking
+
+    def answered(self, booking: RequestBooking, now_s: float) -> None:
+        """Its first token is here: the replica's own reports and events tell from now on."""
+        if booking.answered:
+            return
+        booking.answered = True
+        self.index.unbook(booking.index_booking)
+        entry = self._booked_on(booking)
+        if entry is not None:
+            entry.bookings.pop(booking, None)
+            entry.unanswered.pop(booking, None)
+            entry.answered_tokens += booking.prefill_tokens
+            entry.answered_work += booking.work
+            # First come, first served: the next is prefilled from now on.
+            entry.head_s = now_s
+            entry.sum_bookings()
+            self._write_row(entry)
+
+    def end(self, booking: RequestBooking, now_s: float, num_output_tokens: int = 0) -> None:
+        """Give a booking back, with or without an answer; a second time does nothing."""
+        self.answered(booking, now_s)
+        if booking.ended:
+            return
+        booking.ended = True
+        if num_output_tokens:
+            self._demand.on_output(num_output_tokens)
+        entry = self._booked_on(booking)
+        if entry is not None:
+            entry.num_ours -= 1
+            self._num_ours -= 1
+
+    def _booked_on(self, booking: RequestBooking) -> _Replica | None:
         entry = self._replicas.get(booking.replica)
-        if entry is not None and booking in entry.bookings:
-            del entry.bookings[booking]
-            entry.booked_tokens -= booking.prefill_tokens
+        return entry if entry is not None and entry.epoch == booking.epoch else None
+
+    def _share_of_requests(self) -> float:
+        """Of the requests in flight, how many are this router's."""
+        known = self._columns[_Column.NUM_REQUESTS, : len(self._names)].sum()
+        return min(1.0, (self._num_ours + 1) / (known + 1))
 
     # --------------------------------------------------------------------------------------- views
 
-    def views(self, hashes: Sequence[int] | np.ndarray, now_s: float) -> list[ReplicaView]:
-        """The replicas that can take a request with these routing hashes, as a policy sees them."""
-        depths = self._index.match(hashes)
-        views = []
-        for entry in self._replicas.values():
-            if not _is_ready(entry) or self._is_silent(entry, now_s):
-                continue
-            load = entry.load
-            views.append(
-                ReplicaView(
-                    replica=entry.name,
-                    matched_blocks=depths.get(entry.name, 0),
-                    reported_prefill_tokens=load.queued_prefill_tokens,
-                    booked_prefill_tokens=entry.booked_tokens,
-                    num_requests=load.num_running + load.num_waiting + len(entry.bookings),
-                    prefill_s_per_token=load.prefill_s_per_token,
-                    report_age_s=_age(entry.report_s, now_s),
-                )
-            )
-        return views
+    def fleet(
+        self,
+        hashes: Sequence[int] | np.ndarray,
+        num_prompt_tokens: int,
+        now_s: float,
+        session: str = "",
+        avoid: Set[str] = frozenset(),
+    ) -> Fleet:
+        """The replicas that can take a request with these routing hashes, as a policy sees them.
+
+        Parameters
+        ----------
+        avoid
+            Replicas to leave out, unless that leaves none.
+        """
+        n = len(self._names)
+        depths = np.zeros(n)
+        host = np.zeros(n)
+        longest = self.index.match_into(hashes, depths) if len(hashes) else 0
+        self.index.host_blocks_into(hashes, depths, host)
+        # The last prompt token is always computed: its logits give the first output token.
+        depths *= self._routing_block_tokens
+        np.minimum(depths, max(0, num_prompt_tokens - 1), out=depths)
+        host *= self._routing_block_tokens
+        np.minimum(host, depths, out=host)
+        depths -= host
+        prefix = int(hashes[longest - 1]) if longest else None
+        columns, names = self._columns[:, :n], self._names
+        out = columns[_Column.SEEN_S] < now_s - self._lost_after_s
+        if avoid:
+            avoided = out | [name in avoid for name in names]
+            out = out if avoided.all() else avoided
+        if out.any():
+            rows = (~out).nonzero()[0]
+            columns, depths, host = columns[:, rows], depths[rows], host[rows]
+            names = [names[row] for row in rows]
+        return Fleet(
+            replicas=names,
+            gpu_tokens=depths,
+            host_tokens=host,
+            report_age_s=now_s - columns[_Column.REPORT_S],
+            reported_work=columns[_Column.QUEUED_TOKENS] * self._demand.work_per_token,
+            booked_work=columns[_Column.BOOKED_WORK],
+            unanswered_work=columns[_Column.UNANSWERED_WORK],
+            head_work=columns[_Column.HEAD_WORK],
+            head_age_s=now_s - columns[_Column.HEAD_S],
+            num_requests=columns[_Column.NUM_REQUESTS],
+            kv_tokens=columns[_Column.KV_TOKENS],
+            prefill_s_per_work=columns[_Column.PREFILL_S_PER_WORK],
+            host_copy_s_per_token=np.full(len(names), self._host_copy_s_per_token),
+            cache_age_s=columns[_Column.CACHE_AGE_S],
+            free_tokens=columns[_Column.FREE_TOKENS],
+            used_tokens=columns[_Column.USED_TOKENS],
+            median_s_per_work=self._median_speed(now_s),
+            demand=self._demand.demand(max(1, len(names)), now_s),
+            attention_context_tokens=self._attention_context_tokens,
+            longest_prefix=prefix,
+            followers=0.0 if prefix is None else self._followers.count(prefix, now_s),
+            session_row=self._session_row(session, names),
+        )
+
+    def _median_speed(self, now_s: float) -> float:
+        """Median seconds per unit of work, of those that are known; looked at once in a while."""
+        num_known = len(self._names)
+        if now_s >= self._median_until_s or num_known != self._median_of:
+            speeds = self._columns[_Column.PREFILL_S_PER_WORK, :num_known]
+            speeds = speeds[speeds > 0]
+            self._median_s_per_work = float(np.median(speeds)) if len(speeds) else 0.0
+            self._median_of = num_known
+            # Until one is known each look may find the first.
+            self._median_until_s = now_s + (_MEDIAN_PERIOD_S if len(speeds) else 0.0)
+        return self._median_s_per_work
+
+    def _session_row(self, session: str, names: Sequence[str]) -> int:
+        replica = self._sessions.get(session) if session else None
+        return names.index(replica) if replica is not None and replica in names else -1
+
+    def _write_row(self, entry: _Replica) -> None:
+        """Bring a replica's columns up to what is known of it."""
+        load, unanswered = entry.load, entry.unanswered
+        evicted_s = entry.removed_per_s
+        # Little's law: what stays a while in a full cache is what it holds over what leaves it.
+        age_s = self.index.num_blocks(entry.name) / evicted_s if evicted_s > 1e-3 else math.inf
+        block = entry.block_tokens
+        free = (load.blocks_free + load.blocks_cached) * block if load.blocks_total else math.inf
+        self._columns[:, entry.row] = (
+            entry.seen_s if _is_ready(entry) else -math.inf,
+            -math.inf if entry.report_s is None else entry.report_s,
+            load.queued_prefill_tokens,
+            entry.booked_work,
+            entry.unanswered_work,
+            next(iter(unanswered)).work if unanswered else 0.0,
+            entry.head_s,
+            load.num_running + load.num_waiting + len(entry.bookings),
+            load.num_decode_tokens + entry.unanswered_tokens,
+            entry.prefill_s_per_work,
+            age_s,
+            free if block else math.inf,
+            load.blocks_in_use * block,
+        )
 
     def statuses(self, now_s: float) -> list[ReplicaStatus]:
         """Every replica, also those that take no requests."""
@@ -379,7 +663,7 @@ class ReplicaTable:
                 load=entry.load,
                 report_age_s=_age(entry.report_s, now_s) or 0.0,
                 attached=_is_ready(entry) and not self._is_silent(entry, now_s),
-                indexed_blocks=self._index.num_blocks(entry.name),
+                indexed_blocks=self.index.num_blocks(entry.name),
             )
             for entry in self._replicas.values()
         ]

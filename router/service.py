@@ -388,13 +388,14 @@ class RequestStream:
 
     def _submit(self) -> Attempt:
         service, now = self._service, self._service.clock()
-        all_views = service.table.views(self._hashes, now)
-        views = [view for view in all_views if view.replica not in self._failed_on]
-        if not views:
+        num_prompt_tokens = len(self._prompt_ids) + len(self._emitted)
+        fleet = service.table.fleet(
+            self._hashes, num_prompt_tokens, now, self._request.session, self._failed_on
+        )
+        if self._failed_on.issuperset(fleet.replicas):
             # Better a replica that failed this request once than none at all: all of them in turn.
             self._failed_on.clear()
-            views = all_views
-        if not views:
+        if not len(fleet):
             raise Unavailable(
                 "no replica is ready to serve the model", retry_after_s=NO_REPLICA_RETRY_S
             )
@@ -403,26 +404,25 @@ class RequestStream:
             deadline_s -= now - self._arrived_s
             if deadline_s <= 0:
                 raise DeadlineExceeded("the request's deadline passed before it was sent")
-        num_prompt_tokens = len(self._prompt_ids) + len(self._emitted)
         parent = self._parent()
         if parent is not None:
-            route, num_cached = self._lead._route, num_prompt_tokens - 1
+            self._route, num_cached = self._lead._route, num_prompt_tokens - 1
+            self._booking = service.table.book_fork(self._lead._booking, now)
         else:
             ranking = service.policy.choose(
                 RouteRequest(num_prompt_tokens, self._request.session, self._request.priority),
-                views,
+                fleet,
                 now,
                 service.rng,
-            ).scores
-            route, num_cached = [s.replica for s in ranking], ranking[0].cached_tokens
-        self._route = route
-        self._booking = service.table.book(
-            route[0], self._hashes, num_prompt_tokens - num_cached, now
-        )
+            )
+            self._route, num_cached = ranking.names(), ranking[0].cached_tokens
+            self._booking = service.table.book(
+                ranking, self._hashes, num_prompt_tokens, now, self._request.session
+            )
         self.explain.attempts += 1
-        self.explain.replica = route[0]
+        self.explain.replica = self._route[0]
         self.explain.predicted_cached_tokens = num_cached
-        self.explain.runner_up = route[1] if len(route) > 1 else ""
+        self.explain.runner_up = self._route[1] if len(self._route) > 1 else ""
         submit = Submit(
             router_id=service.router_id,
             stream_id=service.transport.next_stream_id(),
@@ -437,7 +437,7 @@ class RequestStream:
             priority=self._request.priority,
             fork_of=None if parent is None else parent.stream_id,
         )
-        return service.transport.submit(submit, route)
+        return service.transport.submit(submit, self._route)
 
     def _params(self) -> SamplingParams:
         """Those of the next attempt: what has been told of the prompt is not computed again."""
@@ -454,18 +454,18 @@ class RequestStream:
         lead = self._lead
         if lead is None or self.explain.attempts or lead.explain.attempts != 1:
             return None
+        booking = lead._booking
+        if booking is None or booking.replica not in self._service.table:
+            return None
         return lead._attempt
 
     def _release_attempt(self) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.cancel()
-        self._unbook()
-
-    def _unbook(self) -> None:
         booking, self._booking = self._booking, None
         if booking is not None:
-            self._service.table.unbook(booking)
+            self._service.table.end(booking, self._service.clock(), len(self._emitted))
 
     def _close(self) -> None:
         """The one way out: finish, stop string, error, cancellation."""
@@ -591,7 +591,7 @@ class RequestStream:
             self.explain.queue_s = event.queue_s
         if self._booking is not None and self._attempt is not None:
             self.explain.replica = self._attempt.replica
-            self._unbook()  # the prefill is done: from here on the replica's own reports tell
+            self._service.table.answered(self._booking, now)
         self._last_delta_s = now
 
     async def _on_failure(self, completion: Completion) -> None:

@@ -40,6 +40,7 @@ TORCH_MODULES = {
     "quire.replica.experts",
     "quire.replica.loader",
     "quire.replica.logprobs",
+    "quire.replica.output_head",
     "quire.replica.runner",
     "quire.replica.runtime",
     "quire.replica.sampler",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 
@@ -14,7 +15,7 @@ from quire.replica.request import Request
 from quire.router.chat_template import ChatTemplate
 from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits
-from quire.router.policy import SloPolicy
+from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaTable
 from quire.router.service import ModelFacts, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
@@ -96,7 +97,8 @@ class EngineTransport:
             )
             for d in output.deltas
         ]
-        self._loop.call_soon_threadsafe(self._deliver, deltas)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._deliver, deltas)
 
     def _deliver(self, deltas: list) -> None:
         frame = Frame.decode(Frame("e", deltas=[delta for delta, _ in deltas]).encode())
@@ -121,6 +123,6 @@ def make_service(transport: EngineTransport) -> RouterService:
         tokenizer=AsyncTokenizer(TextTokenizer.load(CHECKPOINT)),
         template=ChatTemplate.load(CHECKPOINT, None),
         table=transport.table,
-        policy=SloPolicy(),
+        policy=make_policy("slo"),
         transport=transport,
     )

@@ -214,7 +214,7 @@ class LocalCluster:
         assert self.bus._attempts == {}
         for entry in self.table._replicas.values():
             assert entry.bookings == {} and entry.booked_tokens == 0
-        assert self.table._index._booked == {}
+        assert self.table.index._booked == {}
 
 
 async def assert_idle(replica: LocalReplica, router_id: str) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.wire import CacheEvents, Frame, Load
+from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load
 from quire.router.index import PrefixIndex
+from quire.router.policy import LeastLoaded, RouteRequest
 from quire.router.replicas import SNAPSHOT, ReplicaState, ReplicaTable
 
 
@@ -64,7 +68,15 @@ def attached(replica=None, **options):
 
 
 def matched(table, chain, now_s=0.0):
-    return {view.replica: view.matched_blocks for view in table.views(chain, now_s)}
+    fleet = table.fleet(chain, 1_000_000, now_s)
+    blocks = (fleet.gpu_tokens // ROUTING_BLOCK_TOKENS).astype(int).tolist()
+    return dict(zip(fleet.replicas, blocks, strict=True))
+
+
+def book(table, chain, num_prompt_tokens, now_s, session=""):
+    fleet = table.fleet(chain, num_prompt_tokens, now_s, session)
+    ranking = LeastLoaded().choose(RouteRequest(num_prompt_tokens), fleet, now_s, random.Random(0))
+    return table.book(ranking, chain, num_prompt_tokens, now_s, session)
 
 
 @given(st.data())
@@ -106,7 +118,7 @@ def test_a_replica_takes_requests_from_its_first_frame_and_syncs_with_the_snapsh
     replica.step([1, 2, 3, 4, 5])
     table = ReplicaTable(PrefixIndex())
     table.add("r", replica.epoch)
-    assert table.views([1], 0.0) == [] and table.num_ready() == 0
+    assert matched(table, [1]) == {} and table.num_ready() == 0
     first = table.on_frame("r", replica.step([6]), 0.0)  # overtakes the snapshot
     assert first.became_ready and first.resync_from is None  # a snapshot is coming anyway
     assert matched(table, [1]) == {"r": 0} and table.state("r") is ReplicaState.SYNCING
@@ -160,24 +172,25 @@ def test_another_digest_asks_for_a_snapshot():
 def test_a_new_epoch_forgets_blocks_and_bookings_at_once():
     table, replica = attached()
     table.on_frame("r", replica.step([1, 2]), 0.0)
-    booking = table.book("r", [7], 64, 0.0)
+    booking = book(table, [7], 64, 0.0)
     restarted = FakeReplica("e2")
     action = table.on_frame("r", restarted.step([9]), 0.1)
     assert action.new_epoch and action.resync_from is None
     assert matched(table, [1]) == matched(table, [7]) == {"r": 0}
     assert matched(table, [9]) == {"r": 1}
-    assert table.views([], 0.1)[0].booked_prefill_tokens == 0
-    table.unbook(booking)
+    assert table.fleet([], 1, 0.1).unanswered_work.tolist() == [0.0]
+    table.end(booking, 0.2)
+    assert table.fleet([], 1, 0.2).num_requests.tolist() == [0.0]
 
 
 def test_a_new_attach_stream_of_a_lost_replica_starts_over():
     table, replica = attached()
     table.on_frame("r", replica.step([1]), 0.0)
     table.set_lost("r")
-    assert table.views([1], 0.0) == [] and table.num_ready() == 0
+    assert matched(table, [1]) == {} and table.num_ready() == 0
     replica.step([2])
     table.add("r", replica.epoch)
-    assert table.views([1], 1.0) == []
+    assert matched(table, [1], 1.0) == {}
     for page in replica.snapshot():
         action = table.on_frame("r", page, 1.0)
     assert action.became_ready and matched(table, [1, 2], 1.0) == {"r": 2}
@@ -186,11 +199,11 @@ def test_a_new_attach_stream_of_a_lost_replica_starts_over():
 def test_draining_takes_no_requests_even_after_its_stream_was_lost():
     table, replica = attached()
     table.set_draining("r")
-    assert table.views([], 0.0) == [] and not table.statuses(0.0)[0].attached
+    assert matched(table, []) == {} and not table.statuses(0.0)[0].attached
     table.set_lost("r")
     table.add("r", replica.epoch)
     table.on_frame("r", replica.frame(), 1.0)
-    assert table.state("r") is ReplicaState.DRAINING and table.views([], 1.0) == []
+    assert table.state("r") is ReplicaState.DRAINING and matched(table, [], 1.0) == {}
     table.remove("r")
     table.remove("r")
     assert table.statuses(1.0) == []
@@ -199,7 +212,7 @@ def test_draining_takes_no_requests_even_after_its_stream_was_lost():
 def test_a_silent_replica_is_lost_and_comes_back_with_a_frame():
     table, replica = attached(lost_after_s=10.0)
     assert table.expire(9.0) == [] and matched(table, [], 9.0) == {"r": 0}
-    assert table.views([], 10.5) == []
+    assert matched(table, [], 10.5) == {}
     assert table.expire(10.5) == ["r"] and table.expire(11.0) == []
     assert table.on_frame("r", replica.frame(), 12.0).became_ready
     assert matched(table, [], 12.0) == {"r": 0}
@@ -215,21 +228,155 @@ def test_unknown_replicas_are_ignored():
 
 def test_load_is_the_report_and_the_bookings_it_cannot_contain():
     load = Load(num_running=2, num_waiting=1, queued_prefill_tokens=500, prefill_s_per_token=1e-4)
-    table, replica = attached(FakeReplica(load=load), submit_lag_s=0.01)
-    early = table.book("r", [1], 100, 1.0)
-    late = table.book("r", [1, 2], 30, 1.095)
-    (view,) = table.views([1, 2], 1.1)
-    assert (view.booked_prefill_tokens, view.num_requests) == (130, 5)
-    assert view.matched_blocks == 2 and view.report_age_s == pytest.approx(1.1)
+    table, replica = attached(
+        FakeReplica(load=load), submit_lag_s=0.01, attention_context_tokens=1e9
+    )
+
+    def seen(now_s):
+        fleet = table.fleet([1, 2], 1000, now_s)
+        work = (fleet.booked_work, fleet.unanswered_work, fleet.head_work)
+        return [round(column[0]) for column in (*work, fleet.num_requests)]
+
+    early = book(table, [1], 164, 1.0)
+    late = book(table, [1, 2], 94, 1.095)  # of which 64 are booked before
+    assert seen(1.1) == [194, 194, 164, 5]
+    assert matched(table, [1, 2], 1.1) == {"r": 2}
+    assert table.fleet([], 1, 1.1).report_age_s[0] == pytest.approx(1.1)
     table.on_frame("r", replica.frame(), 1.1)  # may contain `early`, cannot contain `late`
-    (view,) = table.views([1, 2], 1.1)
-    assert (view.reported_prefill_tokens, view.booked_prefill_tokens) == (500, 30)
-    assert view.num_requests == 4 and view.matched_blocks == 2  # blocks are booked to the end
-    table.unbook(late)
-    table.unbook(late)
-    table.unbook(early)
-    (view,) = table.views([1, 2], 1.1)
-    assert (view.booked_prefill_tokens, view.num_requests, view.matched_blocks) == (0, 3, 0)
+    assert seen(1.1) == [30, 194, 164, 4] and matched(table, [1, 2], 1.1) == {"r": 2}
+    table.answered(early, 1.2)
+    assert seen(1.2) == [30, 30, 30, 4] and table.fleet([], 1, 1.3).head_age_s[0] == pytest.approx(
+        0.1
+    )
+    table.end(late, 1.3)
+    table.end(late, 1.3)
+    table.end(early, 1.3)
+    assert seen(1.3) == [0, 0, 0, 3] and matched(table, [1, 2], 1.3) == {"r": 0}
+
+
+@given(st.data())
+def test_every_booking_comes_back(data):
+    """Whatever happens to replicas in between, what is booked is what is unanswered, and in the end nothing."""
+    table = ReplicaTable(PrefixIndex(), submit_lag_s=0.0)
+    replicas = {}
+    now, open_, epoch = 0.0, [], 0
+    for _ in range(data.draw(st.integers(1, 40))):
+        now += 0.01
+        event = data.draw(
+            st.sampled_from(["add", "remove", "restart", "report", "book", "answer", "end"])
+        )
+        name = data.draw(st.sampled_from("abc"))
+        if event == "add" and name not in replicas:
+            epoch += 1
+            replicas[name] = FakeReplica(str(epoch))
+            table.add(name, str(epoch))
+            table.on_frame(name, replicas[name].frame(), now)
+        elif event == "remove" and name in replicas:
+            del replicas[name]
+            table.remove(name)
+        elif event == "restart" and name in replicas:
+            epoch += 1
+            replicas[name] = FakeReplica(str(epoch))
+            table.on_frame(name, replicas[name].frame(), now)
+        elif event == "report" and name in replicas:
+            table.on_frame(name, replicas[name].frame(), now)
+        elif event == "book" and replicas:
+            open_.append(book(table, [1, 2, 3][: data.draw(st.integers(0, 3))], 500, now))
+        elif event == "answer" and open_:
+            table.answered(data.draw(st.sampled_from(open_)), now)
+        elif event == "end" and open_:
+            table.end(open_.pop(), now)
+        fleet = table.fleet([1], 500, now)
+        assert sorted(fleet.replicas) == sorted(replicas)
+        for row, name in enumerate(fleet.replicas):
+            epoch_now = replicas[name].epoch
+            ours = [
+                b for b in open_ if b.replica == name and b.epoch == epoch_now and not b.answered
+            ]
+            assert fleet.unanswered_work[row] == pytest.approx(sum(b.work for b in ours))
+            assert fleet.booked_work[row] <= fleet.unanswered_work[row]
+    for booking in open_:
+        table.end(booking, now)
+    fleet = table.fleet([1], 500, now)
+    assert not fleet.num_requests.any() and not fleet.unanswered_work.any()
+    assert not fleet.gpu_tokens.any()
+
+
+def test_removing_a_replica_leaves_the_others_where_they_are():
+    table = ReplicaTable(PrefixIndex())
+    for i in range(40):  # more than the table begins with
+        replica = FakeReplica(load=Load(num_running=i))
+        table.add(str(i), replica.epoch)
+        table.on_frame(str(i), replica.snapshot()[0], 0.0)
+        table.on_frame(str(i), replica.step([1, 100 + i]), 0.0)
+    for i in (0, 39, 7):
+        table.remove(str(i))
+    fleet = table.fleet([1, 105], 1000, 0.0)
+    assert len(fleet) == 37
+    for name, tokens, running in zip(
+        fleet.replicas, fleet.gpu_tokens, fleet.num_requests, strict=True
+    ):
+        assert running == int(name) and tokens == (128 if name == "5" else 64)
+
+
+def test_blocks_in_host_memory_are_counted_apart():
+    table, replica = attached()
+    table.on_frame("r", replica.step([1, 2, 3, 4, 9]), 0.0)
+
+    def tokens(now_s=0.0, num_prompt_tokens=1000):
+        fleet = table.fleet([1, 2, 3, 4, 5], num_prompt_tokens, now_s)
+        return fleet.gpu_tokens.tolist() + fleet.host_tokens.tolist()
+
+    assert tokens() == [256.0, 0.0]
+    moved = CacheEvents(2, u64([]), u64([2, 4, 9]), host_stored=u64([2, 4, 9]))
+    table.index.apply("r", "e1", moved)
+    assert tokens() == [128.0, 128.0]
+    assert tokens(num_prompt_tokens=250) == [121.0, 128.0]
+    back = CacheEvents(3, u64([2]), u64([]), host_removed=u64([2]))
+    table.index.apply("r", "e1", back)
+    assert tokens() == [192.0, 64.0]
+    lost = CacheEvents(4, u64([]), u64([]), host_removed=u64([4]))
+    table.index.apply("r", "e1", lost)
+    assert tokens() == [192.0, 0.0]
+    table.index.apply("r", "e1", CacheEvents(5, u64([]), u64([]), cleared=True))
+    assert tokens() == [0.0, 0.0]
+    table.index.reset("r", "e1", 6, u64([1]), u64([2]))
+    assert tokens() == [64.0, 64.0]
+
+
+def test_replicas_to_avoid_are_left_out_unless_they_are_all():
+    table = ReplicaTable(PrefixIndex())
+    for name in "ab":
+        table.add(name, "e1")
+        table.on_frame(name, FakeReplica().frame(), 0.0)
+    assert table.fleet([], 1, 0.0, avoid={"a"}).replicas == ["b"]
+    assert table.fleet([], 1, 0.0, avoid={"a", "b"}).replicas == ["a", "b"]
+
+
+def test_a_sessions_last_replica_is_known_while_it_can_take_requests():
+    table, _ = attached(max_sessions=2)
+    book(table, [], 10, 0.0, "s1")
+    assert table.fleet([], 10, 0.0, "s1").session_row == 0
+    assert table.fleet([], 10, 0.0, "s2").session_row == -1
+    for session in ("s2", "s3"):
+        book(table, [], 10, 0.0, session)
+    assert table.fleet([], 10, 0.0, "s1").session_row == -1  # the least recent goes first
+    table.set_draining("r")
+    assert table.fleet([], 10, 0.0, "s3").session_row == -1
+
+
+def test_the_time_that_blocks_stay_is_what_is_held_over_what_leaves():
+    table, replica = attached()
+    assert table.fleet([], 1, 0.0).cache_age_s[0] == math.inf
+    table.on_frame("r", replica.step(range(1, 1001)), 1.0)
+    for second in range(2, 60):  # ten leave and ten come each second
+        old, new = (
+            range(10 * second, 10 * second + 10),
+            range(10_000 * second, 10_000 * second + 10),
+        )
+        table.on_frame("r", replica.step(new, removed=old), float(second))
+    table.on_frame("r", replica.frame(), 60.0)
+    assert table.fleet([], 1, 60.0).cache_age_s[0] == pytest.approx(100, rel=0.1)
 
 
 def test_statuses_show_every_replica():

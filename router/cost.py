@@ -1,0 +1,207 @@
+"""The cost of a request on each replica: the seconds that it costs everybody (DESIGN §5).
+
+    cost = W + P + H + eta n P + Q(P, W + P) + delta D + E + M - V
+
+    W  seconds of prefill queued before it: the report, less the time since, plus our bookings that
+       the report cannot contain; and never less than what our own unanswered requests still need
+    P  seconds to prefill what the replica does not hold, at its measured speed; H: to copy what it
+       holds in host memory
+    eta n P    the n requests in flight wait while the new prompt is prefilled
+    Q          delay of later arrivals, below
+    delta D    slow-down of decoding: of this request by the KV cache that its steps will read, and
+               of the n others by its own
+    E          what its blocks push out of a full cache, by the chance that it were used again
+    M          wait for KV memory to become free
+    V          what one more copy of a prefix in demand will save its followers, below
+
+The smallest cost wins. Hot prefixes so copy themselves, slow replicas price themselves out, and
+without reuse what is left is a load balancer.
+
+**Q.** In an M/G/1 queue a job of P seconds behind W delays those who arrive in what is left of the
+busy period: lambda P (W + P) / (1 - rho). Behind a router they do not all arrive: while a replica is
+busy, requests that are not bound to it go elsewhere, so that only a window of a few mean prefills
+counts. With w = W + P and the window w0 = `window_prefills` times the mean prefill,
+
+    Q = kappa lambda / (1 - rho) P w / (1 + w / w0)
+
+**V.** While k replicas hold a prefix, its followers wait for the best of k: about Wq / k, with the
+Pollaczek-Khinchine wait Wq = lambda E[P^2] / (2 (1 - rho)). One more copy saves each of them
+Wq / (k (k + 1)); `Fleet.followers` is their number of late, an estimate of how many are to come.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from quire.router.policy import Fleet, Ranking, RouteRequest, prefill_work, rank
+
+_LATER_TERMS = (
+    "host_copy_s",
+    "interference_s",
+    "later_s",
+    "decode_s",
+    "eviction_s",
+    "memory_s",
+    "copy_value_s",
+)
+_MAX_SHARE = 0.95  # bounds 1 / (1 - rho)
+_HEAD_DONE = 0.9  # an unanswered request is not prefilled yet, however long it has been the head
+
+
+@dataclass(frozen=True, slots=True)
+class CostPolicy:
+    """The cost above; the defaults are the preset `slo`, for time-to-first-token objectives.
+
+    Attributes
+    ----------
+    eta, kappa, delta, eviction, memory, copies
+        Weights of the terms eta n P, Q, delta D, E, M and V; 1 is what the derivation says, where
+        only the mean of all delays counts.
+    window_prefills
+        See Q.
+    reuse_s
+        Typical time between two uses of a block, for E.
+    stickiness
+        A session's last replica is cheaper by this fraction of P: it decides among near equals.
+    stale_after_s
+        Of replicas with older reports only two, drawn at random, compete: or every router would send
+        all it has to the one that looked idle last. Above the longest heartbeat interval.
+    max_decay_s
+        A reported queue is taken to shrink with time for at most so long: the longest heartbeat
+        interval. Longer silence is no evidence of progress.
+    speed_noise
+        Speeds within this fraction of the median are taken as equal to it. A measured speed moves
+        with the lengths of the prompts it was measured on; without this, the luckiest replica would
+        get every request that finds the cluster idle.
+    fallback_prefill_s_per_work
+        Speed used while no replica has measured its own.
+    tie_s
+        Costs that differ by less are equal, and chance decides.
+    """
+
+    eta: float = 0.1
+    kappa: float = 1.0
+    delta: float = 0.1
+    eviction: float = 1.0
+    memory: float = 1.0
+    copies: float = 1.0
+    window_prefills: float = 3.0
+    reuse_s: float = 120.0
+    stickiness: float = 0.05
+    stale_after_s: float = 1.5
+    max_decay_s: float = 1.0
+    speed_noise: float = 0.25
+    fallback_prefill_s_per_work: float = 1e-4
+    tie_s: float = 1e-6
+    name: str = "slo"
+
+    def __post_init__(self) -> None:
+        for weight in fields(self):
+            value = getattr(self, weight.name)
+            if weight.name in ("window_prefills", "reuse_s", "fallback_prefill_s_per_work"):
+                if value <= 0:
+                    raise ValueError(f"{weight.name} must be > 0, got {value}")
+            elif weight.name != "name" and value < 0:
+                raise ValueError(f"{weight.name} must be >= 0, got {value}")
+
+    def choose(
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+    ) -> Ranking:
+        fleet = replicas
+        if not len(fleet):
+            return Ranking(self.name, fleet, (), np.empty(0))
+        # [n] float64, all that follow
+        speed = self._speeds(fleet)  # seconds of a unit of work
+        cached = fleet.gpu_tokens + fleet.host_tokens
+        missing = request.num_prompt_tokens - cached
+        prefill = speed * prefill_work(missing, cached, fleet.attention_context_tokens)
+        wait = self._wait(fleet, speed)
+        terms = {
+            "wait_s": wait,
+            "prefill_s": prefill,
+            "host_copy_s": fleet.host_tokens * fleet.host_copy_s_per_token,
+            "interference_s": fleet.num_requests * (self.eta * prefill),
+            "later_s": self._later(fleet, wait, prefill),
+            "decode_s": self._decode(fleet, request),
+            "eviction_s": self._eviction(fleet, missing * speed),
+            "memory_s": self._memory(fleet, missing),
+            "copy_value_s": self._copy_value(fleet, cached),
+        }
+        cost = wait + prefill
+        for name in _LATER_TERMS:
+            cost += terms[name]
+        if fleet.session_row >= 0:
+            cost[fleet.session_row] -= self.stickiness * prefill[fleet.session_row]
+        stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]
+        if len(stale) > 2:
+            out = stale[rng.sample(range(len(stale)), len(stale) - 2)]
+            cost[out] += 1.0 + cost.max()  # behind all others, in their order
+        return rank(self.name, fleet, cost, rng, self.tie_s, **terms)
+
+    def _speeds(self, fleet: Fleet) -> np.ndarray:
+        """[n] seconds of a unit of work; who has not measured its own has the median."""
+        median = fleet.median_s_per_work or self.fallback_prefill_s_per_work
+        ratio = fleet.prefill_s_per_work / median
+        noise = (ratio <= 0) | (np.abs(ratio - 1.0) <= self.speed_noise)
+        ratio[noise] = 1.0
+        ratio *= median
+        return ratio
+
+    def _wait(self, fleet: Fleet, speed: np.ndarray) -> np.ndarray:
+        """W: what is still queued, by the report and by our own unanswered requests."""
+        elapsed = np.minimum(fleet.report_age_s, self.max_decay_s)
+        reported = np.maximum(fleet.reported_work * speed - elapsed, 0.0)
+        # Prefill is first come, first served: only the oldest can be partly done.
+        head_done = np.minimum(_HEAD_DONE * fleet.head_work * speed, fleet.head_age_s)
+        return np.maximum(
+            reported + fleet.booked_work * speed, fleet.unanswered_work * speed - head_done
+        )
+
+    def _later(self, fleet: Fleet, wait: np.ndarray, prefill: np.ndarray) -> np.ndarray:
+        """Q: delay of those who arrive later."""
+        demand = fleet.demand
+        window = wait + prefill
+        if demand.mean_prefill_s <= 0:
+            return np.zeros(len(fleet))
+        price = self.kappa * demand.arrivals_per_s / (1.0 - min(_MAX_SHARE, demand.prefill_share))
+        bounded = window / (1.0 + window / (self.window_prefills * demand.mean_prefill_s))
+        return price * prefill * bounded
+
+    def _decode(self, fleet: Fleet, request: RouteRequest) -> np.ndarray:
+        """delta D: this request's steps read the others' KV, theirs read its own."""
+        demand = fleet.demand
+        seconds = self.delta * demand.output_tokens * demand.decode_s_per_kv_token
+        return seconds * (fleet.kv_tokens + fleet.num_requests * request.num_prompt_tokens)
+
+    def _eviction(self, fleet: Fleet, recompute: np.ndarray) -> np.ndarray:
+        """E: as much cache as the request adds goes, and would be computed again when reused."""
+        return self.eviction * recompute * np.exp(fleet.cache_age_s / -self.reuse_s)
+
+    def _memory(self, fleet: Fleet, missing: np.ndarray) -> np.ndarray:
+        """M: running requests give their memory back over the time of one output."""
+        short = np.maximum(missing - fleet.free_tokens, 0.0)
+        if not short.any():
+            return short
+        demand = fleet.demand
+        output_s = demand.output_tokens * demand.decode_s_per_kv_token * fleet.kv_tokens
+        return self.memory * short / np.maximum(fleet.used_tokens, 1.0) * output_s
+
+    def _copy_value(self, fleet: Fleet, cached: np.ndarray) -> np.ndarray:
+        """-V: replicas that do not hold the longest prefix of it that anybody holds."""
+        longest = cached.max()
+        if fleet.followers <= 0 or longest <= 0:
+            return np.zeros(len(fleet))
+        demand = fleet.demand
+        k = int((cached == longest).sum())
+        busy = 1.0 - min(_MAX_SHARE, demand.prefill_share)
+        queue_s = demand.arrivals_per_s * demand.mean_square_prefill_s2 / (2.0 * busy)
+        saved_s = self.copies * fleet.followers * queue_s / (k * (k + 1))
+        return (cached / longest - 1.0) * saved_s
+
+
+def e2e_policy(**weights: float) -> CostPolicy:
+    """The preset `e2e`, for the time to the last token: others' delays count for more."""
+    return CostPolicy(**({"eta": 0.3, "delta": 0.3, "name": "e2e"} | weights))

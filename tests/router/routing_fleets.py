@@ -1,0 +1,71 @@
+"""Fleets for the policies' tests: a mapping of columns for each replica."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+
+from quire.router.policy import Fleet
+
+_IDLE = {
+    "gpu_tokens": 0.0,
+    "host_tokens": 0.0,
+    "report_age_s": 0.0,
+    "reported_work": 0.0,
+    "booked_work": 0.0,
+    "unanswered_work": 0.0,
+    "head_work": 0.0,
+    "head_age_s": 0.0,
+    "num_requests": 0.0,
+    "kv_tokens": 0.0,
+    "prefill_s_per_work": 1e-4,
+    "host_copy_s_per_token": 1e-5,
+    "cache_age_s": math.inf,
+    "free_tokens": math.inf,
+    "used_tokens": 0.0,
+}
+
+
+def idle(**columns):
+    """A replica that has nothing to do, but for these columns."""
+    assert set(columns) <= set(_IDLE), columns
+    return _IDLE | columns
+
+
+def fleet_of(rows, num_prompt_tokens=1000, **facts):
+    columns = {name: np.array([row[name] for row in rows], float) for name in _IDLE}
+    # As the table does it: the last prompt token is always computed.
+    columns["gpu_tokens"] = np.minimum(columns["gpu_tokens"], num_prompt_tokens - 1)
+    columns["host_tokens"] = np.minimum(
+        columns["host_tokens"], num_prompt_tokens - 1 - columns["gpu_tokens"]
+    )
+    speeds = columns["prefill_s_per_work"][columns["prefill_s_per_work"] > 0]
+    median = float(np.median(speeds)) if len(speeds) else 0.0
+    facts = {"attention_context_tokens": 1e9, "median_s_per_work": median} | facts
+    return Fleet([str(i) for i in range(len(rows))], **columns, **facts)
+
+
+_TOKENS = st.floats(0, 1e5)
+_SECONDS = st.floats(0, 100)
+ROWS = st.fixed_dictionaries(
+    {
+        "gpu_tokens": _TOKENS,
+        "host_tokens": _TOKENS,
+        "report_age_s": st.one_of(_SECONDS, st.just(math.inf)),
+        "reported_work": _TOKENS,
+        "booked_work": _TOKENS,
+        "unanswered_work": _TOKENS,
+        "head_work": _TOKENS,
+        "head_age_s": _SECONDS,
+        "num_requests": st.floats(0, 500),
+        "kv_tokens": st.floats(0, 1e6),
+        "prefill_s_per_work": st.one_of(st.just(0.0), st.floats(1e-6, 1e-2)),
+        "host_copy_s_per_token": st.floats(0, 1e-3),
+        "cache_age_s": st.one_of(_SECONDS, st.just(math.inf)),
+        "free_tokens": st.one_of(_TOKENS, st.just(math.inf)),
+        "used_tokens": _TOKENS,
+    }
+)
+FLEETS = st.lists(ROWS, max_size=20)

@@ -1,0 +1,212 @@
+"""The cost function: who gets a request, and why."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from routing_fleets import FLEETS, ROWS, fleet_of, idle
+
+from quire.router.cost import CostPolicy
+from quire.router.policy import Demand, RouteRequest
+
+BUSY = Demand(2.0, 0.5, 0.25, 0.1, 200.0, 1e-7)
+
+
+def choose(rows, num_tokens=1000, policy=None, seed=0, **facts):
+    fleet = fleet_of(rows, num_tokens, **facts)
+    policy = policy or CostPolicy()
+    return policy.choose(RouteRequest(num_tokens), fleet, 0.0, random.Random(seed))
+
+
+def winners(rows, num_tokens=1000, draws=400, policy=None, **facts):
+    rng, policy = random.Random(7), policy or CostPolicy()
+    fleet = fleet_of(rows, num_tokens, **facts)
+    return Counter(
+        policy.choose(RouteRequest(num_tokens), fleet, 0.0, rng)[0].replica for _ in range(draws)
+    )
+
+
+@given(FLEETS, st.integers(1, 50_000), st.floats(0, 50))
+def test_the_terms_add_up_and_only_the_value_of_a_copy_is_a_gain(rows, num_tokens, followers):
+    for row in rows:
+        row["report_age_s"] = 0.0
+    for score in choose(rows, num_tokens, demand=BUSY, followers=followers):
+        assert score.cost_s == pytest.approx(sum(score.terms.values()), abs=1e-9)
+        assert score.terms.pop("copy_value_s") <= 0
+        assert all(seconds >= 0 for seconds in score.terms.values())
+        assert score.cached_tokens + score.host_tokens < num_tokens
+
+
+WORSE = {
+    "reported_work": 1000,
+    "booked_work": 1000,
+    "unanswered_work": 1000,
+    "num_requests": 5,
+    "kv_tokens": 5000,
+    "host_copy_s_per_token": 1e-4,
+    "cache_age_s": -10,
+    "free_tokens": -1000,
+}
+
+
+@given(ROWS, st.sampled_from(sorted(WORSE)))
+def test_more_work_never_costs_less(row, column):
+    row["report_age_s"] = 0.0
+    worse = row | {column: max(0.0, row[column] + WORSE[column])}
+    costs = [choose([r], 8000, demand=BUSY)[0].cost_s for r in (row, worse)]
+    assert costs[0] <= costs[1] * (1 + 1e-12)
+
+
+@given(ROWS)
+def test_what_is_cached_never_costs_more_than_what_is_not(row):
+    row |= {"report_age_s": 0.0, "host_tokens": 0.0, "gpu_tokens": min(row["gpu_tokens"], 7999)}
+    nothing = row | {"gpu_tokens": 0.0}
+    costs = [choose([r], 8000, demand=BUSY)[0].cost_s for r in (row, nothing)]
+    assert costs[0] <= costs[1] * (1 + 1e-12)
+
+
+def test_unrelated_requests_spread_over_idle_replicas():
+    counts = winners([idle()] * 3)
+    assert len(counts) == 3 and min(counts.values()) > 90
+
+
+def test_they_spread_although_measured_speeds_differ_by_noise():
+    speeds = (1.0e-4, 1.2e-4, 1.3e-4)
+    counts = winners([idle(prefill_s_per_work=s) for s in speeds])
+    assert len(counts) == 3 and min(counts.values()) > 90
+
+
+def test_a_slow_replica_prices_itself_out_until_the_others_queue():
+    slow = idle(prefill_s_per_work=2e-4)
+    assert "2" not in winners([idle(), idle(), slow])
+    busy = idle(reported_work=3000)
+    assert winners([busy, busy, slow]) == {"2": 400}
+
+
+def test_a_shared_prefix_attracts_until_its_holder_is_busier_than_the_prefill():
+    other = idle()
+    assert winners([idle(gpu_tokens=128), other]) == {"0": 400}
+    assert winners([idle(gpu_tokens=128, reported_work=100), other]) == {"0": 400}
+    assert winners([idle(gpu_tokens=128, reported_work=200), other]) == {"1": 400}
+
+
+def test_a_prefix_attracts_before_any_speed_is_known():
+    rows = [idle(prefill_s_per_work=0.0), idle(prefill_s_per_work=0.0, gpu_tokens=128)]
+    assert winners(rows) == {"1": 400}
+
+
+def test_an_unknown_speed_is_the_median_of_the_known_ones():
+    rows = [idle(), idle(), idle(prefill_s_per_work=0.0)]
+    seconds = [score.prefill_s for score in choose(rows)]
+    assert seconds == pytest.approx([1000 * 1e-4] * 3)
+    fallback = CostPolicy(fallback_prefill_s_per_work=2e-3)
+    assert choose(rows[2:], policy=fallback)[0].prefill_s == pytest.approx(2.0)
+
+
+def test_host_memory_is_better_than_nothing_and_worse_than_the_device():
+    rows = [idle(), idle(host_tokens=640), idle(gpu_tokens=640)]
+    assert choose(rows).names() == ["2", "1", "0"]
+    assert choose(rows)[1].terms["host_copy_s"] == pytest.approx(640 * 1e-5)
+    slow_copy = idle(host_tokens=640, host_copy_s_per_token=1e-3)
+    assert choose([idle(), slow_copy]).names() == ["0", "1"]
+
+
+def test_attention_makes_the_same_tokens_dearer_at_the_end_of_a_long_prompt():
+    def seconds(cached):
+        row = idle(gpu_tokens=cached)
+        return choose([row], cached + 1000, attention_context_tokens=30_000)[0].prefill_s
+
+    # The mean context of the 1000 tokens is 500 and 60,500.
+    assert seconds(60_000) / seconds(0) == pytest.approx((1 + 60_500 / 3e4) / (1 + 500 / 3e4))
+
+
+def test_a_reported_queue_shrinks_with_time_but_silence_is_no_progress():
+    def wait(age):
+        return choose([idle(reported_work=30_000, report_age_s=age)])[0].wait_s
+
+    assert wait(0.0) == pytest.approx(3.0)
+    assert wait(0.5) == pytest.approx(2.5)
+    assert wait(1.4) == wait(100.0) == pytest.approx(2.0)  # max_decay_s
+
+
+def test_our_own_unanswered_requests_are_still_queued_whatever_the_report_says():
+    def wait(**columns):
+        return choose([idle(**columns)])[0].wait_s
+
+    # Three requests of 0.1 s, the first at work for 50 ms: a report without them cannot be right.
+    own = {"unanswered_work": 3000, "head_work": 1000, "head_age_s": 0.05}
+    assert wait(**own) == pytest.approx(0.25)
+    assert wait(**own, reported_work=4000) == pytest.approx(0.4)
+    # However long the first has been at work, it is not done.
+    assert wait(**own | {"head_age_s": 60}) == pytest.approx(0.21)
+
+
+def test_requests_in_flight_raise_the_price_of_a_long_prefill():
+    rows = [idle(num_requests=10), idle(reported_work=500)]
+    assert choose(rows, 200)[0].replica == "0"
+    assert choose(rows, 2000)[0].replica == "1"
+
+
+def test_decoding_is_cheaper_where_the_cache_is_shorter():
+    rows = [idle(kv_tokens=50_000), idle(kv_tokens=20_000)]
+    assert winners(rows, demand=BUSY) == {"1": 400}
+    terms = choose(rows, demand=BUSY, policy=CostPolicy(delta=1.0))[0].terms
+    assert terms["decode_s"] == pytest.approx(200 * 1e-7 * 20_000)
+
+
+def test_a_full_cache_of_fresh_blocks_sends_a_new_prompt_elsewhere():
+    full, stale, room = idle(cache_age_s=10), idle(cache_age_s=600), idle()
+    assert choose([full, stale, room]).names() == ["2", "1", "0"]
+
+
+def test_a_replica_without_memory_makes_wait():
+    rows = [idle(free_tokens=100, used_tokens=9000, kv_tokens=9000), idle(num_requests=1)]
+    terms = choose(rows, demand=BUSY)
+    assert terms[0].replica == "1" and terms[1].terms["memory_s"] > 0
+
+
+def test_a_prefix_in_demand_gets_a_second_copy_before_its_holder_is_that_busy():
+    holder, other = idle(gpu_tokens=900, reported_work=300), idle()
+    assert winners([holder, other], demand=BUSY) == {"0": 400}
+    assert winners([holder, other], demand=BUSY, followers=3) == {"1": 400}
+    # Where many hold it already, one more copy is worth little.
+    copies = [holder] * 4 + [other]
+    assert set(winners(copies, demand=BUSY, followers=3)) == set("0123")
+
+
+def test_later_arrivals_make_a_long_job_behind_a_queue_dearer_up_to_a_window():
+    def later(work):
+        return choose([idle(reported_work=work)], demand=BUSY)[0].terms["later_s"]
+
+    assert later(0) < later(1000) < later(10_000)
+    at_most = 2.0 / 0.5 * 0.1 * (3 * BUSY.mean_prefill_s)  # kappa lambda / (1 - rho) P w0
+    assert later(1e9) == pytest.approx(at_most, rel=1e-3)
+
+
+def test_a_session_stays_among_near_equals():
+    near = [idle(reported_work=2), idle()]
+    fleet = fleet_of(near)
+    assert winners(near) == {"1": 400}
+    sticky = replace(fleet, session_row=0)
+    ranking = CostPolicy().choose(RouteRequest(1000), sticky, 0.0, random.Random(0))
+    assert ranking[0].replica == "0"
+    assert winners([idle(reported_work=200), idle()], session_row=0) == {"1": 400}
+
+
+def test_of_stale_reports_two_at_random_compete():
+    rows = [idle(report_age_s=5.0, reported_work=20_000 + i) for i in range(6)]
+    counts = winners(rows, draws=1500)
+    # The i-th best wins when it is drawn with a worse one: 5, 4, ... 1 of the 15 pairs.
+    assert counts["0"] == pytest.approx(500, abs=80) and counts["4"] == pytest.approx(100, abs=40)
+    assert "5" not in counts
+    fresh = idle(reported_work=1000)
+    assert winners([*rows, fresh]) == {"6": 400}
+
+
+def test_no_replicas_give_an_empty_ranking():
+    assert len(choose([])) == 0
