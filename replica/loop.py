@@ -157,6 +157,8 @@ class EngineLoop:
                     self._send(self._step(plan))
                 else:
                     self._send(DeltaBatch(self._scheduler.take_ended()))
+                    # A leak ends the engine now, when it disturbs nobody, and a whole one takes its place.
+                    self._scheduler.check_idle()
                     self._sleep(self._scheduler.next_deadline_s())
         except Exception:
             logger.exception("the engine's loop failed")

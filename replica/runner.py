@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,7 @@ from quire.replica.logprobs import (
 )
 from quire.replica.output_head import split_model
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
-from quire.replica.sampler import sample
+from quire.replica.sampler import fill_masks, sample
 from quire.replica.spec import ModelSpec
 from quire.replica.token_counts import TokenCounts
 
@@ -80,6 +81,9 @@ class Runner:
         self.host_pool = HostPool(config.num_host_blocks, pool)
         self._device = torch.device(config.device)
         self._token_counts = TokenCounts(config.vocab_size, self._device)
+        # Grammars take their time for a large vocabulary: they have that of the forward pass, which on the CPU
+        # keeps this thread.
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         self._graphs_at_ready = _num_traced_graphs()
         self._kernels_built = 0
         self._query_tokens: tuple[int | None, ...] = (None,) * len(pool.groups)
@@ -124,6 +128,8 @@ class Runner:
         self.host_pool.save(plan.saves)
         self.host_pool.restore(plan.restores)
         self.pool.copy_blocks(plan.copies)
+        grammars = plan.sampling.grammars
+        masks = self._mask_thread.submit(fill_masks, grammars) if grammars else None
         hidden = self._hidden_states(plan)
         prompts = tuple(
             score_prompt(hidden, targets, self._logits, self._max_logits_rows)
@@ -131,7 +137,9 @@ class Runner:
         )
         logits = self._logits(hidden[self._to_device(plan.sampling.token_index)])
         distribution = log_distribution(logits, plan.sampling)
-        tokens = sample(logits, plan.sampling, self._token_counts)
+        tokens = sample(
+            logits, plan.sampling, self._token_counts, None if masks is None else masks.result()
+        )
         logprobs = None
         if distribution is not None:
             logprobs = of_tokens(distribution, plan.sampling, tokens)

@@ -22,7 +22,10 @@ _NEVER = float("-inf")
 
 
 def sample(
-    logits: torch.Tensor, batch: SamplingBatch, counts: TokenCounts | None = None
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    counts: TokenCounts | None = None,
+    grammar_masks: np.ndarray | None = None,
 ) -> torch.Tensor:
     """Choose one token a row.
 
@@ -34,12 +37,16 @@ def sample(
         The rows' columns.
     counts
         History of the rows with penalties; required when the batch has any, and brought up to date.
+    grammar_masks
+        `fill_masks` of the batch's grammars, if somebody has filled them meanwhile.
 
     Returns
     -------
     [S] int64 token ids; `NO_TOKEN` where a row's constraints leave none.
     """
-    constrained = _constrain(logits, batch)
+    if batch.grammars and grammar_masks is None:
+        grammar_masks = fill_masks(batch.grammars)
+    constrained = _constrain(logits, batch, grammar_masks)
     if batch.penalties is not None:
         if counts is None:
             raise ValueError("the batch has penalties: the counts of its rows are needed")
@@ -56,10 +63,18 @@ def sample(
     return tokens
 
 
-def _constrain(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
+def fill_masks(grammars: Sequence[tuple[int, TokenMask]]) -> np.ndarray:
+    """[G, ceil(vocab / 32)] int32, what each grammar of a batch allows next. Needs no logits, so it can run
+    beside the forward pass."""
+    return np.stack([grammar.mask() for _, grammar in grammars])
+
+
+def _constrain(
+    logits: torch.Tensor, batch: SamplingBatch, grammar_masks: np.ndarray | None
+) -> np.ndarray:
     """Mask and bias ids; returns the rows that have a mask, [C] int64."""
-    if batch.grammars:
-        _apply_grammars(logits, batch.grammars)
+    if grammar_masks is not None:
+        _apply_grammars(logits, batch.grammars, grammar_masks)
     allowed = [(i, rules.allowed_ids) for i, rules in batch.rules if rules.allowed_ids is not None]
     if allowed:
         index = _index(allowed, logits.device)
@@ -75,9 +90,11 @@ def _constrain(logits: torch.Tensor, batch: SamplingBatch) -> np.ndarray:
     return np.unique([i for i, _ in masked]).astype(np.int64)
 
 
-def _apply_grammars(logits: torch.Tensor, grammars: Sequence[tuple[int, TokenMask]]) -> None:
+def _apply_grammars(
+    logits: torch.Tensor, grammars: Sequence[tuple[int, TokenMask]], masks: np.ndarray
+) -> None:
     device = logits.device
-    packed = torch.from_numpy(np.stack([grammar.mask() for _, grammar in grammars])).to(device)
+    packed = torch.from_numpy(masks).to(device)
     ids = torch.arange(logits.shape[1], device=device)
     allowed = (packed[:, ids // 32] >> (ids % 32)) & 1  # [G, vocab] int32
     rows = torch.tensor([i for i, _ in grammars], device=device)

@@ -821,6 +821,26 @@ class Scheduler:
             entry["host_blocks"] = [block.host_block for block in request.parked.blocks]
         return entry
 
+    def check_idle(self) -> None:
+        """Raise `IntegrityError` if nobody is alive and something is still held for somebody.
+
+        A few comparisons, however large the cache is; `check` finds out more.
+        """
+        if self._requests:
+            return
+        held = {
+            "blocks of the device": self.blocks.num_in_use,
+            "blocks of the host tier": self.host.blocks.num_in_use,
+            "rows": self.rows.num_active,
+            "queued requests": self.num_waiting,
+            "prefills": len(self._prefilling),
+            "decoding tokens": self.rows.num_decode_tokens,
+            "missing tokens": self.rows.num_missing_tokens,
+        }
+        leaked = {name: count for name, count in held.items() if count}
+        if leaked:
+            raise IntegrityError(f"no request is alive, but these are held: {leaked}")
+
     def check(self) -> None:
         """Walk everything; raise `IntegrityError` (an AssertionError) where two records disagree."""
         self.prefix.check()

@@ -129,6 +129,27 @@ def test_call_returns_results_and_exceptions(harness):
         harness.loop.call(lambda scheduler: 1 // 0).result(TIMEOUT_S)
 
 
+@pytest.mark.parametrize("leak", ["block", "row", "count"])
+def test_an_idle_engine_that_has_leaked_something_ends(harness, caplog, leak):
+    harness.last_delta(harness.submit())
+    assert harness.loop.is_alive()
+
+    def lose(scheduler: Scheduler) -> None:
+        if leak == "block":
+            scheduler.blocks.allocate(1)
+        elif leak == "row":
+            scheduler.rows._free.pop()
+        else:
+            scheduler.rows.num_decode_tokens += 1
+
+    harness.loop.call(lose).result(TIMEOUT_S)
+    harness.loop._thread.join(TIMEOUT_S)
+    assert not harness.loop.is_alive()
+    assert "no request is alive, but these are held" in caplog.text
+    with pytest.raises(Unavailable):
+        harness.submit()
+
+
 def test_a_cancelled_call_does_not_run_and_does_not_hurt(harness):
     """What a router that detaches at once does: its snapshot's future is cancelled before the loop looks."""
     entered, leave, ran = threading.Event(), threading.Event(), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -49,6 +50,38 @@ def test_a_step_that_samples_nothing_only_fills_the_cache(runner):
     assert runner.run(plan).token_ids.shape == (0,)
     written = torch.isfinite(runner.pool.group_view(0)).all(-1)[:, 0, 0, 0]  # [blocks, block_size]
     assert int(written.sum()) == 11
+
+
+class SlowMask:
+    """A grammar whose mask is filled only once the forward pass has begun, which waits for it to be asked."""
+
+    def __init__(self, vocab_size: int, allowed: int):
+        self.asked, self.forward_began = threading.Event(), threading.Event()
+        self.packed = np.zeros(-(-vocab_size // 32), np.int32)
+        self.packed[allowed // 32] = 1 << allowed % 32
+
+    def mask(self) -> np.ndarray:
+        self.asked.set()
+        assert self.forward_began.wait(10)
+        return self.packed
+
+
+def test_grammar_masks_are_filled_while_the_forward_pass_runs(runner):
+    grammar = SlowMask(runner.config.vocab_size, allowed=5)
+
+    def meet(*_: object) -> None:
+        grammar.forward_began.set()
+        assert grammar.asked.wait(10)
+
+    driver = Driver(runner)
+    plan, _ = driver.plan([(driver.add(prompt(9), 1), 9)])
+    columns = dataclasses.replace(plan.sampling, grammars=((0, grammar),))
+    hook = runner.model.model.layers[-1].register_forward_pre_hook(meet)
+    try:
+        result = runner.run(dataclasses.replace(plan, sampling=columns))
+    finally:
+        hook.remove()
+    assert result.token_ids.tolist() == [5]
 
 
 def test_only_rows_that_sample_reach_the_lm_head(runner, monkeypatch):
