@@ -148,7 +148,7 @@ def test_bits_are_equal_when_a_soft_reset_cuts_the_prompt(runners):
         for _ in range(steps):
             plan = scheduler.plan(0.0)
             parts += scheduler.commit(plan, runner.run(plan), 0.0)
-        scheduler._soft_reset(request)
+        scheduler._evict(request)
         told = []
         while (plan := scheduler.plan(0.0)) is not None:
             told += scheduler.commit(plan, runner.run(plan), 0.0)
