@@ -14,6 +14,7 @@ from quire.router.policy import Demand
 HORIZON_S = 30.0
 _LEAST_SHARE = 1 / 64
 _OUTPUT_WEIGHT = 0.01
+_MIN_STEPS = 32  # reports before the slope says anything
 _STEP_WEIGHT = 0.002
 
 
@@ -98,13 +99,16 @@ class DemandMeter:
 class StepSlope:
     """Least squares of decode step time over KV tokens, with exponential forgetting.
 
-    The slope is what one more token in the cache adds to a step; it stays 0 until the reports differ
-    enough to tell, and never says that an empty cache would make a step take less than no time.
+    The slope is what one more token in the cache adds to a step: as much of it as the reports prove, three standard
+    errors below the estimate. A few noisy steps of an idle cluster would else make a replica that is a token
+    ahead look dearer than the prefill of a whole prompt elsewhere. It never says that an empty cache would
+    make a step take less than no time.
     """
 
     def __init__(self) -> None:
         self._weight = 0.0
-        self._x = self._y = self._xx = self._xy = 0.0  # running means
+        # Running means, and variances and covariance around them.
+        self._x = self._y = self._xx = self._xy = self._yy = 0.0
 
     def add(self, kv_tokens: float, step_s: float) -> None:
         if step_s <= 0 or kv_tokens <= 0:
@@ -116,12 +120,16 @@ class StepSlope:
         self._y += part * y
         self._xx += part * (x * (kv_tokens - self._x) - self._xx)
         self._xy += part * (x * (step_s - self._y) - self._xy)
+        self._yy += part * (y * (step_s - self._y) - self._yy)
 
     @property
     def s_per_token(self) -> float:
-        if self._weight < 8 or self._xx <= 0.01 * self._x * self._x:
+        if self._weight < _MIN_STEPS or self._xx <= 0.01 * self._x * self._x:
             return 0.0
-        return min(max(0.0, self._xy / self._xx), self._y / self._x)
+        slope = self._xy / self._xx
+        unexplained = max(0.0, self._yy - slope * self._xy)
+        error = math.sqrt(unexplained / (self._xx * (self._weight - 2)))
+        return min(max(0.0, slope - 3 * error), self._y / self._x)
 
 
 class Followers:
