@@ -145,12 +145,12 @@ def plan(
     library = native_library.load()
     num_threads = torch.get_num_threads() if library.parallel else 1
     row_floats = library.functions.quire_partial_floats(head_dim)
-    group = num_heads // kv_heads
     units, num_partials = _work_units(
         tiles,
+        num_heads,
         kv_heads,
         ITEMS_PER_THREAD * num_threads if num_threads > 1 else 0,
-        MAX_PARTIAL_BYTES // (4 * row_floats * group * kv_heads),
+        MAX_PARTIAL_BYTES // (4 * row_floats),
     )
     return NativePlan(
         block_tables=block_tables,
@@ -158,7 +158,7 @@ def plan(
         key_end=key_end,
         tiles=tiles,
         units=units,
-        partials=np.empty((num_partials * group * kv_heads, row_floats), np.float32),
+        partials=np.empty((num_partials, row_floats), np.float32),
         missing=np.empty(len(tiles) * kv_heads, np.int32),
         scratch=np.empty((num_threads, library.scratch_bytes + 64), np.uint8),
         cache_shape=k_cache.shape,
@@ -182,11 +182,12 @@ def _query_tiles(
 
 
 def _work_units(
-    tiles: np.ndarray, kv_heads: int, wanted_items: int, max_partials: int
+    tiles: np.ndarray, num_heads: int, kv_heads: int, wanted_items: int, max_partials: int
 ) -> tuple[np.ndarray, int]:
-    """Split the tiles with most keys until there are `wanted_items`, or `max_partials` (query tokens x splits).
+    """Split the tiles with most keys until there are `wanted_items`, or `max_partials`.
 
-    Writes the tiles' `first_partial`. Returns [units, 3] int64, the most expensive first, and the partials.
+    A partial is the result of one query token, head and split. Writes the tiles' `first_partial`. Returns [units, 3]
+    int64, the most expensive first, and the number of partials.
     """
     tokens, begin, end = tiles[:, 1], tiles[:, 3], tiles[:, 4]
     split_begin, split_end = begin // SPLIT_TOKENS, -(-end // SPLIT_TOKENS)
@@ -196,10 +197,11 @@ def _work_units(
     for t in np.argsort(begin - end, kind="stable") if num_items < wanted_items else ():
         if num_splits[t] < 2 or num_items >= wanted_items:
             break
-        if num_partials + tokens[t] * num_splits[t] <= max_partials:
+        own_partials = int(tokens[t] * num_heads * num_splits[t])
+        if num_partials + own_partials <= max_partials:
             is_split[t] = True
             tiles[t, 5] = num_partials
-            num_partials += int(tokens[t] * num_splits[t])
+            num_partials += own_partials
             num_items += int(num_splits[t] - 1) * kv_heads
     tile = np.repeat(np.arange(len(tiles)), np.where(is_split, num_splits, 1))
     number = np.arange(len(tile)) - np.searchsorted(tile, tile)

@@ -25,7 +25,7 @@ struct query_tile {
     int64_t first_token, num_tokens; /* consecutive flat query tokens of one row */
     int64_t row;                     /* of the block tables */
     int64_t key_begin, key_end;      /* keys that some of its tokens see */
-    int64_t first_partial;           /* of its partial results; -1: one unit does all splits */
+    int64_t first_partial;           /* its first row of `partials`, num_tokens x heads a split; -1: not split */
 };
 
 struct work_unit {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -168,6 +170,32 @@ def test_splitting_a_long_row_over_threads_changes_no_bit(dtype, monkeypatch):
             finally:
                 torch.set_num_threads(1)
     assert all(torch.equal(out, outputs[0]) for out in outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_tiles_keep_their_partial_results_apart_in_any_order_of_the_units(dtype, monkeypatch):
+    batch = Batch([(40, 600), (1, 1100)], 6, 2, 64, 32, dtype)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # nothing is split
+    expected = batch.run()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    plan = plan_attention(batch.cu_q, batch.kv_len, batch.tables, batch.k, 6, backend="native")
+    assert (plan.tiles[:, 5] >= 0).all()  # 21 and 19 tokens of the first row, and the second row
+    assert len(plan.units) == 2 + 2 + 3
+
+    used = np.zeros(len(plan.partials), int)
+    for _, tokens, _, begin, end, first in plan.tiles:
+        splits = -(-end // cpu_attention_native.SPLIT_TOKENS) - (
+            begin // cpu_attention_native.SPLIT_TOKENS
+        )
+        used[first : first + splits * tokens * 6] += 1
+    assert (used == 1).all()
+
+    # What threads may do to each other, without their luck: one thread, the units in another order.
+    for order in itertools.islice(itertools.permutations(range(len(plan.units))), 0, None, 50):
+        plan.partials.fill(np.nan)
+        other = dataclasses.replace(plan, units=plan.units[list(order)], num_threads=1)
+        out = paged_attention(batch.q, batch.k, batch.v, None, None, None, 64**-0.5, plan=other)
+        assert torch.equal(out, expected)
 
 
 def test_long_rows_are_split_only_where_threads_would_idle_and_memory_allows(monkeypatch):
