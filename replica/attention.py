@@ -7,6 +7,7 @@ without global state and without a mask.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from quire.kernels.cpu_attention import AttentionPlan, paged_attention, plan_attention
+from quire.kernels.paged_attention import PagedAttention, Plan
 from quire.replica.kv_pool import KVPool
 
 ATTENTION_NAME = "quire_paged"
@@ -25,28 +26,17 @@ class StepContext:
     """What every layer of one step needs to know."""
 
     pool: KVPool
+    attentions: Sequence[PagedAttention]  # G, one for each layer group
     cu_q: np.ndarray  # [rows + 1] int64
     kv_len: np.ndarray  # [rows] int64
     block_tables: np.ndarray  # [G, rows, max blocks] int64
     write_rows: list[torch.Tensor]  # G of [T * kv_heads] int64, `KVPool.rows_of` the step's slots
-    query_tokens: tuple[int | None, ...]  # G, `plan_attention`; for the torch path
-    _plans: dict[int, AttentionPlan] = field(default_factory=dict)
+    _plans: dict[int, Plan] = field(default_factory=dict)
 
-    def plan(self, layer: int, num_heads: int) -> AttentionPlan:
-        """The attention plan of all layers of this one's group; laid out when the first of them asks."""
-        g = self.pool.group_of(layer)
+    def plan(self, g: int) -> Plan:
+        """The attention plan of all layers of a group; laid out when the first of them asks."""
         if g not in self._plans:
-            group = self.pool.groups[g]
-            self._plans[g] = plan_attention(
-                self.cu_q,
-                self.kv_len,
-                self.block_tables[g],
-                self.pool.keys(layer),
-                num_heads,
-                window=group.window,
-                chunk=group.chunk,
-                query_tokens=self.query_tokens[g],
-            )
+            self._plans[g] = self.attentions[g].plan(self.cu_q, self.kv_len, self.block_tables[g])
         return self._plans[g]
 
 
@@ -79,20 +69,18 @@ def paged_forward(
     [1, T, heads, head_dim] and None for the weights.
     """
     layer, pool = module.layer_idx, quire.pool
+    g = pool.group_of(layer)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
-    pool.write(layer, k, v, quire.write_rows[pool.group_of(layer)])
-    out = paged_attention(
+    pool.write(layer, k, v, quire.write_rows[g])
+    out = quire.attentions[g](
         q,
         pool.keys(layer),
         pool.values(layer),
-        quire.block_tables,
-        quire.cu_q,
-        quire.kv_len,
         scaling,
+        quire.plan(g),
         softcap=softcap,
         sinks=s_aux,
         out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
-        plan=quire.plan(layer, q.shape[1]),
     )
     return out[None], None
 

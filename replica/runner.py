@@ -21,6 +21,7 @@ import torch
 
 from quire.kernels import cpu_attention_native
 from quire.kernels.cpu_attention_torch import choose_query_tokens
+from quire.kernels.paged_attention import Backend, PagedAttention
 from quire.replica.attention import StepContext
 from quire.replica.config import EngineConfig
 from quire.replica.groups import LayerGroup
@@ -73,7 +74,15 @@ class Runner:
         `deterministic` cannot hold for this model, dtype or machine.
     """
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, model: torch.nn.Module, pool: KVPool):
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        model: torch.nn.Module,
+        pool: KVPool,
+        *,
+        attention_backend: Backend | None = None,
+    ):
         self.config = config
         self.spec = spec
         self.model = model
@@ -86,15 +95,26 @@ class Runner:
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         self._graphs_at_ready = _num_traced_graphs()
         self._kernels_built = 0
-        self._query_tokens: tuple[int | None, ...] = (None,) * len(pool.groups)
         if config.device == "cpu":
             torch.set_num_threads(config.num_threads)
         if config.deterministic:
             make_deterministic(model)
-            self._query_tokens = tuple(map(self._exact_query_tokens, pool.groups))
+        self._attentions = [self._attention(group, attention_backend) for group in pool.groups]
         self._decoder, self._head = split_model(model)
         # Rows of logits at once: the memory that sizing counts for those of a step's samples.
         self._max_logits_rows = config.max_running_requests
+
+    def _attention(self, group: LayerGroup, backend: Backend | None) -> PagedAttention:
+        return PagedAttention(
+            self.pool.keys(group.layers[0]),
+            self.spec.num_heads,
+            max_rows=self.config.max_running_requests + 1,  # warm-up adds a prompt to all of them
+            window=group.window,
+            chunk=group.chunk,
+            uniform=self.config.deterministic,
+            query_tokens=self._exact_query_tokens(group) if self.config.deterministic else None,
+            backend=backend,
+        )
 
     def _exact_query_tokens(self, group: LayerGroup) -> int | None:
         """Prefill tile of the torch path with the decode tiles' bits; native attention needs no such choice."""
@@ -165,13 +185,13 @@ class Runner:
         """Write the step's KV; [T, hidden size]."""
         context = StepContext(
             pool=self.pool,
+            attentions=self._attentions,
             cu_q=plan.cu_q.astype(np.int64),
             kv_len=plan.kv_len.astype(np.int64),
             block_tables=plan.block_tables.astype(np.int64),
             write_rows=[
                 self.pool.rows_of(g, slots) for g, slots in enumerate(self._to_device(plan.slots))
             ],
-            query_tokens=self._query_tokens,
         )
         output = self._decoder(
             input_ids=self._to_device(plan.token_ids)[None],

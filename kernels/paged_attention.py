@@ -1,0 +1,215 @@
+"""Paged attention where the cache lies: the Triton kernels on a GPU, `cpu_attention` on the CPU.
+
+One `PagedAttention` for the layers that share heads, head size, window or chunk; one plan a step for all of them::
+
+    attention = PagedAttention(k_cache, num_heads, max_rows=256)        # once
+    plan = attention.plan(cu_q, kv_len, block_tables)                   # once a step, numpy arrays
+    attention(q, k_cache, v_cache, scale, plan, out=out)                # each layer
+
+On a GPU rows of one query token go through the decode kernel and the others through the prefill kernel, into the
+same output. With `uniform` all go through the prefill kernel: then a token has the same bits whether it was decoded
+or prefilled again, for which the decode kernel's splits are given up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from quire.kernels import cpu_attention
+
+if TYPE_CHECKING:  # a CPU needs no Triton
+    from quire.kernels.decode_plan import DecodePlan
+    from quire.kernels.prefill_plan import PrefillPlan
+
+Backend = Literal["cpu", "triton"]
+# Partial results of split decode rows: at 32 heads of 128 these are 34 MB. Rows beyond are not split, nor wrong.
+_MAX_SLOTS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """Work of one step on a GPU."""
+
+    decode: DecodePlan | None  # None: no row has exactly one query token
+    prefill: PrefillPlan | None  # None: no row has more
+    block_tables: torch.Tensor  # [rows, max blocks] int32
+
+
+Plan = TritonPlan | cpu_attention.AttentionPlan
+
+
+class PagedAttention:
+    """Causal attention over a paged cache, for layers of one kind.
+
+    Parameters
+    ----------
+    k_cache
+        [blocks, kv_heads, block_size, head_dim] of one of the layers; only its shape, strides, dtype and device
+        are read.
+    num_heads
+        Query heads, a multiple of the KV heads.
+    max_rows
+        Most rows of a batch.
+    window, chunk
+        Keys a query sees, itself included, or the size of local attention's chunks; None for all.
+    uniform
+        On a GPU: the same bits for decoded and prefilled tokens. On the CPU they always are.
+    query_tokens
+        For the CPU without the compiled library, see `cpu_attention.plan_attention`.
+    backend
+        "triton" on a GPU, and in its interpreter; "cpu" on the CPU. None chooses by the cache's device.
+
+    Raises
+    ------
+    ValueError
+        The kernels do not serve such heads or such a cache; the message says what they do.
+    """
+
+    def __init__(
+        self,
+        k_cache: torch.Tensor,
+        num_heads: int,
+        *,
+        max_rows: int,
+        window: int | None = None,
+        chunk: int | None = None,
+        uniform: bool = False,
+        query_tokens: int | None = None,
+        backend: Backend | None = None,
+    ):
+        if backend not in (None, "cpu", "triton"):
+            raise ValueError(f"backend must be 'cpu', 'triton' or None, got {backend!r}")
+        self.backend: Backend = backend or ("cpu" if k_cache.device.type == "cpu" else "triton")
+        self._k_cache = k_cache
+        self._num_heads = num_heads
+        self._window = window
+        self._chunk = chunk
+        self._uniform = uniform
+        self._query_tokens = query_tokens
+        self._workspace = None
+        if self.backend == "triton" and not uniform:
+            from quire.kernels.decode_plan import allocate_decode_workspace
+
+            _, num_kv_heads, _, head_dim = k_cache.shape
+            self._workspace = allocate_decode_workspace(
+                max_rows,
+                max(_MAX_SLOTS, max_rows),
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                k_cache.device,
+                dtype=k_cache.dtype,
+                window=window,
+                chunk=chunk,
+            )
+
+    def plan(self, cu_q: np.ndarray, kv_len: np.ndarray, block_tables: np.ndarray) -> Plan:
+        """Lay out the work of a ragged batch.
+
+        Parameters
+        ----------
+        cu_q
+            [rows + 1] int, row i owns the query tokens [cu_q[i], cu_q[i + 1]).
+        kv_len
+            [rows] int, tokens in the cache, those of this step included; the queries are the last ones.
+        block_tables
+            [rows, max blocks] int, entries that hold no key of a query's are not read.
+        """
+        if self.backend == "cpu":
+            return cpu_attention.plan_attention(
+                cu_q,
+                kv_len,
+                block_tables,
+                self._k_cache,
+                self._num_heads,
+                window=self._window,
+                chunk=self._chunk,
+                query_tokens=self._query_tokens,
+            )
+        return self._triton_plan(cu_q, kv_len, block_tables)
+
+    def _triton_plan(
+        self, cu_q: np.ndarray, kv_len: np.ndarray, block_tables: np.ndarray
+    ) -> TritonPlan:
+        from quire.kernels.decode_plan import plan_decode
+        from quire.kernels.prefill_plan import plan_prefill
+
+        device = self._k_cache.device
+        starts, lengths, tables = (
+            torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device, non_blocking=True)
+            for x in (cu_q, kv_len, block_tables)
+        )
+        num_query = np.diff(cu_q)
+        decode = prefill = None
+        if not self._uniform and (num_query == 1).any():
+            decode = plan_decode(self._workspace, starts, lengths)
+        least = 1 if self._uniform else 2
+        if (num_query >= least).any():
+            _, num_kv_heads, _, head_dim = self._k_cache.shape
+            prefill = plan_prefill(
+                starts,
+                lengths,
+                int(cu_q[-1]),
+                self._num_heads,
+                num_kv_heads,
+                head_dim,
+                dtype=self._k_cache.dtype,
+                window=self._window,
+                chunk=self._chunk,
+                min_query_tokens=least,
+            )
+        return TritonPlan(decode, prefill, tables)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        plan: Plan,
+        *,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Parameters
+        ----------
+        q
+            [tokens, heads, head_dim] in the dtype of the cache.
+        k_cache, v_cache
+            [blocks, kv_heads, block_size, head_dim] of the layer; the keys of this step are already written.
+        scale
+            Factor on q . k.
+        plan
+            `plan` of this batch.
+        softcap
+            s becomes softcap * tanh(s / softcap).
+        sinks
+            [heads] logits that join the denominator only.
+
+        Returns
+        -------
+        [tokens, heads, head_dim], in `out` if it is given.
+        """
+        if not isinstance(plan, TritonPlan):
+            return cpu_attention.paged_attention(
+                q, k_cache, v_cache, None, None, None, scale,
+                softcap=softcap, sinks=sinks, out=out, plan=plan,
+            )  # fmt: skip
+        from quire.kernels.attention_decode import decode_attention
+        from quire.kernels.attention_prefill import prefill_attention
+
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        call = (q, k_cache, v_cache, plan.block_tables, scale)
+        sinks = None if sinks is None else sinks.float()
+        if plan.prefill is not None:
+            prefill_attention(*call, plan.prefill, softcap=softcap, sinks=sinks, out=out)
+        if plan.decode is not None:
+            decode_attention(*call, plan.decode, softcap=softcap, sinks=sinks, out=out)
+        return out

@@ -1,0 +1,132 @@
+"""One attention for both devices: against the reference, and under a model of transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from quire.kernels.interpreter import kernel_device
+from quire.kernels.paged_attention import PagedAttention
+from quire.replica.config import EngineConfig
+from quire.replica.kv_pool import KVPool
+from quire.replica.loader import load_model
+from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.runner import Runner
+from quire.replica.spec import ModelSpec
+
+DEVICE = kernel_device()
+BACKENDS = ["triton", "cpu"] if DEVICE == "cpu" else ["triton"]
+OPTIONS = {
+    "full": {},
+    "window": {"window": 20},
+    "chunk": {"chunk": 32},
+    "softcap_and_sinks": {"softcap": 5.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_decodes_and_chunks_in_one_batch_match_the_reference(
+    paged_batch, close, backend, uniform, kind
+):
+    options = dict(OPTIONS[kind])
+    what_is_seen = {name: options.pop(name, None) for name in ("window", "chunk")}
+    batch = paged_batch([1, 17, 1, 5], [70, 17, 1, 40], 4, 2, 64, 16, torch.float32)
+    sinks = torch.linspace(-1, 2, 4, device=DEVICE) if options.pop("sinks", False) else None
+    expected = batch.expected(sinks=sinks, **what_is_seen, **options)
+    attention = PagedAttention(
+        batch.k, 4, max_rows=8, uniform=uniform, backend=backend, **what_is_seen
+    )
+    lists = (x.cpu().numpy() for x in (batch.cu_q, batch.kv_len, batch.tables))
+    plan = attention.plan(*lists)
+    out = attention(batch.q, batch.k, batch.v, batch.scale, plan, sinks=sinks, **options)
+    close(out, expected, torch.float32)
+
+
+def test_an_unknown_backend_is_refused(paged_batch):
+    batch = paged_batch([1], [1], 2, 1, 64, 16, torch.float32)
+    with pytest.raises(ValueError, match="backend must be 'cpu', 'triton' or None, got 'fast'"):
+        PagedAttention(batch.k, 2, max_rows=1, backend="fast")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random Mistral whose window is shorter than its prompts."""
+    path = tmp_path_factory.mktemp("mistral")
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=97,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        sliding_window=24,
+        max_position_embeddings=128,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def test_a_model_gives_the_same_logits_on_both_paths(checkpoint):
+    spec = ModelSpec.from_checkpoint(checkpoint)
+    config = EngineConfig(
+        model_name="m",
+        revision="",
+        device=DEVICE,
+        dtype="float32",
+        vocab_size=97,
+        eos_token_ids=(),
+        max_model_len=128,
+        block_size=16,
+        num_blocks=32,
+        max_batch_tokens=64,
+        max_running_requests=4,
+        max_waiting_requests=4,
+        safety_margin=0.2,
+        prefix_caching=False,
+        deterministic=False,
+        num_threads=1,
+        groups=spec.groups,
+    )
+    ids = np.random.default_rng(0).integers(0, 97, 50).astype(np.int32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = reference(torch.from_numpy(ids).long()[None]).logits[0]
+    for backend in BACKENDS:
+        pool = KVPool(32, spec.groups, 16, torch.float32, DEVICE)
+        pool.poison()
+        model = load_model(spec, DEVICE, "float32")
+        runner = Runner(config, spec, model, pool, attention_backend=backend)
+        for begin, end in ((0, 33), (33, 49), (49, 50)):  # two chunks, then a decode
+            found = runner.forward(chunk(ids, begin, end, len(spec.groups)))
+            torch.testing.assert_close(found.cpu()[0], logits[end - 1], rtol=1e-4, atol=1e-4)
+
+
+def chunk(ids: np.ndarray, begin: int, end: int, num_groups: int) -> StepPlan:
+    """A step of one row in blocks 4, 5, ... of every group."""
+    positions = np.arange(begin, end, dtype=np.int32)
+    tables = np.tile(np.arange(4, 8, dtype=np.int32), (num_groups, 1, 1))
+    return StepPlan(
+        step=1,
+        num_decode_rows=int(end - begin == 1),
+        token_ids=ids[begin:end],
+        positions=positions,
+        cu_q=np.array([0, end - begin], np.int32),
+        kv_len=np.array([end], np.int32),
+        block_tables=tables,
+        slots=np.tile(4 * 16 + positions.astype(np.int64), (num_groups, 1)),
+        sampling=SamplingBatch(
+            token_index=np.array([end - begin - 1], np.int32),
+            temperature=np.zeros(1, np.float32),
+            top_k=np.zeros(1, np.int32),
+            top_p=np.ones(1, np.float32),
+            seed=np.zeros(1, np.uint64),
+            choice=np.zeros(1, np.int32),
+            position=np.array([end], np.int64),
+        ),
+    )
