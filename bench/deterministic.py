@@ -91,7 +91,7 @@ def measure(name: str, checkpoint: str, rounds: int) -> list[report.Bar]:
             }
             bars.append(
                 report.Bar(
-                    f"deterministic/{name}_{workload}",
+                    f"engine/deterministic_{name}_{workload}",
                     medians["deterministic"] / medians["plain"],
                     "x",
                     goal,

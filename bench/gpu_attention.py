@@ -137,7 +137,7 @@ def decode_bars(rows: list[Row]) -> list[report.Bar]:
     """Each model and kind of lengths: the slowest of all batch sizes from 64k tokens on."""
     return [
         worst(
-            f"decode/{model}_{lengths}",
+            f"gpu/decode/{model}_{lengths}",
             [
                 row
                 for row in rows
@@ -213,7 +213,7 @@ def prefill_bars(rows: list[Row]) -> list[report.Bar]:
     """TFLOP/s at 8k tokens."""
     return [
         worst(
-            f"prefill/{model}_8k",
+            f"gpu/prefill/{model}_8k",
             [row for row in rows if (row["model"], row["tokens"]) == (model, BAR_PREFILL)],
             "tflops",
             "TFLOP/s",

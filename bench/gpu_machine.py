@@ -132,7 +132,7 @@ def numerics_bars(rows: list[Row]) -> list[report.Bar]:
     failed = sum(row["failed"] for row in counted)
     details = {"tests": sum(row["tests"] for row in counted), "missing": missing}
     value = None if missing and not failed else failed
-    return [report.Bar("numerics/failed_tests", value, "", 0, details=details)]
+    return [report.Bar("gpu/failed_tests", value, "", 0, details=details)]
 
 
 MACHINE = Part("machine", machine_points, measure_machine)

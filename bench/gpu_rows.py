@@ -169,10 +169,14 @@ def measure_block_copy(session: Session, point: Point) -> Row:
 
 
 PARTS = (
-    Part("kv_write", kv_write_points, measure_kv_write, partial(_bar, "kv_write/worst"), 15),
-    Part("norm", norm_points, measure_norm, partial(_bar, "norm/worst"), 10),
+    Part("kv_write", kv_write_points, measure_kv_write, partial(_bar, "gpu/kv_write_worst"), 15),
+    Part("norm", norm_points, measure_norm, partial(_bar, "gpu/norm_worst"), 10),
     Part(
-        "activation", activation_points, measure_activation, partial(_bar, "activation/worst"), 10
+        "activation",
+        activation_points,
+        measure_activation,
+        partial(_bar, "gpu/activation_worst"),
+        10,
     ),
     Part("block_copy", block_copy_points, measure_block_copy, budget_s=10),
 )

@@ -96,7 +96,7 @@ def _sampling_call(session: Session, logits: torch.Tensor, mode: str) -> Call:
 def sampling_bars(rows: list[Row]) -> list[report.Bar]:
     """The slowest way to sample."""
     sampled = [row for row in rows if row["mode"] in MODES]
-    return [worst("sampling/worst", sampled, "passes", "passes", MAX_PASSES, at_most=True)]
+    return [worst("gpu/sampling_worst", sampled, "passes", "passes", MAX_PASSES, at_most=True)]
 
 
 def step_points(rehearsal: bool) -> list[Point]:

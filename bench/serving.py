@@ -66,7 +66,7 @@ def main() -> int:
             details={"replicas_and_rounds": [round(x, 2) for x in idle]},
         ),
         Bar(
-            "serve/startup_over_ray_plus_load",
+            "engine/startup_over_ray_plus_load",
             ours.median / expected_s,
             "x",
             1.0,
