@@ -41,7 +41,7 @@ from quire.replica.config import EngineConfig
 from quire.replica.events import EventLog
 from quire.replica.forks import Share, Sharing, WaitingForks, find_parent, held_positions
 from quire.replica.host_tier import HostTier, Transfers
-from quire.replica.offload import Offload
+from quire.replica.offload import Offload, Return
 from quire.replica.order import PrefillOrder, PriorityQueue, urgency
 from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
 from quire.replica.prefix import PrefixCache
@@ -547,13 +547,13 @@ class Scheduler:
             self._schedule_chunk(step, request, at_least=isinstance(offer, Share))
 
     @staticmethod
-    def _num_known(request: Request, offer: Any) -> int:
+    def _num_known(request: Request, offer: Offer | Return | Share) -> int:
         """Tokens that need not be computed if the request takes the offer."""
         if isinstance(offer, Share):
             return offer.num_computed
         return offer.num_hit_tokens if isinstance(offer, Offer) else request.parked.num_computed
 
-    def _find_offer(self, request: Request) -> Any:
+    def _find_offer(self, request: Request) -> Offer | Return | Share | None:
         """What the request gets if it starts now: of its parent, of the host tier, or what is known and new
         blocks; None if it must wait."""
         prefilling = self._prefilling.values()

@@ -6,32 +6,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_config import small_config
 
 from quire.protos.wire import SamplingParams
 from quire.replica.chunking import MIN_CHUNK_TOKENS, StepBudget
-from quire.replica.config import EngineConfig
 from quire.replica.plan import StepResult
 from quire.replica.request import Request
 from quire.replica.scheduler import Scheduler
 from quire.replica.speed import StepSpeed
 
 CONFIG = dict(
-    model_name="m",
-    revision="r",
-    device="cpu",
-    dtype="float32",
-    vocab_size=1000,
-    eos_token_ids=(2,),
     max_model_len=8192,
     block_size=32,
     num_blocks=2048,
     max_batch_tokens=512,
     max_running_requests=32,
     max_waiting_requests=256,
-    safety_margin=0.0,
     prefix_caching=False,
-    deterministic=True,
-    num_threads=1,
     max_prefill_ms=50.0,
 )
 
@@ -40,7 +31,7 @@ class Machine:
     """A scheduler on a device whose steps take a time that is known."""
 
     def __init__(self, step_s=0.010, row_s=0.0002, token_s=0.0002, key_s=1e-7, noise=0.0, **config):
-        self.scheduler = Scheduler(EngineConfig(**{**CONFIG, **config}))
+        self.scheduler = Scheduler(small_config(**{**CONFIG, **config}))
         self.costs = [step_s, row_s, token_s, key_s]
         self.noise, self.rng = noise, np.random.default_rng(0)
         self.now_s = 0.0

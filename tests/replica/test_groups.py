@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_config import small_config
 
 from quire.protos.wire import RoutingHasher, SamplingParams
-from quire.replica.config import EngineConfig
 from quire.replica.groups import (
     FULL_ATTENTION,
     LayerGroup,
@@ -21,23 +21,9 @@ from quire.replica.request import Request
 from quire.replica.scheduler import Scheduler
 
 WINDOW = LayerGroup(window=20)
-CONFIG = EngineConfig(
-    model_name="m",
-    revision="r",
-    device="cpu",
-    dtype="float32",
-    vocab_size=1000,
-    eos_token_ids=(2,),
+CONFIG = small_config(
     max_model_len=1024,
-    block_size=8,
-    num_blocks=64,
     max_batch_tokens=32,
-    max_running_requests=16,
-    max_waiting_requests=32,
-    safety_margin=0.0,
-    prefix_caching=True,
-    deterministic=True,
-    num_threads=1,
 )
 
 

@@ -4,31 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
+from small_config import small_config
 
 from quire.protos.errors import DeadlineExceeded, EngineError
 from quire.protos.wire import SamplingParams
-from quire.replica.config import EngineConfig
 from quire.replica.plan import StepResult
 from quire.replica.request import Phase, Request
 from quire.replica.scheduler import Scheduler
 
-CONFIG = EngineConfig(
-    model_name="m",
-    revision="r",
-    device="cpu",
-    dtype="float32",
-    vocab_size=1000,
-    eos_token_ids=(2,),
-    max_model_len=512,
-    block_size=8,
+CONFIG = small_config(
     num_blocks=8,
-    max_batch_tokens=64,
-    max_running_requests=16,
-    max_waiting_requests=32,
-    safety_margin=0.0,
-    prefix_caching=True,
-    deterministic=True,
-    num_threads=1,
     num_host_blocks=16,
 )
 
