@@ -4,8 +4,8 @@ Plain Python and numpy; imports neither torch nor ray. The bus is hybrid (DESIGN
 for each request (`Submit` in, `Completion` out) and one attach stream for each (router, replica) that
 carries one `Frame` per engine step.
 
-Every message is msgpack of a flat list whose first item is `WIRE_VERSION`; a reader refuses another version
-instead of guessing.
+Every message is msgpack of a flat list whose first item is `WIRE_VERSION`, followed by the CRC-32 of these bytes: a
+reader refuses another version, or a message that was damaged on its way, instead of guessing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_LOGPROBS = 20
 LEASE_S = 10.0  # a stream that its router has not named for so long ends at the replica
 
@@ -253,9 +254,8 @@ class Submit:
     fork_of: int | None = None
 
     def encode(self) -> bytes:
-        return msgpack.packb(
+        return _seal(
             [
-                WIRE_VERSION,
                 self.router_id,
                 self.stream_id,
                 self.request_id,
@@ -296,9 +296,7 @@ class Completion:
     num_host_cached_tokens: int = 0  # of `num_cached_tokens`, those copied back from the host tier
 
     def encode(self) -> bytes:
-        return msgpack.packb(
-            [WIRE_VERSION, *(getattr(self, f.name) for f in dataclasses.fields(self))]
-        )
+        return _seal([getattr(self, f.name) for f in dataclasses.fields(self)])
 
     @classmethod
     def decode(cls, data: bytes) -> Completion:
@@ -327,9 +325,7 @@ class Hello:
     startup_s: dict[str, float]  # seconds of start-up by phase
 
     def encode(self) -> bytes:
-        return msgpack.packb(
-            [WIRE_VERSION, *(getattr(self, f.name) for f in dataclasses.fields(self))]
-        )
+        return _seal([getattr(self, f.name) for f in dataclasses.fields(self)])
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
@@ -585,9 +581,8 @@ class Frame:
 
     def encode(self) -> bytes:
         snapshot = None if self.snapshot is None else _hash_bytes(self.snapshot)
-        return msgpack.packb(
+        return _seal(
             [
-                WIRE_VERSION,
                 self.epoch,
                 [d.to_wire() for d in self.deltas],
                 [e.to_wire() for e in self.events],
@@ -626,10 +621,22 @@ def _hash_bytes(hashes: np.ndarray) -> bytes:
     return np.ascontiguousarray(hashes, dtype="<u8").tobytes()
 
 
+_CHECKSUM_BYTES = 4
+
+
+def _seal(values: list[Any]) -> bytes:
+    """A message. The checksum costs a microsecond for each kilobyte; a token with a flipped bit would be served."""
+    body: bytes = msgpack.packb([WIRE_VERSION, *values])
+    return body + zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little")
+
+
 def _open(data: bytes, num_fields: int, name: str) -> list[Any]:
-    """Check version and arity, so that a foreign or truncated message is refused by name."""
+    """Check sum, version and arity, so that a damaged, foreign or truncated message is refused by name."""
+    body, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    if zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little") != checksum:
+        raise WireError(f"{name}: the checksum does not fit these {len(data)} bytes")
     try:
-        values = msgpack.unpackb(data)
+        values = msgpack.unpackb(body)
     except Exception as error:
         raise WireError(f"{name}: not msgpack: {error}") from error
     if not isinstance(values, list) or not values or values[0] != WIRE_VERSION:

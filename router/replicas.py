@@ -583,7 +583,7 @@ class ReplicaTable:
         columns, names = self._columns[:, :n], self._names
         out = columns[_Column.SEEN_S] < now_s - self._lost_after_s
         if avoid:
-            avoided = out | [name in avoid for name in names]
+            avoided = out | np.fromiter((name in avoid for name in names), bool, n)
             out = out if avoided.all() else avoided
         if out.any():
             rows = (~out).nonzero()[0]

@@ -1,3 +1,5 @@
+import zlib
+
 import msgpack
 import numpy as np
 import pytest
@@ -174,18 +176,41 @@ def test_columns_say_what_one_delta_for_each_token_would(rows, dtype):
     assert list(frame.token_deltas()) == [TokenDelta(i, n, [t]) for i, n, t in rows]
 
 
+def opened(message):
+    return msgpack.unpackb(message[:-4])
+
+
+def sealed(values):
+    body = msgpack.packb(values)
+    return body + zlib.crc32(body).to_bytes(4, "little")
+
+
 def test_columns_of_different_lengths_are_refused():
-    values = msgpack.unpackb(Frame("e", columns=COLUMNS).encode())
+    values = opened(Frame("e", columns=COLUMNS).encode())
     values[9][2] += b"\0\0\0\0"
     with pytest.raises(WireError, match="2 stream ids, 2 indices and 3 tokens"):
-        Frame.decode(msgpack.packb(values))
+        Frame.decode(sealed(values))
 
 
-def test_foreign_and_truncated_messages_are_refused_by_name():
-    values = msgpack.unpackb(Frame("e").encode())
+def test_foreign_messages_are_refused_by_name():
+    values = opened(Frame("e").encode())
     with pytest.raises(WireError, match="Frame: 9 fields, expected 10"):
-        Frame.decode(msgpack.packb(values[:-1]))
+        Frame.decode(sealed(values[:-1]))
     with pytest.raises(WireError, match=f"Frame: wire version 99, this side speaks {WIRE_VERSION}"):
-        Frame.decode(msgpack.packb([99, *values[1:]]))
+        Frame.decode(sealed([99, *values[1:]]))
     with pytest.raises(WireError, match="Frame: not msgpack"):
-        Frame.decode(Frame("e").encode()[:-1])
+        Frame.decode(
+            sealed(values)[:-4]
+            + b"\0"
+            + zlib.crc32(sealed(values)[:-4] + b"\0").to_bytes(4, "little")
+        )
+
+
+@given(st.integers(0), st.integers(1, 255), st.booleans())
+def test_a_damaged_message_is_refused_wherever_it_is_damaged(position, flip, truncated):
+    message = Frame("e", [TokenDelta(3, 5, [1, 2])], columns=COLUMNS).encode()
+    position %= len(message)
+    damaged = bytearray(message)
+    damaged[position] ^= flip
+    with pytest.raises(WireError, match="Frame: the checksum does not fit"):
+        Frame.decode(message[:position] if truncated else bytes(damaged))

@@ -351,6 +351,9 @@ def test_replicas_to_avoid_are_left_out_unless_they_are_all():
         table.on_frame(name, FakeReplica().frame(), 0.0)
     assert table.fleet([], 1, 0.0, avoid={"a"}).replicas == ["b"]
     assert table.fleet([], 1, 0.0, avoid={"a", "b"}).replicas == ["a", "b"]
+    for name in ("a", "b"):
+        table.remove(name)
+    assert table.fleet([], 1, 0.0, avoid={"a", "b"}).replicas == []
 
 
 def test_a_sessions_last_replica_is_known_while_it_can_take_requests():
