@@ -19,6 +19,7 @@ from quire.replica.checkpoint import resolve_checkpoint
 from quire.router.bus import Bus
 from quire.router.chat_template import ChatTemplate
 from quire.router.index import PrefixIndex
+from quire.router.migration_budget import MigrationBudget
 from quire.router.params import GenerationDefaults, Limits
 from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaTable
@@ -88,4 +89,5 @@ def _service(
         observer=ServeObserver(),
         max_move_s=limits.max_move_s,
         max_migrations=limits.max_migrations,
+        budget=MigrationBudget(limits.migration_refill_s, limits.migration_burst),
     )

@@ -9,6 +9,7 @@ from quire.router.types import Explain, Usage
 
 # Seconds; from a cached prompt on an idle GPU to a long queue.
 _TTFT_BOUNDARIES = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30]
+_MOVE_BOUNDARIES = [0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 30]
 _ITL_BOUNDARIES = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]
 
 
@@ -38,12 +39,20 @@ class ServeObserver(Observer):
         self._migrations = metrics.Counter(
             "quire_migrations", description="Attempts after the first: streams that moved"
         )
+        self._move = metrics.Histogram(
+            "quire_move_seconds",
+            description="From the loss of a stream's replica, as the router sees it, to its next token",
+            boundaries=_MOVE_BOUNDARIES,
+        )
 
     def on_first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
 
     def on_inter_token(self, itl_s: float) -> None:
         self._itl.observe(itl_s)
+
+    def on_move(self, stall_s: float) -> None:
+        self._move.observe(stall_s)
 
     def on_end(self, usage: Usage, explain: Explain) -> None:
         for counter, count in (

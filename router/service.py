@@ -26,7 +26,6 @@ import numpy as np
 from quire.protos.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
-    EngineError,
     ModelNotFound,
     Overloaded,
     QuireError,
@@ -48,6 +47,7 @@ from quire.router import params
 from quire.router.chat_template import ChatTemplate
 from quire.router.choices import ChoicesStream
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
+from quire.router.migration_budget import MigrationBudget
 from quire.router.policy import Policy, RouteRequest
 from quire.router.replicas import ReplicaTable, RequestBooking
 from quire.router.stop import StopMatcher
@@ -79,8 +79,15 @@ class Observer:
     def on_inter_token(self, itl_s: float) -> None:
         """Seconds between two deltas of one stream."""
 
+    def on_move(self, stall_s: float) -> None:
+        """A stream that lost its replica has its next token; seconds since the router knew of the loss."""
+
     def on_end(self, usage: Usage, explain: Explain) -> None:
         """The stream ended, for whatever reason."""
+
+
+class _Missing(Exception):
+    """The replica sent what comes later, but not what comes before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +112,8 @@ class RouterService:
         A stream that has lost its replica looks for another for at most so long.
     max_migrations
         So many times a request moves to another replica: one that kills its replicas must not kill all of them.
+    budget
+        What all requests together may move; None: without a bound.
     """
 
     def __init__(
@@ -120,6 +129,7 @@ class RouterService:
         observer: Observer | None = None,
         max_move_s: float = 30.0,
         max_migrations: int = MAX_MIGRATIONS,
+        budget: MigrationBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -130,6 +140,7 @@ class RouterService:
         self.observer = observer or Observer()
         self.max_move_s = max_move_s
         self.max_migrations = max_migrations
+        self.budget = budget
         self.clock = clock
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
@@ -339,6 +350,7 @@ class RequestStream:
         self._route: list[str] = []  # of the attempt, best first
         self._failed_on: set[str] = set()
         self._num_lost = 0  # attempts that a replica did not end as it should
+        self._must_pay = False  # the next attempt is a move, not yet taken from the budget
         self._homeless_s: float | None = None  # since when it has been without a replica that works
         self._first: OutputDelta | None = None
         self._closed = False
@@ -374,6 +386,7 @@ class RequestStream:
 
     async def _begin_attempt(self) -> Attempt:
         """Submit; a request that was accepted once waits for a replica when there is none."""
+        await self._wait_for_budget()
         while True:
             try:
                 return self._submit()
@@ -381,6 +394,18 @@ class RequestStream:
                 if self._homeless_s is None or self._has_waited_enough():
                     raise
             await asyncio.sleep(MOVE_POLL_S)
+
+    async def _wait_for_budget(self) -> None:
+        budget = self._service.budget
+        while self._must_pay and budget is not None:
+            wait_s = budget.take(self._service.clock())
+            self._must_pay = wait_s > 0
+            if self._must_pay:
+                if self._has_waited_enough():
+                    raise Unavailable(
+                        "too many requests lost their replicas at once", retry_after_s=wait_s
+                    )
+                await asyncio.sleep(wait_s)
 
     def _has_waited_enough(self) -> bool:
         service = self._service
@@ -482,7 +507,11 @@ class RequestStream:
                 self._attempt = await self._begin_attempt()
             event = await self._attempt.next()
             if isinstance(event, TokenDelta):
-                delta = self._on_tokens(event)
+                try:
+                    delta = self._on_tokens(event)
+                except _Missing as gap:
+                    self._on_lost(str(gap))
+                    continue
                 if delta is not None:
                     return delta
             elif isinstance(event, Lost):
@@ -494,18 +523,20 @@ class RequestStream:
         """Tokens to text; None when the delta held nothing new."""
         expected = len(self._emitted)
         if event.index > expected:
-            raise EngineError(f"tokens {expected} to {event.index - 1} of the stream are missing")
+            raise _Missing(f"tokens {expected} to {event.index - 1} of the stream are missing")
         new_ids = event.token_ids[expected - event.index :]
         if event.prompt_logprobs is not None:
             self._take_prompt_logprobs(event.prompt_logprobs)
         if not new_ids and event.finish_reason is None:
             return None
         if self._lacks_scores():
-            raise EngineError(
+            raise _Missing(
                 f"log-probabilities of {self._num_scored} of {len(self._prompt_ids) - 1} prompt tokens "
                 "came before the first token"
             )
-        self._homeless_s = None
+        if self._homeless_s is not None:
+            self._service.observer.on_move(self._service.clock() - self._homeless_s)
+            self._homeless_s = None
         self._observe(event)
         pieces: list[str] = []
         for i, token_id in enumerate(new_ids):
@@ -535,7 +566,7 @@ class RequestStream:
         """Each position once: a second attempt may tell again what is known."""
         expected = self._num_scored + 1
         if part.start > expected:
-            raise EngineError(
+            raise _Missing(
                 f"log-probabilities of prompt tokens {expected} to {part.start - 1} are missing"
             )
         part = part.after(expected)
@@ -625,6 +656,7 @@ class RequestStream:
     def _on_lost(self, reason: str) -> None:
         """Continue elsewhere, or give up when the budget is spent."""
         self._num_lost += 1
+        self._must_pay = True
         self._leave()
         if self._num_lost > self._service.max_migrations:
             raise Unavailable(

@@ -66,6 +66,7 @@ COUNTS = (
     "replicas",
     "routers",
     "max_migrations",
+    "migration_burst",
 )
 # Names that the field's engines share; the description states the unit.
 STANDARD_TERMS = {

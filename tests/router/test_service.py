@@ -24,7 +24,6 @@ from ray.exceptions import RayActorError
 from quire.protos.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
-    EngineError,
     ModelNotFound,
     Overloaded,
     QuireError,
@@ -38,6 +37,7 @@ from quire.replica.leases import Leases
 from quire.router import bus as bus_module
 from quire.router.chat_template import ChatTemplate
 from quire.router.index import PrefixIndex
+from quire.router.migration_budget import MigrationBudget
 from quire.router.params import GenerationDefaults, Limits
 from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaState, ReplicaTable
@@ -65,6 +65,7 @@ TOKENIZER = TextTokenizer.load(CHECKPOINT)
 class Records(Observer):
     def __init__(self) -> None:
         self.ends: list[tuple[Usage, Explain]] = []
+        self.moves: list[float] = []
         self.num_first = self.num_later = 0
 
     def on_first_token(self, ttft_s: float) -> None:
@@ -72,6 +73,9 @@ class Records(Observer):
 
     def on_inter_token(self, itl_s: float) -> None:
         self.num_later += 1
+
+    def on_move(self, stall_s: float) -> None:
+        self.moves.append(stall_s)
 
     def on_end(self, usage: Usage, explain: Explain) -> None:
         self.ends.append((usage, explain))
@@ -646,17 +650,72 @@ def test_repeated_and_late_frames_change_nothing(runner, replicas, reference):
     runner.run(run())
 
 
-def test_a_gap_in_the_tokens_is_an_error_and_nothing_leaks(runner, replicas):
+@pytest.mark.parametrize("index", [1, 5, 22])
+def test_a_gap_in_the_tokens_is_closed_by_another_replica(runner, replicas, reference, index):
     async def drop(frame: Frame) -> list[Frame | bytes]:
+        for replica in replicas:
+            replica.network = perfect
         return [dataclasses.replace(frame, deltas=[], columns=None)]
 
     async def run() -> None:
         async with stack_of(replicas) as stack:
             for replica in replicas:
-                replica.network = at_token(5, drop)
+                replica.network = at_token(index, drop)
+            answer = await stack.answer(**SAMPLED)
+            assert answer.token_ids == expected(reference, **SAMPLED).token_ids
+            assert answer.stream.explain.attempts == 2
+            assert len(stack.observer.moves) == 1
+
+    runner.run(run())
+
+
+def test_gaps_without_end_are_an_error_and_nothing_leaks(runner, replicas):
+    async def network(frame: Frame) -> list[Frame | bytes]:
+        if any(delta.index % 3 == 1 for delta in frame.token_deltas()):
+            return [dataclasses.replace(frame, deltas=[], columns=None)]
+        return [frame]
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            for replica in replicas:
+                replica.network = network
             stream = await stack.open(max_tokens=LONG)
-            with pytest.raises(EngineError, match="tokens 5 to 5 of the stream are missing"):
+            with pytest.raises(Unavailable, match=r"tokens .* of the stream are missing"):
                 await read(stream)
+            assert stream.explain.attempts == MAX_ATTEMPTS
+
+    runner.run(run())
+
+
+def test_streams_that_move_wait_for_the_budget(runner, replicas, reference):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stack.service.budget = MigrationBudget(refill_s=0.5, burst=1)
+            streams = [await stack.open(max_tokens=LONG, seed=i) for i in range(3)]
+            for replica in replicas:
+                await replica.cut_streams()
+            answers = await asyncio.gather(*map(read, streams))
+            assert len({tuple(answer.token_ids) for answer in answers}) == 1  # greedy
+            moves = sorted(stack.observer.moves)
+            assert len(moves) == 3
+            assert moves[1] >= 0.4  # the second token is back after 0.5 s, the third after 1 s
+            assert moves[2] >= 0.9
+
+    runner.run(run())
+
+
+def test_a_stream_that_the_budget_never_lets_move_ends_in_time(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            stack.service.budget = MigrationBudget(refill_s=20.0, burst=1)
+            stack.service.max_move_s = 0.0
+            assert stack.service.budget.take(time.monotonic()) == 0.0
+            stream = await stack.open(max_tokens=LONG)
+            for replica in replicas:
+                await replica.cut_streams()
+            with pytest.raises(Unavailable, match="too many requests lost") as caught:
+                await read(stream)
+            assert 15 < caught.value.retry_after_s <= 20
 
     runner.run(run())
 

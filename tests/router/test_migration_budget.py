@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.router.migration_budget import MigrationBudget
+
+
+@given(
+    st.floats(1e-3, 10),
+    st.integers(1, 50),
+    st.lists(st.floats(0, 10), min_size=1, max_size=200),
+)
+def test_never_more_than_the_burst_and_what_came_back(refill_s, burst, gaps):
+    budget, now_s, taken = MigrationBudget(refill_s, burst), 1000.0, 0
+    for gap in gaps:
+        now_s += gap
+        taken += budget.take(now_s) == 0.0
+        assert taken <= burst + (now_s - 1000.0) / refill_s + 1e-6
+
+
+@given(st.floats(1e-3, 10), st.integers(1, 50))
+def test_who_waits_as_long_as_told_gets_a_token(refill_s, burst):
+    budget = MigrationBudget(refill_s, burst)
+    assert [budget.take(5.0) for _ in range(burst)] == [0.0] * burst
+    wait_s = budget.take(5.0)
+    assert 0 < wait_s <= refill_s + 1e-9
+    assert budget.take(5.0 + wait_s * 0.9) > 0.0
+    assert budget.take(5.0 + wait_s * 1.001) == 0.0
+
+
+def test_a_clock_that_goes_back_gives_nothing_away():
+    budget = MigrationBudget(1.0, 1)
+    assert budget.take(100.0) == 0.0
+    for now_s in (0.0, 50.0, 100.0, 99.0, 100.0):
+        assert budget.take(now_s) == pytest.approx(1.0)
+    assert budget.take(101.0) == 0.0
+
+
+@pytest.mark.parametrize(("refill_s", "burst"), [(0.0, 1), (-1.0, 1), (1.0, 0)])
+def test_bounds(refill_s, burst):
+    with pytest.raises(ValueError, match="refill_s must be > 0 and burst >= 1"):
+        MigrationBudget(refill_s, burst)
