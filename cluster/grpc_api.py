@@ -15,6 +15,7 @@ Ray Serve calls the ingress deployment's method of the RPC's name with the reque
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -39,6 +40,8 @@ from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest, QuireError
 from quire.protos.wire import Grammar, Load
+from quire.router import resume
+from quire.router.resume import EventIds
 from quire.router.types import (
     GenerationRequest,
     GenerationStream,
@@ -128,13 +131,22 @@ class GrpcApi:
     ) -> AsyncGenerator[generation.GenerateResponse, None]:
         """Stream the answer, one message per delta."""
         asked = _generation_request(request, grpc_context)
+        if request.resume_from:
+            point = resume.parse(request.resume_from, "resume_from")
+            asked = dataclasses.replace(asked, resume_from=point)
         stream = await self.service.generate(asked)
         try:
+            ids = EventIds(stream.origin, asked.marks)
             answers = [Answer() for _ in range(asked.n)]
-            num_open, is_first = asked.n, True
+            open_answers = [
+                answer
+                for answer, mark in zip(answers, asked.marks, strict=True)
+                if not mark.finished
+            ]
+            num_open, is_first = len(open_answers), True
             async for delta in stream:
                 answer = answers[delta.choice]
-                index = len(answer.token_ids)
+                index = asked.marks[delta.choice].num_tokens + len(answer.token_ids)
                 answer.add(delta)
                 response = generation.GenerateResponse(
                     text=delta.text,
@@ -142,13 +154,15 @@ class GrpcApi:
                     index=index,
                     choice=delta.choice,
                     logprobs=_scores(delta.logprobs),
+                    event_id=ids.after(delta),
                 )
                 if is_first:
                     is_first = False
-                    response.seed = stream.seed
+                    response.seed = stream.origin.seed
                     response.request_id = stream.request_id
                     response.model = stream.model
-                    response.prompt_logprobs.extend(_prompt_scores(stream))
+                    if asked.resume_from is None:
+                        response.prompt_logprobs.extend(_prompt_scores(stream))
                 if delta.finish_reason is not None:
                     _set_finish(response, answer)
                     num_open -= 1
@@ -157,7 +171,7 @@ class GrpcApi:
                     # Before the last message: Ray's own proxy sends metadata only along with one.
                     _set_explain(grpc_context, stream.explain)
                 yield response
-            for answer in answers:
+            for answer in open_answers:
                 answer.end()
         finally:
             await stream.aclose()
@@ -168,6 +182,10 @@ class GrpcApi:
     ) -> generation.GenerateOnceResponse:
         """The whole answer in one message."""
         asked = _generation_request(request, grpc_context)
+        if request.resume_from:
+            raise InvalidRequest(
+                "resume_from: only streams are resumed, by Generate", field="resume_from"
+            )
         stream = await self.service.generate(asked)
         try:
             answer, *others = await collect(stream, asked.n)
@@ -176,7 +194,7 @@ class GrpcApi:
         response = generation.GenerateOnceResponse(
             text=answer.text,
             token_ids=answer.token_ids,
-            seed=stream.seed,
+            seed=stream.origin.seed,
             request_id=stream.request_id,
             model=stream.model,
             logprobs=_scores(answer.logprobs),

@@ -6,12 +6,15 @@ GET /health (the process answers)             GET /ready (a request would be ser
 GET /version                                  GET /docs, /redoc, /openapi.json
 ```
 
+A stream that broke goes on after the event that the header `Last-Event-ID` names (`router/resume.py`).
+
 A body is read up to a limit, decoded by orjson (no NaN, no lone surrogates, bounded depth) and
 parsed by `http_schema`. Every error has OpenAI's shape and comes from `quire.protos.errors`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import uuid
 from collections.abc import Callable
@@ -52,8 +55,10 @@ from quire.cluster.http_schema import (
     parse_body,
 )
 from quire.protos.errors import BodyTooLarge, InvalidRequest, ModelNotFound, QuireError
-from quire.router.types import Service
+from quire.router import resume
+from quire.router.types import ResumePoint, Service
 
+LAST_EVENT_ID = "Last-Event-ID"
 # A client that is still sending when it is refused must be read to the end, or its connection is
 # reset before it has seen the answer. Beyond so many bodies' worth it may be.
 _DISCARDED_BODIES = 8
@@ -97,8 +102,11 @@ def _add_generation_routes(
 ) -> None:
     async def answer(request: Request, model: type[GenerationBody]) -> GenerationResponse:
         body = parse_body(model, await _read_json(request, max_body_bytes))
-        label = request.state.request_id
-        return GenerationResponse(get_service(), body, body.to_request(label))
+        asked = body.to_request(request.state.request_id)
+        last_id = request.headers.get(LAST_EVENT_ID)
+        if last_id:
+            asked = dataclasses.replace(asked, resume_from=_resume_point(last_id, body))
+        return GenerationResponse(get_service(), body, asked)
 
     @app.post(
         "/v1/completions",
@@ -159,6 +167,22 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
     async def show_version() -> Response:
         """The version of Quire."""
         return json_response({"version": version})
+
+
+def _resume_point(last_id: str, body: GenerationBody) -> ResumePoint:
+    """Where a stream goes on.
+
+    Raises
+    ------
+    InvalidRequest
+        The id is none, or the answer is not a stream.
+    """
+    if not body.stream:
+        raise InvalidRequest(
+            f"{LAST_EVENT_ID} resumes streams only: stream must be true, got {body.stream!r}",
+            field=LAST_EVENT_ID,
+        )
+    return resume.parse(last_id, LAST_EVENT_ID)
 
 
 # --------------------------------------------------------------------------------------------------

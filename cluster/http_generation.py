@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import uuid
 from collections.abc import Coroutine
 from typing import Any
 
@@ -21,8 +20,9 @@ from quire.cluster.http_answers import (
     with_top,
 )
 from quire.cluster.http_schema import ChatCompletionRequest, CompletionRequest
-from quire.cluster.sse import DONE, ChunkEncoder, error_event
+from quire.cluster.sse import DONE, ChunkEncoder, error_event, with_id
 from quire.protos.errors import QuireError
+from quire.router.resume import EventIds
 from quire.router.types import (
     GenerationRequest,
     GenerationStream,
@@ -99,19 +99,29 @@ class GenerationResponse(Response):
     async def _send_deltas(
         self, stream: GenerationStream, encoders: list[ChunkEncoder], send: Send
     ) -> None:
+        marks = self._request.marks
+        ids = EventIds(stream.origin, marks)
         answers = [Answer() for _ in encoders]
+        silent = {choice for choice, mark in enumerate(marks) if not mark.finished}
         scores = stream.prompt_scores
         async for delta in stream:
-            answer, encoder = answers[delta.choice], encoders[delta.choice]
+            choice = delta.choice
+            encoder = encoders[choice]
             chunk = b""
-            if not answer.pieces:
-                chunk = self._first_chunk(encoder, scores, stream)
-            answer.add(delta)
-            chunk += encoder.delta(delta, stream.usage)
+            if choice in silent:
+                silent.remove(choice)
+                first = self._first_chunk(encoder, scores, stream)
+                if ids.has_begun(choice):  # the client has it; the encoder counts its characters
+                    encoder.skip(stream.told_chars(choice))
+                else:
+                    chunk = with_id(ids.begin(choice), first)
+            answers[choice].add(delta)
+            chunk += with_id(ids.after(delta), encoder.delta(delta, stream.usage))
             if chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        for answer in answers:
-            answer.end()
+        for answer, mark in zip(answers, marks, strict=True):
+            if not mark.finished:
+                answer.end()
 
     def _first_chunk(
         self, encoder: ChunkEncoder, scores: list[TokenScores] | None, stream: GenerationStream
@@ -193,9 +203,9 @@ class GenerationResponse(Response):
     def _envelope(self, stream: GenerationStream, kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self._chat else "cmpl"
         return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": f"{prefix}-{stream.origin.answer_id}",
             "object": kind,
-            "created": stream.created_s,
+            "created": stream.origin.created_s,
             "model": stream.model,
             "system_fingerprint": self._fingerprint,
         }

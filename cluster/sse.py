@@ -1,8 +1,10 @@
 """Server-sent events of a streamed answer, encoded with as little work per token as possible.
 
-All but the text of a chunk is the same for every token of a stream, so it is encoded once:
+Each event carries an id, from which a client that lost its router goes on (`router/resume.py`). All but the id and the
+text of a chunk is the same for every token of a stream, so it is encoded once:
 
 ```
+id: …
 data: {"id":…,"model":…,"choices":[{"index":0,"delta":{"content":  "text"  },"finish_reason":null}]}
 └──────────────── head ───────────────────────────────────────────┘        └─────── tail ─────────┘
 ```
@@ -115,6 +117,10 @@ class ChunkEncoder:
             )
         )
 
+    def skip(self, num_chars: int) -> None:
+        """The tokens of so many characters were sent by another router, with their log-probabilities."""
+        self._text_offset += num_chars
+
     def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
         if self._chat or delta.logprobs is None:
             return chat_logprobs(delta.logprobs)
@@ -130,6 +136,11 @@ class ChunkEncoder:
             + orjson.dumps(usage_answer(usage))
             + b"}\n\n"
         )
+
+
+def with_id(event_id: str, chunk: bytes) -> bytes:
+    """An event with the id that stands for all up to it; nothing if there is no event."""
+    return b"id: " + event_id.encode() + b"\n" + chunk if chunk else b""
 
 
 def error_event(error: QuireError) -> bytes:

@@ -25,14 +25,16 @@ class ChoicesStream:
     ----------
     streams
         One for each choice, in order, not started.
+    lead
+        The first of them that is not told to its end already.
     """
 
-    def __init__(self, streams: Sequence[RequestStream]):
+    def __init__(self, streams: Sequence[RequestStream], lead: RequestStream):
         self._streams = streams
+        self._lead = lead
         self.request_id = streams[0].request_id
         self.model = streams[0].model
-        self.created_s = streams[0].created_s
-        self.seed = streams[0].seed
+        self.origin = streams[0].origin
         self._queue: asyncio.Queue[OutputDelta | BaseException | None] = asyncio.Queue(len(streams))
         self._pumps: list[asyncio.Task[None]] = []
         self._num_open = len(streams)
@@ -41,7 +43,8 @@ class ChoicesStream:
     def usage(self) -> Usage:
         """The prompt once, the output of all choices; cached is what the first of them to run found."""
         usages = [stream.usage for stream in self._streams]
-        first = min(usages, key=lambda usage: (usage.cached_tokens, -usage.host_cached_tokens))
+        ran = [stream.usage for stream in self._streams if not stream.is_told] or usages
+        first = min(ran, key=lambda usage: (usage.cached_tokens, -usage.host_cached_tokens))
         return Usage(
             prompt_tokens=usages[0].prompt_tokens,
             completion_tokens=sum(usage.completion_tokens for usage in usages),
@@ -51,13 +54,17 @@ class ChoicesStream:
 
     @property
     def prompt_scores(self) -> list[TokenScores] | None:
-        """Told by the first choice, for all."""
-        return self._streams[0].prompt_scores
+        """Told by the lead, for all."""
+        return self._lead.prompt_scores
+
+    def told_chars(self, choice: int) -> int:
+        """See `GenerationStream`."""
+        return self._streams[choice].told_chars(choice)
 
     @property
     def explain(self) -> Explain:
-        """Of the first choice."""
-        return self._streams[0].explain
+        """Of the lead."""
+        return self._lead.explain
 
     async def start(self) -> None:
         """Submit all choices and wait for the first token of each, or for a refusal of any."""

@@ -18,6 +18,7 @@ import dataclasses
 import random
 import secrets
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ from quire.protos.wire import (
     TokenDelta,
     TokenLogprob,
 )
-from quire.router import params
+from quire.router import params, resume
 from quire.router.chat_template import ChatTemplate
 from quire.router.choices import ChoicesStream
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
@@ -56,7 +57,9 @@ from quire.router.transport import Attempt, Lost, Transport
 from quire.router.types import (
     Explain,
     GenerationRequest,
+    Mark,
     ModelInfo,
+    Origin,
     OutputDelta,
     Readiness,
     ReplicaStatus,
@@ -162,7 +165,7 @@ class RouterService:
         prompt_ids = await self._prompt_ids(request, hello)
         self._check_prompt_len(len(prompt_ids))
         sampling = params.resolve(
-            request,
+            _with_seed(request),
             self.facts.defaults,
             num_prompt_tokens=len(prompt_ids),
             max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
@@ -172,27 +175,54 @@ class RouterService:
             bad_word_ids=self._tokenizer.tokenizer.bad_word_ids(request.bad_words),
         )
         hashes = self._hasher(hello, request.tenant).hashes(prompt_ids)
+        origin = self._origin(request, prompt_ids, hashes, sampling, hello)
         context = () if request.messages else prompt_ids[-16:].tolist()
         streams: list[RequestStream] = []
-        for choice in range(request.n):
+        lead: RequestStream | None = None
+        for choice, mark in enumerate(request.marks):
             # The prompt is the same for all: the lead's log-probabilities of it are everybody's.
-            scored = sampling.prompt_logprobs if choice == 0 else None
-            streams.append(
-                RequestStream(
-                    self,
-                    request,
-                    prompt_ids,
-                    dataclasses.replace(sampling, choice=choice, prompt_logprobs=scored),
-                    hashes,
-                    hello,
-                    self._detokenizers.new(request.skip_special_tokens, context),
-                    arrived_s,
-                    lead=streams[0] if streams else None,
-                )
+            scored = sampling.prompt_logprobs if lead is None else None
+            stream = RequestStream(
+                self,
+                request,
+                prompt_ids,
+                dataclasses.replace(sampling, choice=choice, prompt_logprobs=scored),
+                hashes,
+                hello,
+                self._detokenizers.new(request.skip_special_tokens, context),
+                arrived_s,
+                origin,
+                mark,
+                lead=lead,
             )
-        stream = streams[0] if request.n == 1 else ChoicesStream(streams)
+            streams.append(stream)
+            if lead is None and not mark.finished:
+                lead = stream
+        stream = streams[0] if request.n == 1 else ChoicesStream(streams, lead or streams[0])
         await stream.start()
         return stream
+
+    def _origin(
+        self,
+        request: GenerationRequest,
+        prompt_ids: np.ndarray,
+        hashes: np.ndarray,
+        sampling: SamplingParams,
+        hello: Hello,
+    ) -> Origin:
+        """A new one, or that of the stream that is resumed if the request is the same."""
+        options = (
+            request.stop,
+            request.include_stop_str_in_output,
+            request.skip_special_tokens,
+            request.echo,
+            request.n,
+        )
+        fingerprint = resume.fingerprint_of(prompt_ids, hashes, sampling, options, hello)
+        if request.resume_from is not None:
+            resume.check(request.resume_from, fingerprint, request.n, sampling.max_tokens)
+            return request.resume_from.origin
+        return Origin(sampling.seed, fingerprint, uuid.uuid4().hex, int(time.time()))
 
     def scores(self, token_id: int, of_token: TokenLogprob) -> TokenScores:
         """A token's log-probabilities with the tokens' texts."""
@@ -301,6 +331,13 @@ class RouterService:
         return hasher
 
 
+def _with_seed(request: GenerationRequest) -> GenerationRequest:
+    """The router drew a seed for the stream that is resumed where the client gave none."""
+    if request.resume_from is None or request.seed is not None:
+        return request
+    return dataclasses.replace(request, seed=request.resume_from.origin.seed)
+
+
 class RequestStream:
     """One request on its way, across however many replicas it takes: the `GenerationStream`.
 
@@ -309,8 +346,13 @@ class RequestStream:
 
     Parameters
     ----------
+    origin
+        What its event ids say of it.
+    mark
+        What the client has of it: none of that comes in a delta.
     lead
-        The first choice of the same request, submitted before: this one goes to the same replica as its fork.
+        The first choice of the same request that runs, submitted before: this one goes to the same replica as its
+        fork.
     """
 
     def __init__(
@@ -323,12 +365,14 @@ class RequestStream:
         hello: Hello,
         detokenizer: Detokenizer,
         arrived_s: float,
+        origin: Origin,
+        mark: Mark,
         lead: RequestStream | None = None,
     ):
         self.request_id = request.request_id
         self.model = service.facts.name
-        self.created_s = int(time.time())
-        self.seed = sampling.seed
+        self.origin = origin
+        self.choice = sampling.choice
         self.usage = Usage(prompt_tokens=len(prompt_ids))
         self.explain = Explain()
         self._service = service
@@ -353,10 +397,16 @@ class RequestStream:
         self._must_pay = False  # the next attempt is a move, not yet taken from the budget
         self._homeless_s: float | None = None  # since when it has been without a replica that works
         self._first: OutputDelta | None = None
-        self._closed = False
+        self._told = resume.Told(mark, request.resume_from.field) if mark.num_tokens else None
+        self._told_chars = 0
+        self._closed = self.is_told = mark.finished  # then nothing is left to do
+        if self.is_told:
+            self.usage.completion_tokens = mark.num_tokens
 
     async def start(self) -> None:
-        """Submit and wait for the first token or the refusal."""
+        """Submit and wait for the first delta or the refusal."""
+        if self._closed:
+            return
         try:
             self._first = await self._next_delta()
         except BaseException:
@@ -539,6 +589,8 @@ class RequestStream:
             self._homeless_s = None
         self._observe(event)
         pieces: list[str] = []
+        matched: str | None = None
+        num_told = 0 if self._told is None else self._told.take(expected, new_ids)
         for i, token_id in enumerate(new_ids):
             self._emitted.append(token_id)
             last = event.finish_reason == "stop" and i == len(new_ids) - 1
@@ -546,20 +598,27 @@ class RequestStream:
                 break  # the ending token counts, its text does not show
             text = self._detokenizer.feed([token_id])
             text, matched = self._match(text)
-            pieces.append(text)
+            if i >= num_told:
+                pieces.append(text)
             if matched is not None:
-                self.usage.completion_tokens = len(self._emitted)
-                self._close()
-                ids = new_ids[: i + 1]
-                return OutputDelta(
-                    "".join(pieces), ids, "stop", matched, self._scores(event, expected, ids)
-                )
+                new_ids = new_ids[: i + 1]
+                break
         self.usage.completion_tokens = len(self._emitted)
+        ends = matched is not None or event.finish_reason is not None
+        if ends and self._told is not None:
+            self._told.check_end(len(self._emitted))
+        scores = self._scores(event, expected, new_ids)
+        if num_told:
+            new_ids, scores = new_ids[num_told:], self._untold(scores, num_told)
+            if not new_ids and not ends:
+                return None
+        if matched is not None:
+            self._close()
+            return OutputDelta("".join(pieces), new_ids, "stop", matched, scores)
         if event.finish_reason is None:
-            delta = OutputDelta("".join(pieces), new_ids)
-        else:
-            delta = self._finish(event.finish_reason, pieces, new_ids)
-        delta.logprobs = self._scores(event, expected, new_ids)
+            return OutputDelta("".join(pieces), new_ids, logprobs=scores)
+        delta = self._finish(event.finish_reason, pieces, new_ids)
+        delta.logprobs = scores
         return delta
 
     def _take_prompt_logprobs(self, part: PromptLogprobs) -> None:
@@ -587,6 +646,17 @@ class RequestStream:
             return None
         of_ids = event.logprobs[expected - event.index :][: len(ids)]
         return [self._service.scores(i, logprob) for i, logprob in zip(ids, of_ids, strict=True)]
+
+    def _untold(self, scores: list[TokenScores] | None, num_told: int) -> list[TokenScores] | None:
+        """Those after the first ones, which the client of a resumed stream has."""
+        if scores is None:
+            return None
+        self._told_chars += sum(len(of_token.token.text) for of_token in scores[:num_told])
+        return scores[num_told:]
+
+    def told_chars(self, choice: int) -> int:
+        """Of the tokens that the client has: see `GenerationStream`."""
+        return self._told_chars
 
     def _match(self, text: str) -> tuple[str, str | None]:
         if len(self._emitted) <= self._sampling.min_tokens:

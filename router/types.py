@@ -14,6 +14,35 @@ from typing import Any, Protocol
 from quire.protos.wire import Grammar, Load
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What it takes, beside the request, to generate a stream again and to continue it as the same."""
+
+    seed: int  # unsigned 64 bits
+    fingerprint: bytes  # 8 bytes: see `resume.fingerprint_of`
+    answer_id: str  # 32 hexadecimal digits
+    created_s: int  # Unix time
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How much of one choice its client has."""
+
+    num_tokens: int = 0
+    checksum: int = 0  # of their ids: see `resume.checksum_of`
+    begun: bool = False  # what comes before the first token, the role for instance
+    finished: bool = False  # the finish reason, too
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a client wants to go on: an event id, taken apart."""
+
+    origin: Origin
+    marks: tuple[Mark, ...]  # one for each choice
+    field: str  # where the client gave it, for errors
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt and how to continue it. Exactly one of `prompt` and `messages` is given."""
@@ -49,6 +78,12 @@ class GenerationRequest:
     session: str = ""
     priority: int = 0
     deadline_s: float | None = None  # seconds left when the request arrived
+    resume_from: ResumePoint | None = None  # deltas begin after what the client has
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """What the client has of each choice."""
+        return (Mark(),) * self.n if self.resume_from is None else self.resume_from.marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +186,20 @@ class GenerationStream(Protocol):
     `usage` and `explain` are complete when the iteration has ended; `usage.prompt_tokens` and
     `explain.replica` already at the first delta. With `n` > 1 the deltas of all choices come in one iteration.
     `prompt_scores` are the prompt's tokens, complete before the first delta; None unless asked for.
+    The deltas of a resumed stream begin after what the client has; `usage` counts the whole.
     """
 
     request_id: str
     model: str
     created_s: int
-    seed: int
+    origin: Origin
     usage: Usage
     explain: Explain
+
+    def told_chars(self, choice: int) -> int:
+        """Characters of the tokens of a choice that the client of a resumed stream has, by themselves, when
+        log-probabilities were asked for; complete with the choice's first delta."""
+        ...
 
     @property
     def prompt_scores(self) -> list[TokenScores] | None: ...

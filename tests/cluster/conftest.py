@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 import threading
+import uuid
 from collections.abc import AsyncIterator
 
 import pytest
@@ -19,6 +20,7 @@ from quire.router.types import (
     Explain,
     GenerationRequest,
     ModelInfo,
+    Origin,
     OutputDelta,
     Readiness,
     ReplicaStatus,
@@ -49,8 +51,7 @@ class FakeStream:
     def __init__(self, service: FakeService, request: GenerationRequest, prompt_len: int, sampling):
         self.request_id = request.request_id
         self.model = MODEL
-        self.created_s = 1_700_000_000
-        self.seed = sampling.seed
+        self.origin = Origin(sampling.seed, b"asked..!", uuid.uuid4().hex, 1_700_000_000)
         self.usage = Usage(prompt_tokens=prompt_len)
         self.explain = Explain(
             replica="replica-a", predicted_cached_tokens=64, runner_up="replica-b", attempts=1
@@ -60,6 +61,9 @@ class FakeStream:
         self._sampling = sampling
         self._request = request
         self._deltas = self._generate()
+
+    def told_chars(self, choice: int) -> int:
+        return 0
 
     @property
     def prompt_scores(self) -> list[TokenScores] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -77,6 +78,12 @@ def client(base_url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=10)
 
 
+def data_of(event: str) -> str:
+    """What an event's client sees of it, but the id."""
+    (data,) = (line for line in event.splitlines() if line.startswith("data: "))
+    return data.removeprefix("data: ")
+
+
 def check_error(response: httpx.Response, status: int, code: str, param: str | None) -> str:
     assert response.status_code == status, response.text
     error = ErrorAnswer.model_validate(response.json()).error
@@ -136,15 +143,16 @@ def test_events_are_openais(http: httpx.Client) -> None:
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.text.endswith("data: [DONE]\n\n")
     events = response.text.removesuffix("\n\n").split("\n\n")
-    assert all(event.startswith("data: ") for event in events)
-    assert "usage" not in json.loads(events[0].removeprefix("data: "))
+    *events, done = events
+    assert all(re.match(r"id: \S+\ndata: ", event) for event in events) and done == "data: [DONE]"
+    assert "usage" not in json.loads(data_of(events[0]))
 
 
 def test_every_chunk_has_the_usage_so_far_when_asked_for(http: httpx.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "x", "max_tokens": 3, "stream": True, "stream_options": options}
     events = http.post(COMPLETIONS, json=body).text.removesuffix("\n\n").split("\n\n")[:-1]
-    usages = [json.loads(event.removeprefix("data: "))["usage"] for event in events]
+    usages = [json.loads(data_of(event))["usage"] for event in events]
     assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3, 3]
 
 
@@ -154,7 +162,7 @@ def test_token_ids_are_returned_on_request(http: httpx.Client, stream: bool) -> 
     response = http.post(COMPLETIONS, json={**body, "stream": stream})
     if stream:
         events = response.text.removesuffix("\n\n").split("\n\n")[:-1]
-        choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        choices = [json.loads(data_of(event))["choices"][0] for event in events]
         ids = [i for choice in choices for i in choice["token_ids"]]
         assert len(choices) == 6
     else:
@@ -181,7 +189,7 @@ def test_echo_puts_the_prompt_first(http: httpx.Client, stream: bool) -> None:
     plain = http.post(COMPLETIONS, json={**body, "stream": False}).json()["choices"][0]["text"]
     if stream:
         events = response.text.removesuffix("\n\n").split("\n\n")[:-1]
-        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        chunks = [json.loads(data_of(event)) for event in events]
         text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
     else:
         text = response.json()["choices"][0]["text"]
@@ -190,7 +198,7 @@ def test_echo_puts_the_prompt_first(http: httpx.Client, stream: bool) -> None:
 
 def events_of(response: httpx.Response) -> list[dict]:
     events = response.text.removesuffix("\n\n").split("\n\n")[:-1]
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    return [json.loads(data_of(event)) for event in events]
 
 
 def test_several_choices_are_one_answer(client: openai.OpenAI) -> None:
@@ -763,7 +771,7 @@ def test_failure_in_a_stream_is_its_last_event(client, http, service, failure) -
     assert response.status_code == 200 and "[DONE]" not in response.text
     *chunks, last = response.text.removesuffix("\n\n").split("\n\n")
     assert len(chunks) == 3
-    error = ErrorAnswer.model_validate_json(last.removeprefix("data: ")).error
+    error = ErrorAnswer.model_validate_json(data_of(last)).error
     assert (
         error.code == getattr(failure, "code", "internal_error") and "secret" not in error.message
     )

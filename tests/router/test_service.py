@@ -216,7 +216,7 @@ def test_the_seed_that_was_drawn_gives_the_answer_again(runner, replicas):
         async with stack_of(replicas) as stack:
             fields = SAMPLED | dict(seed=None)
             first, other = await stack.answer(**fields), await stack.answer(**fields)
-            again = await stack.answer(**(fields | dict(seed=first.stream.seed)))
+            again = await stack.answer(**(fields | dict(seed=first.stream.origin.seed)))
             assert again.token_ids == first.token_ids
             assert other.token_ids != first.token_ids
 

@@ -122,17 +122,24 @@ class Outcome:
 
 @dataclass(slots=True)
 class Watch:
-    """Seconds between two messages of a stream, at worst; and how often it was refused before the first."""
+    """When the messages of a stream came, at worst; how often it was refused before the first one; where it broke."""
 
     refusals: int = 0
     attempts: int = 0  # of the router, where the API tells
-    stall_s: float = 0.0
+    truncations: int = 0
+    last_id: str = ""  # of the events so far
+    gap: tuple[float, float] = (0.0, 0.0)  # the longest time without a message, begin and end
     _last_s: float | None = None
+
+    @property
+    def stall_s(self) -> float:
+        """The longest time without a message."""
+        return self.gap[1] - self.gap[0]
 
     def tick(self) -> None:
         now = time.monotonic()
-        if self._last_s is not None:
-            self.stall_s = max(self.stall_s, now - self._last_s)
+        if self._last_s is not None and now - self._last_s > self.stall_s:
+            self.gap = (self._last_s, now)
         self._last_s = now
 
 
@@ -140,50 +147,94 @@ class Refused(Exception):
     """The server answered before anything was generated: come back later."""
 
 
-async def ask_http(client: httpx.AsyncClient, spec: Spec, watch: Watch) -> Outcome:
-    outcome = Outcome([Choice() for _ in range(spec.num_choices)])
-    async with client.stream("POST", "/v1/completions", json=spec.http_body()) as response:
-        if response.status_code in (429, 503):
-            raise Refused(await response.aread())
-        if response.status_code != 200:
-            raise AssertionError((response.status_code, await response.aread()))
-        async for line in response.aiter_lines():
-            if not line:
-                continue
-            data = line.removeprefix("data: ")
-            if data == "[DONE]":
-                outcome.done = True
-                continue
-            chunk = json.loads(data)
-            assert "error" not in chunk, chunk
-            watch.tick()
-            if chunk.get("usage"):
-                usage = chunk["usage"]
-                outcome.usage = (usage["prompt_tokens"], usage["completion_tokens"])
-            for part in chunk["choices"]:
-                choice = outcome.choices[part["index"]]
-                assert choice.finish_reason is None, "nothing follows the end"
-                choice.text += part["text"]
-                choice.token_ids += part.get("token_ids") or []
-                choice.finish_reason = part["finish_reason"]
-                choice.stop_reason = part.get("stop_reason")
-                if part.get("logprobs"):
-                    scores = part["logprobs"]
-                    choice.logprobs += zip(
-                        scores["tokens"],
-                        scores["token_logprobs"],
-                        scores["top_logprobs"],
-                        strict=True,
-                    )
+class Truncated(Exception):
+    """The stream broke: `Watch.last_id` says where it goes on."""
+
+
+def new_outcome(spec: Spec) -> Outcome:
+    return Outcome([Choice() for _ in range(spec.num_choices)])
+
+
+async def ask_http(
+    client: httpx.AsyncClient, spec: Spec, watch: Watch, outcome: Outcome | None = None
+) -> Outcome:
+    """All of a stream, or the rest of what `outcome` has so far.
+
+    Raises
+    ------
+    Refused, Truncated
+        Nothing came, or not all of it; `outcome` has what there is.
+    """
+    outcome = outcome or new_outcome(spec)
+    try:
+        await _read_http(client, spec, watch, outcome)
+    except httpx.TransportError as error:
+        if not watch.last_id:
+            raise Refused(repr(error)) from error
+        raise Truncated(repr(error)) from error
+    if not outcome.done:
+        raise Truncated("the body ended without [DONE]")
     return outcome
 
 
-async def ask_grpc(stub: generation_pb2_grpc.GenerationStub, spec: Spec, watch: Watch) -> Outcome:
-    outcome = Outcome([Choice() for _ in range(spec.num_choices)])
-    call = stub.Generate(spec.grpc_request())
+async def _read_http(client: httpx.AsyncClient, spec: Spec, watch: Watch, outcome: Outcome) -> None:
+    headers = {"Last-Event-ID": watch.last_id} if watch.last_id else {}
+    asking = client.stream("POST", "/v1/completions", json=spec.http_body(), headers=headers)
+    async with asking as response:
+        if response.status_code in (429, 502, 503, 504):
+            raise Refused(await response.aread())
+        if response.status_code != 200:
+            raise AssertionError((response.status_code, await response.aread()))
+        event_id = data = ""
+        async for line in response.aiter_lines():
+            if line.startswith("id: "):
+                event_id = line.removeprefix("id: ")
+            elif line.startswith("data: "):
+                data = line.removeprefix("data: ")
+            elif not line and data:  # only a whole event counts
+                watch.last_id = event_id
+                _take_event(data, watch, outcome)
+                data = ""
+
+
+def _take_event(data: str, watch: Watch, outcome: Outcome) -> None:
+    if data == "[DONE]":
+        outcome.done = True
+        return
+    chunk = json.loads(data)
+    assert "error" not in chunk, chunk
+    watch.tick()
+    if chunk.get("usage"):
+        usage = chunk["usage"]
+        outcome.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+    for part in chunk["choices"]:
+        choice = outcome.choices[part["index"]]
+        assert choice.finish_reason is None, "nothing follows the end"
+        choice.text += part["text"]
+        choice.token_ids += part.get("token_ids") or []
+        choice.finish_reason = part["finish_reason"]
+        choice.stop_reason = part.get("stop_reason")
+        if part.get("logprobs"):
+            scores = part["logprobs"]
+            columns = (scores["tokens"], scores["token_logprobs"], scores["top_logprobs"])
+            choice.logprobs += zip(*columns, strict=True)
+
+
+async def ask_grpc(
+    stub: generation_pb2_grpc.GenerationStub,
+    spec: Spec,
+    watch: Watch,
+    outcome: Outcome | None = None,
+) -> Outcome:
+    """As `ask_http`."""
+    outcome = outcome or new_outcome(spec)
+    request = spec.grpc_request()
+    request.resume_from = watch.last_id
+    call = stub.Generate(request)
     try:
         async for message in call:
             watch.tick()
+            watch.last_id = message.event_id
             choice = outcome.choices[message.choice]
             assert choice.finish_reason is None, "nothing follows the end"
             assert message.index == len(choice.token_ids), "an index is missing or comes twice"
@@ -199,8 +250,10 @@ async def ask_grpc(stub: generation_pb2_grpc.GenerationStub, spec: Spec, watch: 
                 outcome.usage = (usage.prompt_tokens, usage.completion_tokens)
     except grpc.aio.AioRpcError as error:
         refused = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
-        if error.code() in refused and not any(c.token_ids for c in outcome.choices):
+        if error.code() in refused and not watch.last_id:
             raise Refused(error.details()) from error
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            raise Truncated(error.details()) from error
         raise
     trailing = dict(await call.trailing_metadata())
     watch.attempts = int(trailing.get("x-quire-attempts", 0))
