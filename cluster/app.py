@@ -26,6 +26,8 @@ from quire.replica.config import EngineArgs
 
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
+MOVE_TIME_S = 15.0
+DRAIN_POLL_S = 0.5  # a replica that drains looks so often whether it is idle
 # Calls beside the requests' own: attach streams, aborts, resyncs of every router.
 CONTROL_CALLS_PER_ROUTER = 64
 
@@ -52,7 +54,10 @@ def build(args: dict[str, Any]) -> Application:
         max_ongoing_requests=max_calls,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=config.router.drain_timeout_s,
+        # Routers move what is left when `drain_timeout_s` is over; that takes a moment.
+        graceful_shutdown_timeout_s=config.router.drain_timeout_s + MOVE_TIME_S,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
+        user_config={},  # see `live_update`
         ray_actor_options=_actor_options(config.replica_resources, _num_gpus(config, device)),
         request_router_config=RequestRouterConfig(
             request_router_class="quire.router.serve_router:DecidedRouter",
@@ -73,10 +78,11 @@ def build(args: dict[str, Any]) -> Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.router.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
+        user_config={},
         ray_actor_options=_actor_options(config.router_resources, 0),
     )
-    # Only what a router reads: Serve restarts routers whose arguments changed, and these two only scale.
-    return router.bind(replica, config.model_dump(exclude={"replicas", "routers"}))
+    return router.bind(replica, config.model_dump())
 
 
 def _device(config: AppConfig) -> str:

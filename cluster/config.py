@@ -379,7 +379,23 @@ class RouterArgs(_Section):
         45.0,
         ge=0,
         le=3600,
-        description="Seconds for which a router that shuts down lets its open streams finish.",
+        description="Seconds for which a replica that goes away lets its requests finish; then they "
+        "continue on others. Also those for which a router that shuts down lets its open streams "
+        "finish: they cannot move.",
+    )
+    stream_credit_tokens: int = Field(
+        256,
+        ge=16,
+        le=65536,
+        description="Most tokens that a replica generates ahead of what the client has read; then the "
+        "request pauses, until the client reads on.",
+    )
+    slow_client_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="Seconds for which a client may leave tokens unread; then its request ends with "
+        "an error (408, ABORTED).",
     )
     tokenizer_threads: int = Field(
         2, ge=1, le=64, description="Threads that tokenise prompts, off the event loop."

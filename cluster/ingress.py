@@ -12,8 +12,9 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from quire.cluster.config import AppConfig
+from quire.cluster.config import AppConfig, RouterArgs
 from quire.cluster.grpc_api import GrpcApi
+from quire.cluster.live_update import router_section
 from quire.cluster.metrics import ServeObserver
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.router.bus import Bus
@@ -51,9 +52,33 @@ class Router(GrpcApi):
         )
         router_id = f"router-{secrets.token_hex(4)}"
         table = ReplicaTable(PrefixIndex(), lost_after_s=app.router.stream_idle_timeout_s)
-        self._bus = Bus(replicas, app.model_name, router_id, table)
+        self._args = app.router
+        self._defaults = GenerationDefaults.load(checkpoint)
+        self._table = table
+        self._bus = Bus(
+            replicas,
+            app.model_name,
+            router_id,
+            table,
+            drain_timeout_s=app.router.drain_timeout_s,
+            credit_tokens=app.router.stream_credit_tokens,
+            slow_client_timeout_s=app.router.slow_client_timeout_s,
+        )
         self.service = _service(app, checkpoint, router_id, table, self._bus)
         self._bus.start()
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's way to change a deployment in place: see `live_update`."""
+        limits = router_section(self._args, user_config)
+        self._table.lost_after_s = limits.stream_idle_timeout_s
+        self._bus.credit_tokens = limits.stream_credit_tokens
+        self._bus.slow_client_timeout_s = limits.slow_client_timeout_s
+        self.service.reconfigure(
+            _facts(self.service.facts, limits, self._defaults),
+            make_policy(limits.policy),
+            max_move_s=limits.max_move_s,
+            max_migrations=limits.max_migrations,
+        )
 
     async def __del__(self) -> None:
         bus = getattr(self, "_bus", None)
@@ -65,19 +90,12 @@ def _service(
     app: AppConfig, checkpoint: Path, router_id: str, table: ReplicaTable, bus: Bus
 ) -> RouterService:
     limits = app.router
+    defaults = GenerationDefaults.load(checkpoint)
     facts = ModelFacts(
-        name=app.model_name,
-        created_s=int(time.time()),
-        defaults=dataclasses.replace(
-            GenerationDefaults.load(checkpoint), max_tokens=limits.max_tokens_default
-        ),
-        limits=Limits(
-            max_stop_strings=limits.max_stop_strings, max_stop_string_bytes=limits.max_stop_bytes
-        ),
-        max_prompt_tokens=limits.max_prompt_tokens,
+        name=app.model_name, created_s=int(time.time()), defaults=defaults, limits=Limits()
     )
     return RouterService(
-        facts,
+        _facts(facts, limits, defaults),
         router_id=router_id,
         tokenizer=AsyncTokenizer(
             TextTokenizer.load(checkpoint), num_threads=limits.tokenizer_threads
@@ -90,4 +108,16 @@ def _service(
         max_move_s=limits.max_move_s,
         max_migrations=limits.max_migrations,
         budget=MigrationBudget(limits.migration_refill_s, limits.migration_burst),
+    )
+
+
+def _facts(facts: ModelFacts, limits: RouterArgs, defaults: GenerationDefaults) -> ModelFacts:
+    """`facts` under these limits."""
+    return dataclasses.replace(
+        facts,
+        defaults=dataclasses.replace(defaults, max_tokens=limits.max_tokens_default),
+        limits=Limits(
+            max_stop_strings=limits.max_stop_strings, max_stop_string_bytes=limits.max_stop_bytes
+        ),
+        max_prompt_tokens=limits.max_prompt_tokens,
     )

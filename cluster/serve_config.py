@@ -22,6 +22,7 @@ from ray.runtime_env import RuntimeEnv
 from ray.serve.config import AutoscalingPolicy
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
+from quire.cluster import live_update
 from quire.cluster.config import (
     AppConfig,
     ConfigError,
@@ -230,6 +231,10 @@ def _applications(items: Any) -> Iterator[tuple[Application, list[Problem]]]:
                 config = AppConfig.from_args(item.get("args", {}), f"applications[{index}].args")
             except ConfigError as error:
                 problems = list(error.problems)
+        if config is not None and isinstance(item.get("deployments"), list):
+            for i, deployment in enumerate(item["deployments"]):
+                path = f"applications[{index}].deployments[{i}]"
+                problems += live_update.problems(config, deployment, path)
         problems += _route_problems(item, f"applications[{index}].route_prefix")
         name, route_prefix = item.get("name", "default"), item.get("route_prefix", "/")
         yield Application(name, route_prefix, import_path, config), problems

@@ -111,6 +111,14 @@ class DeadlineExceeded(QuireError):
     grpc_status = "DEADLINE_EXCEEDED"
 
 
+class SlowClient(QuireError):
+    """The client did not take what was sent to it for too long; its request has ended."""
+
+    code = "slow_client"
+    http_status = 408
+    grpc_status = "ABORTED"
+
+
 class Aborted(QuireError):
     """The request was cancelled, by its client or by an operator."""
 
@@ -137,6 +145,7 @@ _BY_CODE: dict[str, type[QuireError]] = {
         Overloaded,
         Unavailable,
         DeadlineExceeded,
+        SlowClient,
         Aborted,
         EngineError,
     )

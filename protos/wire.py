@@ -252,6 +252,8 @@ class Submit:
     priority: int = 0  # smaller is sooner
     # `stream_id` of another choice of the same request, sent to the same replica: its prompt is computed once.
     fork_of: int | None = None
+    # So many tokens beyond `num_emitted` it may generate before it is granted more; None: all.
+    credit_tokens: int | None = None
 
     def encode(self) -> bytes:
         return _seal(
@@ -266,12 +268,13 @@ class Submit:
                 self.deadline_s,
                 self.priority,
                 self.fork_of,
+                self.credit_tokens,
             ]
         )
 
     @classmethod
     def decode(cls, data: bytes) -> Submit:
-        router_id, stream_id, request_id, ids, params, *others = _open(data, 10, "Submit")
+        router_id, stream_id, request_id, ids, params, *others = _open(data, 11, "Submit")
         return cls(
             router_id,
             stream_id,

@@ -136,6 +136,16 @@ class Replica:
         """The router lives and wants these streams for another `LEASE_S`."""
         self._leases.renew(router_id, stream_ids, time.monotonic())
 
+    async def grant(self, router_id: str, credit: dict[int, int], *, route: list[str]) -> bool:
+        """Let the router's streams run further: stream id to output tokens that it may have.
+
+        False when Serve has brought the call to another replica than that of the streams.
+        """
+        if route != [self._replica_id]:
+            return False
+        self._engine.grant({(router_id, stream): end for stream, end in credit.items()})
+        return True
+
     async def ping(self, *, route: list[str]) -> None:
         """Answer: the first call through a handle makes Serve tell it the running replicas."""
 
@@ -143,6 +153,10 @@ class Replica:
         """End these requests if they are still alive."""
         for stream_id in stream_ids:
             self._engine.abort((router_id, stream_id))
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's way to change a deployment in place: `user_config` names `LIGHT_FIELDS` of the engine."""
+        await asyncio.to_thread(self._engine.reconfigure, user_config)
 
     # -- what Serve calls --------------------------------------------------------------------------------
 
@@ -242,6 +256,7 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
         deadline_s=None if submit.deadline_s is None else now + submit.deadline_s,
         priority=submit.priority,
         fork_of=None if submit.fork_of is None else (submit.router_id, submit.fork_of),
+        credit_tokens=submit.credit_tokens,
     )
 
 

@@ -56,9 +56,13 @@ class Admission:
         self._blocks = blocks
         self._host = host
         self._rows = rows
+        self._held = False  # see `hold`
+        self.reconfigure(config)
+
+    def reconfigure(self, config: EngineConfig) -> None:
+        """Take on other margins."""
         self._margin_blocks = config.safety_margin * config.num_blocks
         self._resume_blocks = config.resume_margin * config.num_blocks
-        self._held = False  # see `hold`
 
     def hold(self) -> None:
         """A running request lost its blocks: none starts before `resume_margin` of them are available."""

@@ -101,10 +101,14 @@ class Chunking:
         self._block_size = config.block_size
         self._max_batch_tokens = config.max_batch_tokens
         self.prefill_first = config.scheduler == "prefill_first"
-        max_ms = config.max_prefill_ms
-        self._max_prefill_s = math.inf if max_ms is None else max_ms / 1000
+        self.reconfigure(config)
         self._waited_s = 0.0  # since the decoding rows were in a step, if they were left out
         self._num_cut = 0  # steps in a row that were short of time
+
+    def reconfigure(self, config: EngineConfig) -> None:
+        """Take on another `max_prefill_ms`."""
+        max_ms = config.max_prefill_ms
+        self._max_prefill_s = math.inf if max_ms is None else max_ms / 1000
 
     def leaves_out_decodes(self, num_decodes: int, start: int, missing: int) -> bool:
         """Whether the scheduler, being `prefill_first`, gives the next step to the prefills alone.

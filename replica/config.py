@@ -7,9 +7,20 @@ the only thing the scheduler, block manager and runner read. `resolve` lives in 
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
+from typing import Any
 
 from quire.replica.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
 
+# Fields of `EngineArgs` that a running engine takes on between two steps.
+LIGHT_FIELDS = (
+    "max_waiting_requests",
+    "max_prefill_ms",
+    "safety_margin",
+    "resume_margin",
+    "step_timeout_s",
+)
+# Between the two marks of admission: more costs throughput and spares no preemption.
+_RESUME_STEP = 0.1
 SCHEDULERS = ("fifo", "prefill_first", "priority")
 DEMOTION_ORDERS = ("lru", "most_recent")
 
@@ -51,6 +62,13 @@ class EngineArgs:
                 "prefix_caching is false and allow_block_sharing true; give one of them"
             )
         object.__setattr__(self, "prefix_caching", allow_block_sharing)
+
+    def light_fields(self) -> dict[str, Any]:
+        """`LIGHT_FIELDS`, resolved: as `EngineConfig` has them."""
+        fields = {name: getattr(self, name) for name in LIGHT_FIELDS}
+        if self.resume_margin is None:
+            fields["resume_margin"] = min(1.0, self.safety_margin + _RESUME_STEP)
+        return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,16 +13,17 @@ step's output through one callback; `generate` and `stream` are the offline fron
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavailable
 from quire.protos.wire import Hello, Load, SamplingParams
-from quire.replica.config import EngineArgs, EngineConfig
+from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
 from quire.replica.grammar import GrammarCompiler, GrammarState
 from quire.replica.loop import EngineLoop, LoopOutput
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
@@ -63,6 +64,7 @@ class Engine:
         if args is not None and overrides:
             raise TypeError("give EngineArgs or keyword arguments, not both")
         args = args if args is not None else EngineArgs(**overrides)
+        self._args = args
         self.startup_s: dict[str, float] = {}
         began = time.perf_counter()
         # torch and transformers take seconds to import: counted, and not paid by `import quire.replica`.
@@ -113,6 +115,16 @@ class Engine:
             else:
                 self._loop.post(lambda scheduler: scheduler.abort(key))
 
+    def grant(self, credit: Mapping[Hashable, int]) -> None:
+        """Let requests run further: key to output tokens that the request may have. See `Scheduler.grant`."""
+
+        def grant(scheduler: Scheduler) -> None:
+            for key, credit_end in credit.items():
+                scheduler.grant(key, credit_end)
+
+        with contextlib.suppress(Unavailable):  # a closed engine has ended them
+            self._loop.post(grant)
+
     def call(self, action: Callable[[Scheduler], T]) -> Future[T]:
         """Run `action` on the scheduler between two steps."""
         return self._loop.call(action)
@@ -120,6 +132,30 @@ class Engine:
     def load(self) -> Load:
         """What the engine is doing; a reading from another thread may be one step old."""
         return self._loop.load()
+
+    def reconfigure(self, changes: Mapping[str, Any]) -> None:
+        """Run on with other values of `LIGHT_FIELDS`; those that are not named are as at the start.
+
+        Raises
+        ------
+        InvalidRequest
+            A field that is not light; the message lists those that are.
+        SizingError
+            A value out of its bounds.
+        """
+        from quire.replica.sizing import check_args
+
+        heavy = sorted(changes.keys() - set(LIGHT_FIELDS))
+        if heavy:
+            raise InvalidRequest(
+                f"{', '.join(heavy)}: only {', '.join(LIGHT_FIELDS)} can change while the engine runs"
+            )
+        args = dataclasses.replace(self._args, **changes)
+        check_args(args)
+        config = dataclasses.replace(self.config, **args.light_fields())
+        self.call(lambda scheduler: scheduler.reconfigure(config)).result()
+        self._loop.step_watch.timeout_s = config.step_timeout_s
+        self.config = config
 
     def snapshot(self) -> dict[str, Any]:
         """Blocks, rows and queues as plain data, taken between two steps."""

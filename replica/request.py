@@ -79,6 +79,8 @@ class Request:
         queue time is reported as 0.
     priority
         Smaller is sooner.
+    credit_tokens
+        Tokens that it may generate before `Scheduler.grant` allows more; then it pauses. None: all.
     fork_of
         Key of a live request with the same prompt and tenant, which computes it for both (`forks.py`); when there
         is none any more, this is an ordinary request.
@@ -98,6 +100,7 @@ class Request:
         deadline_s: float | None = None,
         priority: int = 0,
         fork_of: Hashable | None = None,
+        credit_tokens: int | None = None,
     ):
         self.key = key
         self.params = params
@@ -109,6 +112,8 @@ class Request:
         self.deadline_s = deadline_s
         self.priority = priority
         self.fork_of = fork_of
+        # Output tokens, those of earlier attempts included, that it may have for now; None: all.
+        self.credit_end = None if credit_tokens is None else num_emitted + credit_tokens
         self.parent: Request | None = None  # whom `fork_of` names, until this one starts
         self.phase = Phase.PENDING
         self.row = -1  # in the row table while PREFILLING or DECODING
@@ -161,6 +166,13 @@ class Request:
     def max_length(self) -> int:
         """Tokens of prompt and output together at which the request ends."""
         return self.num_prompt_tokens + self.params.max_tokens
+
+    @property
+    def run_length(self) -> int:
+        """Tokens of prompt and output together at which it ends or, its credit spent, pauses."""
+        if self.credit_end is None:
+            return self.max_length
+        return min(self.max_length, self.num_prompt_tokens + self.credit_end)
 
     def accept(self, eos_token_ids: Sequence[int]) -> None:
         """Own the tokens (a copy: the caller's array may be read-only or change) and fix the stop ids."""
@@ -362,6 +374,8 @@ def _validate_labels(request: Request) -> None:
     if deadline_s is not None and (not is_real(deadline_s) or deadline_s != deadline_s):
         refuse("deadline_s", f"must be a number, got {deadline_s!r}")
     check_int("priority", request.priority, -_MAX_INT32, _MAX_INT32)
+    if request.credit_end is not None:
+        check_int("credit_tokens", request.credit_end - request.num_emitted, 1, _MAX_INT32)
     if request.fork_of is not None and request.num_emitted:
         refuse(
             "fork_of",

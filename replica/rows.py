@@ -106,7 +106,7 @@ class RowTable:
         self.length = np.zeros(max_rows, dtype=np.int32)  # [R] tokens of prompt and output
         self.num_computed = np.zeros(max_rows, dtype=np.int32)  # [R] tokens with KV or planned to
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)  # [R] the client's prompt
-        self.max_length = np.zeros(max_rows, dtype=np.int32)  # [R] ends when length reaches it
+        self.max_length = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.run_length`
         self.min_length = np.zeros(max_rows, dtype=np.int32)  # [R] EOS and stop ids masked below it
         self.last_token = np.zeros(max_rows, dtype=np.int32)  # [R]
         self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
@@ -154,7 +154,7 @@ class RowTable:
         self.length[row] = request.num_tokens
         self.num_computed[row] = num_computed
         self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.max_length[row] = request.max_length
+        self.max_length[row] = request.run_length
         self.min_length[row] = request.num_prompt_tokens + params.min_tokens
         self.sampling.claim(row, request)
         self.stop_ids[row] = tuple(sorted(request.stop_ids))
@@ -174,6 +174,11 @@ class RowTable:
         self.decoding[rows] = True
         self._decode_rows = None
         self.num_decode_tokens += int(self.num_computed[rows].sum())
+
+    def set_run_length(self, row: int, run_length: int) -> None:
+        """The row may have so many tokens from now on."""
+        self.max_length[row] = run_length
+        self._decode_rows = None
 
     def set_paused(self, row: int, paused: bool) -> None:
         """Take the row out of the steps to come, or let it take part again."""
@@ -527,6 +532,7 @@ class RowTable:
         self, rows: np.ndarray, token_ids: np.ndarray, length: np.ndarray, max_length: np.ndarray
     ) -> dict[int, FinishReason]:
         """Which rows end with the token just recorded, which grammars take in: index in `rows` to the reason.
+        LENGTH are also those whose credit is spent.
 
         Call it once for each token.
 

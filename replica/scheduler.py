@@ -144,6 +144,13 @@ class Scheduler:
         self._num_changes = 0
         self._blocked = (-1, -1)  # its arrival, and the changes up to then
 
+    def reconfigure(self, config: EngineConfig) -> None:
+        """Take on a configuration that differs in `LIGHT_FIELDS` only; requests go on under it."""
+        self.config = config
+        self._admission.reconfigure(config)
+        self._chunking.reconfigure(config)
+        self._num_changes += 1
+
     # -- requests in and out -----------------------------------------------------------------------------
 
     @property
@@ -239,6 +246,17 @@ class Scheduler:
             else:
                 self._waiting.push_front(request)
         self._num_changes += 1
+
+    def grant(self, key: Hashable, credit_end: int) -> None:
+        """Let a request run until it has `credit_end` output tokens, those of earlier attempts included; nothing
+        when it is unknown or may have as many already."""
+        request = self._requests.get(key)
+        if request is None or request.credit_end is None or credit_end <= request.credit_end:
+            return
+        request.credit_end = credit_end
+        if request.row >= 0:
+            self.rows.set_run_length(request.row, request.run_length)
+        self.resume(key)
 
     def next_deadline_s(self) -> float | None:
         """When `plan` must be called again although it gave no step; None = not before something changes."""
@@ -633,6 +651,10 @@ class Scheduler:
             complete = self._end_prefills(rows, index, tokens, now_s)
         for i, reason in table.ended(rows, tokens, length, max_length).items():
             request = table.request(int(rows[i]))
+            if reason is FinishReason.LENGTH and length[i] < request.max_length:
+                if length[i] >= request.run_length:
+                    self.pause(request.key)  # its credit is spent
+                continue
             complete[i] = self._release(request, reason, [int(tokens[i])])
         if result.logprobs:
             logprobs = {int(step.sample_rows[i]): lp for i, lp in result.logprobs.items()}  # by row

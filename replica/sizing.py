@@ -33,9 +33,6 @@ _CPU_KV_BYTES = 1 * GIB  # default: several replicas share a machine
 _HOST_TIER_BYTES = 4 * GIB  # default beside a GPU, at most a quarter of what the host has to give
 _CPU_BATCH_TOKENS = 512
 _CUDA_BATCH_TOKENS = 8192
-_RESUME_STEP = (
-    0.1  # between the two marks of admission: more costs throughput and spares no preemption
-)
 _SMALL_MODEL_PARAMETERS = (
     200_000_000  # below, float32 on a CPU is fast enough to have exactness for free
 )
@@ -127,7 +124,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
     SizingError
         Bad values, weights that do not fit, or a cache that cannot hold one request of the length asked for.
     """
-    _check_args(args)
+    check_args(args)
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -188,16 +185,8 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         max_batch_tokens=max_batch_tokens,
         # A step decodes one token of every running request.
         max_running_requests=min(args.max_running_requests, max_batch_tokens),
-        max_waiting_requests=args.max_waiting_requests,
+        **args.light_fields(),
         scheduler=args.scheduler,
-        max_prefill_ms=args.max_prefill_ms,
-        step_timeout_s=args.step_timeout_s,
-        safety_margin=args.safety_margin,
-        resume_margin=(
-            min(1.0, args.safety_margin + _RESUME_STEP)
-            if args.resume_margin is None
-            else args.resume_margin
-        ),
         demotion_order=args.demotion_order,
         prefix_caching=args.prefix_caching,
         deterministic=exact if args.deterministic is None else args.deterministic,
@@ -339,7 +328,7 @@ def choose_dtype(
     return "bfloat16" if num_parameters >= _SMALL_MODEL_PARAMETERS and hardware else "float32"
 
 
-def _check_args(args: EngineArgs) -> None:
+def check_args(args: EngineArgs) -> None:
     """Bounds of what the user wrote; every message names field, bound and value."""
     choices = {
         "device": ("auto", "cpu", "cuda"),

@@ -13,9 +13,12 @@ this module is built around (reference: Ray 2.60):
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import dataclasses
 import itertools
 import logging
+import math
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -23,15 +26,19 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError
 from ray.serve.handle import DeploymentHandle
 
-from quire.protos.errors import QuireError, Unavailable
+from quire.protos.errors import QuireError, SlowClient, Unavailable
 from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
 from quire.router import membership
+from quire.router.flow import Credit, by_replica
 from quire.router.replicas import ReplicaTable
 from quire.router.transport import Attempt, Lost
 
 logger = logging.getLogger("ray.serve")
 ATTACH_RETRY_S = 0.2
 WATCH_PERIOD_S = 1.0
+# Readers' progress is gathered for so long into one call per replica.
+GRANT_DELAY_S = 0.02
+GRANT_RETRY_S = 0.2
 LEASE_RENEWALS = 4  # in the time of a lease
 # A completion and the last frame leave the replica together, by different ways.
 LAST_FRAME_TIMEOUT_S = 10.0
@@ -50,9 +57,29 @@ class Bus:
         Unique for this router process; streams and attachments carry it.
     table
         Told of every frame and of every replica that comes or goes.
+    drain_timeout_s
+        A replica that Serve has dropped may finish its requests for so long; then they move.
+    credit_tokens
+        So far ahead of its client a request may run (`flow`); None: without bound.
+    slow_client_timeout_s
+        A client may leave what came for it unread for so long; then its request ends.
     """
 
-    def __init__(self, handle: DeploymentHandle, channel: str, router_id: str, table: ReplicaTable):
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        channel: str,
+        router_id: str,
+        table: ReplicaTable,
+        *,
+        drain_timeout_s: float = math.inf,
+        credit_tokens: int | None = None,
+        slow_client_timeout_s: float = math.inf,
+    ):
+        self.credit_tokens = credit_tokens
+        self.slow_client_timeout_s = slow_client_timeout_s
+        self._low_credit: set[Attempt] = set()  # to be granted with the next message
+        self.drain_timeout_s = drain_timeout_s
         self._unary = handle
         self._streaming = handle.options(stream=True)
         self._membership = membership.channel(channel)
@@ -85,7 +112,18 @@ class Bus:
         `submit.stream_id` must come from `next_stream_id`.
         """
         # The first of the route is right unless Serve passes it over; then the first frame corrects it.
-        attempt = Attempt(submit.stream_id, route[0], on_cancel=self._cancel)
+        credit = None
+        if self.credit_tokens is not None:
+            credit = Credit(self.credit_tokens, submit.num_emitted)
+            submit = dataclasses.replace(submit, credit_tokens=self.credit_tokens)
+        attempt = Attempt(
+            submit.stream_id,
+            route[0],
+            on_cancel=self._cancel,
+            credit=credit,
+            on_low_credit=self._on_low_credit,
+        )
+        attempt.num_read = submit.num_emitted
         self._attempts[submit.stream_id] = attempt
         attempt.call = self._spawn(self._generate(attempt, submit.encode(), route))
         return attempt
@@ -129,6 +167,7 @@ class Bus:
     def _cancel(self, attempt: Attempt) -> None:
         """The consumer is done with the attempt; end it on the replica unless it ended by itself."""
         if attempt.needs_abort:
+            attempt.needs_abort = False
             if attempt.call is not None:
                 attempt.call.cancel()
             ids = [attempt.stream_id]
@@ -139,6 +178,46 @@ class Bus:
         self._attempts.pop(attempt.stream_id, None)
         if attempt.replica not in self._members:
             self._detach_if_unused(attempt.replica)
+
+    # -- flow control ------------------------------------------------------------------------------------
+
+    def _on_low_credit(self, attempt: Attempt) -> None:
+        """A reader's progress is told together with that of others."""
+        if not self._low_credit:
+            self._loop.call_later(GRANT_DELAY_S, self._grant_due)
+        self._low_credit.add(attempt)
+
+    def _grant_due(self) -> None:
+        due = [a for a in self._low_credit if not a.finished]
+        self._low_credit.clear()
+        if self._closed:
+            return
+        for attempt in due:
+            # Serve brings no more calls to a replica that drains: it could not be granted any.
+            if attempt.replica not in self._members:
+                attempt.put(Lost(attempt.replica, "the replica drains", planned=True))
+        granted = [a for a in due if a.replica in self._members]
+        grants = [(a.replica, a.stream_id, a.credit.extend(a.num_read)) for a in granted]
+        for replica, credit in by_replica(grants).items():
+            self._spawn(self._grant(replica, credit))
+
+    async def _grant(self, replica: str, credit: dict[int, int]) -> None:
+        """Until the replica has it: without its grant a request would wait for ever."""
+        while replica in self._members and any(stream in self._attempts for stream in credit):
+            with contextlib.suppress(Unavailable):
+                if await self._call("grant", self._router_id, credit, route=[replica]):
+                    return
+            await asyncio.sleep(GRANT_RETRY_S)
+
+    def _end_slow(self, attempt: Attempt) -> None:
+        seconds = self.slow_client_timeout_s
+        attempt.fail(
+            SlowClient(
+                f"the client has read nothing for {seconds:g} s (slow_client_timeout_s), with tokens waiting "
+                f"after output index {attempt.num_read - 1}: the request has ended"
+            )
+        )
+        self._cancel(attempt)
 
     # -- replicas ----------------------------------------------------------------------------------------
 
@@ -159,6 +238,20 @@ class Bus:
         for replica in gone:
             self._table.set_draining(replica)
             self._detach_if_unused(replica)
+            if replica in self._links:
+                self._spawn(self._drain(replica))
+
+    async def _drain(self, replica: str) -> None:
+        """Let the requests of a replica that goes away finish for a while, then move them. So it is idle, and gone,
+        before Serve ends it by force."""
+        await asyncio.sleep(self.drain_timeout_s)
+        if replica in self._members:  # Serve lists it again
+            return
+        left = [a for a in self._attempts.values() if a.replica == replica]
+        if left:
+            logger.info("%s drains: its last %d streams move", replica, len(left))
+        for attempt in left:
+            attempt.put(Lost(replica, "the replica drains", planned=True))
 
     def _detach_if_unused(self, replica: str) -> None:
         if not any(attempt.replica == replica for attempt in self._attempts.values()):
@@ -215,6 +308,11 @@ class Bus:
                 done_s = attempt.completed_s
                 if done_s is not None and now - done_s > LAST_FRAME_TIMEOUT_S:
                     attempt.put(Lost(attempt.replica, "the last tokens did not arrive"))
+                taken_s = attempt.taken_s
+                if taken_s is None or attempt.finished or not attempt.has_unread:
+                    continue
+                if now - taken_s > self.slow_client_timeout_s:
+                    self._end_slow(attempt)
 
     async def _renew_leases(self) -> None:
         """Tell every replica that we live and which of its streams we want."""

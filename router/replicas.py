@@ -232,7 +232,7 @@ class ReplicaTable:
     ):
         self.index = index
         self._submit_lag_s = submit_lag_s
-        self._lost_after_s = lost_after_s
+        self.lost_after_s = lost_after_s
         self._resync_interval_s = resync_interval_s
         self._max_kept_batches = max_kept_batches
         self._routing_block_tokens = routing_block_tokens
@@ -581,7 +581,7 @@ class ReplicaTable:
         depths -= host
         prefix = int(hashes[longest - 1]) if longest else None
         columns, names = self._columns[:, :n], self._names
-        out = columns[_Column.SEEN_S] < now_s - self._lost_after_s
+        out = columns[_Column.SEEN_S] < now_s - self.lost_after_s
         if avoid:
             avoided = out | np.fromiter((name in avoid for name in names), bool, n)
             out = out if avoided.all() else avoided
@@ -669,7 +669,7 @@ class ReplicaTable:
         ]
 
     def _is_silent(self, entry: _Replica, now_s: float) -> bool:
-        return entry.seen_s is not None and now_s - entry.seen_s > self._lost_after_s
+        return entry.seen_s is not None and now_s - entry.seen_s > self.lost_after_s
 
 
 def _is_ready(entry: _Replica) -> bool:

@@ -151,6 +151,15 @@ class RouterService:
         self._template = template
         self._hashers: dict[str, RoutingHasher] = {}
 
+    def reconfigure(
+        self, facts: ModelFacts, policy: Policy, *, max_move_s: float, max_migrations: int
+    ) -> None:
+        """Take on other limits; requests that run go on under them."""
+        self.facts = facts
+        self.policy = policy
+        self.max_move_s = max_move_s
+        self.max_migrations = max_migrations
+
     async def generate(self, request: GenerationRequest) -> RequestStream | ChoicesStream:
         """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""
         arrived_s = self.clock()
@@ -417,16 +426,18 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> OutputDelta:
-        if self._first is not None:
-            delta, self._first = self._first, None
-            return delta
-        if self._closed:
-            raise StopAsyncIteration
-        try:
-            return await self._next_delta()
-        except BaseException:
-            self._close()
-            raise
+        delta, self._first = self._first, None
+        if delta is None:
+            if self._closed:
+                raise StopAsyncIteration
+            try:
+                delta = await self._next_delta()
+            except BaseException:
+                self._close()
+                raise
+        if self._attempt is not None:
+            self._attempt.taken_s = self._service.clock()
+        return delta
 
     async def aclose(self) -> None:
         """End the request on its replica if it still runs. Idempotent."""
@@ -710,7 +721,9 @@ class RequestStream:
 
     async def _on_gone(self, lost: Lost) -> None:
         """The replica, its stream or its call broke."""
-        if self._emitted and not self._attempt.placed:
+        if lost.planned:
+            self._leave()
+        elif self._emitted and not self._attempt.placed:
             await self._try_again(Unavailable(lost.reason, retry_after_s=NO_REPLICA_RETRY_S))
         else:
             self._on_lost(lost.reason)

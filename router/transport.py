@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.protos.errors import QuireError
 from quire.protos.wire import Completion, Hello, Submit, TokenDelta
+from quire.router.flow import Credit
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class Lost:
 
     replica: str
     reason: str
+    planned: bool = False  # a drain: nothing is wrong with the request
 
 
 Event = TokenDelta | Completion | Lost
@@ -30,7 +33,22 @@ class Attempt:
     known. The attempt is over when the delta with the finish reason is there, or a failure.
     """
 
-    def __init__(self, stream_id: int, replica: str, on_cancel: Callable[[Attempt], None]):
+    def __init__(
+        self,
+        stream_id: int,
+        replica: str,
+        on_cancel: Callable[[Attempt], None],
+        *,
+        credit: Credit | None = None,
+        on_low_credit: Callable[[Attempt], None] | None = None,
+    ):
+        self.credit = credit
+        self.num_read = (
+            0  # output tokens that the reader has taken, those of earlier attempts included
+        )
+        # Since when the reader is busy with what it took last; None while it waits, or before it is a client's.
+        self.taken_s: float | None = None
+        self._on_low_credit = on_low_credit
         self.stream_id = stream_id
         self.replica = replica  # who has it, as far as known
         self.placed = False  # a frame has confirmed it
@@ -64,11 +82,28 @@ class Attempt:
         self._ready.set()
 
     async def next(self) -> Event:
-        """Wait for the next event."""
+        """Wait for the next event. Whoever asks for it has done with those before."""
+        self.taken_s = None
+        if self.credit is not None and self.credit.is_low(self.num_read) and not self.finished:
+            self._on_low_credit(self)
         while not self._events:
             self._ready.clear()
             await self._ready.wait()
-        return self._events.popleft()
+        event = self._events.popleft()
+        if isinstance(event, TokenDelta):
+            self.num_read = event.index + len(event.token_ids)
+        return event
+
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._events)
+
+    def fail(self, error: QuireError) -> None:
+        """Give the request up from this side: the reader gets the error instead of what it has not read."""
+        self._events.clear()
+        self._events.append(Completion("error", 0, 0, 0, error=error.to_wire()))
+        self.finished = True
+        self._ready.set()
 
     def cancel(self) -> None:
         """The reader is done: end the request on its replica if it still runs there. Idempotent."""

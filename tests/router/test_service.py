@@ -803,6 +803,31 @@ def test_a_request_finishes_on_a_draining_replica_which_is_then_left(runner, rep
     runner.run(run())
 
 
+def test_what_a_draining_replica_does_not_finish_in_time_moves_free_of_charge(
+    runner, replicas, reference
+):
+    """Nothing is wrong with the request, so the move counts as none; the replica is idle and may go."""
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            cluster = stack.cluster
+            cluster.bus.drain_timeout_s = 0.05
+            stack.service.max_migrations = 0
+            stream = await stack.open(**(SAMPLED | dict(max_tokens=400)))
+            name = stream.explain.replica
+            cluster.membership.update(frozenset("ab") - {name})
+            answer = await read(stream)
+            assert stream.explain.attempts == 2 and stream.explain.replica != name
+            whole = expected(reference, **(SAMPLED | dict(max_tokens=400)))
+            assert (answer.token_ids, answer.text) == (whole.token_ids, whole.text)
+            await until(lambda: name not in cluster.table)
+            await assert_idle(cluster.replicas[name], cluster.router_id)
+            cluster.membership.update(frozenset("ab"))
+            await until(lambda: cluster.table.num_ready() == 2)
+
+    runner.run(run())
+
+
 def test_a_replica_listed_again_while_it_drains_is_used_again(runner, replicas, reference):
     async def run() -> None:
         async with stack_of(replicas) as stack:

@@ -1,0 +1,207 @@
+"""No stream fails while replicas and routers come and go on purpose; what is light changes in place.
+
+Real Ray: sixty streams of every kind run without a pause while Serve scales the replicas 3 -> 1 -> 3, restarts all of
+the application for another argument, and takes a `user_config`. `CHAOS_SIZE=long` does ten rounds (`make chaos`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import openai
+import pytest
+from chaos_streams import Outcome, Spec, Watch, ask_grpc, ask_http
+from live import Cluster, start_cluster
+
+from quire.bench.report import Bar, write
+from quire.protos import generation_pb2_grpc
+
+SIZE = os.environ.get("CHAOS_SIZE", "ci")
+NUM_ROUNDS = {"ci": 1, "long": 10}[SIZE]
+NUM_STREAMS = 60
+DRAIN_TIMEOUT_S = 3.0  # less than a stream takes beside 59 others: some of them have to move
+CHANGE_TIMEOUT_S = 240.0  # for one change, on a slow machine
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.chaos,
+    pytest.mark.slow,
+    pytest.mark.timeout(900 if SIZE == "ci" else 7200),
+]
+
+
+@pytest.fixture(scope="module")
+def rolling_cluster(tmp_path_factory) -> Iterator[Cluster]:
+    def change(config: dict) -> None:
+        args = config["applications"][0]["args"]
+        args |= {"replicas": 3, "routers": 2, "engine": {"deterministic": True}}
+        args["router"] = {"drain_timeout_s": DRAIN_TIMEOUT_S, "max_move_s": 120.0}
+        # Serve holds a router for so long before it stops listening, 30 s by default.
+        for section in (config["controller_options"], config["applications"][0]):
+            env = section["runtime_env"]["env_vars"]
+            env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
+
+    yield from start_cluster(tmp_path_factory.mktemp("rolling"), change)
+
+
+def pids(cluster: Cluster, deployment: str) -> set[int]:
+    """Of the processes that run and have the newest version, as Serve says; empty while a change is under way."""
+    application = cluster.serve_status()["applications"]["quire"]
+    details = application["deployments"][deployment]
+    if application["status"] != "RUNNING" or details["status"] != "HEALTHY":
+        return set()
+    return {r["pid"] for r in details["replicas"] if r["state"] == "RUNNING"}
+
+
+def with_deployments(config: dict, **deployments: dict) -> dict:
+    config = copy.deepcopy(config)
+    config["applications"][0]["deployments"] = [
+        {"name": name, **fields} for name, fields in deployments.items()
+    ]
+    return config
+
+
+class Load:
+    """`NUM_STREAMS` clients, each with one stream after the other until told to stop."""
+
+    def __init__(self, cluster: Cluster):
+        self._cluster = cluster
+        self._stop = False
+        self.expected: dict[int, Outcome] = {}  # the answer without faults
+        self.bad: list[str] = []
+        self.num_streams = 0
+        self.num_moved = 0
+
+    async def run(self, change: Callable[[], None]) -> None:
+        """Ask every stream once in peace; then again and again until `change` has returned."""
+        limits = httpx.Limits(max_connections=None)
+        async with (
+            httpx.AsyncClient(
+                base_url=self._cluster.url, timeout=CHANGE_TIMEOUT_S, limits=limits
+            ) as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{self._cluster.grpc_port}") as channel,
+        ):
+            stub = generation_pb2_grpc.GenerationStub(channel)
+
+            async def ask(number: int) -> Outcome:
+                spec, watch = Spec(number), Watch()
+                if spec.over_http:
+                    outcome = await ask_http(client, spec, watch)
+                else:
+                    outcome = await ask_grpc(stub, spec, watch)
+                self.num_moved += watch.attempts > spec.num_choices
+                return outcome
+
+            async def client_of(number: int) -> None:
+                while not self._stop:
+                    self.num_streams += 1
+                    try:
+                        outcome = await ask(number)
+                    except Exception as error:
+                        self.bad.append(f"{Spec(number)}: {error!r}")
+                        await asyncio.sleep(0.5)
+                        continue
+                    if outcome != self.expected[number]:
+                        self.bad.append(f"{Spec(number)}: {outcome} is not the answer in peace")
+
+            numbers = range(NUM_STREAMS)
+            answers = await asyncio.gather(*map(ask, numbers))
+            self.expected = dict(zip(numbers, answers, strict=True))
+            clients = [asyncio.create_task(client_of(number)) for number in numbers]
+            try:
+                await asyncio.to_thread(change)
+            finally:
+                self._stop = True
+                await asyncio.gather(*clients)
+
+
+def until_changed(is_done: Callable[[], bool], what: str) -> None:
+    began_s = time.monotonic()
+    while not is_done():
+        assert time.monotonic() - began_s < CHANGE_TIMEOUT_S, f"not in {CHANGE_TIMEOUT_S} s: {what}"
+        time.sleep(0.25)
+    print(f"{what}: {time.monotonic() - began_s:.0f} s", flush=True)
+
+
+def test_no_stream_fails_while_processes_come_and_go(rolling_cluster):
+    cluster, batch_tokens = rolling_cluster, itertools.count(300)
+
+    def one_round() -> None:
+        for count in (1, 3):
+            cluster.deploy(with_deployments(cluster.config, Replica={"num_replicas": count}))
+            until_changed(
+                lambda count=count: len(pids(cluster, "Replica")) == count, f"{count} replicas run"
+            )
+        before = pids(cluster, "Replica") | pids(cluster, "Router")
+        cluster.config["applications"][0]["args"]["engine"]["max_batch_tokens"] = next(batch_tokens)
+        cluster.deploy(cluster.config)
+        until_changed(
+            lambda: (
+                len(pids(cluster, "Replica") - before) == 3
+                and len(pids(cluster, "Router") - before) == 2
+            ),
+            "every process was replaced",
+        )
+
+    def rounds() -> None:
+        for _ in range(NUM_ROUNDS):
+            one_round()
+
+    load = Load(cluster)
+    began_s = time.monotonic()
+    asyncio.run(load.run(rounds))
+    details = {"seconds": round(time.monotonic() - began_s), "moved": load.num_moved}
+    bars = [
+        Bar("chaos/rolling_failures", len(load.bad), "streams", 0, details=details),
+        Bar("chaos/rolling_rounds", NUM_ROUNDS, "rounds", NUM_ROUNDS, at_most=False),
+        Bar("chaos/rolling_streams", load.num_streams, "streams", NUM_STREAMS, at_most=False),
+    ]
+    for bar in bars:
+        print(bar.to_json())
+    out = os.environ.get("CHAOS_OUT")
+    if out:
+        path = Path(out).with_name("chaos_rolling.json")
+        write(path, f"make chaos SIZE={SIZE}", bars)
+    reasons = Counter(line[:300] for line in load.bad)
+    assert not load.bad, f"{len(load.bad)} of {load.num_streams}: {reasons.most_common(8)}"
+    assert load.num_moved, "no stream outlived the drain of its replica"
+
+
+def test_light_fields_change_in_place(rolling_cluster):
+    cluster = rolling_cluster
+    before = pids(cluster, "Replica"), pids(cluster, "Router")
+    assert list(map(len, before)) == [3, 2]
+    ask = cluster.openai().completions.create
+    ask(model="embedded", prompt="The harbour", max_tokens=2, stop=["a", "b"])
+    cluster.deploy(
+        with_deployments(
+            cluster.config,
+            Replica={"user_config": {"max_prefill_ms": 50.0, "step_timeout_s": 20.0}},
+            Router={"user_config": {"max_stop_strings": 1}},
+        )
+    )
+
+    def refuses() -> bool:
+        try:
+            ask(model="embedded", prompt="The harbour", max_tokens=2, stop=["a", "b"])
+        except openai.BadRequestError as error:
+            assert error.param == "stop"
+            return True
+        return False
+
+    # Two routers, one after the other: HAProxy asks them in turn.
+    until_changed(lambda: all(refuses() for _ in range(4)), "both routers have the other bound")
+    until_changed(lambda: bool(pids(cluster, "Replica")), "Serve has finished")
+    assert (pids(cluster, "Replica"), pids(cluster, "Router")) == before
+    cluster.deploy(cluster.config)
+    until_changed(lambda: not any(refuses() for _ in range(4)), "the arguments hold again")
+    assert (pids(cluster, "Replica"), pids(cluster, "Router")) == before
