@@ -1,0 +1,168 @@
+"""Clients that read slowly, or not at all, cost the server little and others nothing; real sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from live import Cluster, wait_until
+
+from quire.protos import generation_pb2, generation_pb2_grpc
+
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
+NUM_STALLED = 50
+MAX_BYTES_EACH = 1 << 20
+# Two kilobytes a token, so that the kernel's buffers are full before the answer ends.
+BODY = {
+    "model": "embedded",
+    "messages": [{"role": "user", "content": "Tell me of the harbour."}],
+    "max_tokens": 3000,
+    "temperature": 0.8,
+    "seed": 11,
+    "ignore_eos": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+    "return_token_ids": True,
+    "stream": True,
+}
+
+
+@pytest.fixture(scope="module")
+def credit(cluster: Cluster) -> Iterator[None]:
+    """Little credit and a patient server; afterwards what was before."""
+    with_router_settings(cluster, stream_credit_tokens=16, slow_client_timeout_s=600.0)
+    yield
+    cluster.deploy(cluster.config)
+    wait_until(lambda: status(cluster) == "RUNNING", 60, "the configuration is as before")
+
+
+def status(cluster: Cluster) -> str:
+    return cluster.serve_status()["applications"]["quire"]["status"]
+
+
+def with_router_settings(cluster: Cluster, **user_config: object) -> None:
+    config = json.loads(json.dumps(cluster.config))
+    deployments = [{"name": "Router", "user_config": user_config}]
+    config["applications"][0]["deployments"] = deployments
+    before = router_pids(cluster)
+    cluster.deploy(config)
+    time.sleep(1.0)  # until Serve has begun with it
+    wait_until(lambda: status(cluster) == "RUNNING", 60, "the routers have other settings")
+    assert router_pids(cluster) == before
+
+
+def router_pids(cluster: Cluster) -> list[int]:
+    details = cluster.serve_status()["applications"]["quire"]["deployments"]["Router"]
+    return sorted(r["pid"] for r in details["replicas"] if r["state"] == "RUNNING")
+
+
+def resident_bytes(pids: list[int]) -> int:
+    pages = 0
+    for pid in pids:
+        with open(f"/proc/{pid}/statm") as file:
+            pages += int(file.read().split()[1])
+    return pages * 4096
+
+
+def open_stream(cluster: Cluster, seed: int) -> socket.socket:
+    """Send a request whose answer nobody reads yet."""
+    data = json.dumps({**BODY, "seed": seed}).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(60)
+    connection.connect(("127.0.0.1", cluster.http_port))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+    return connection
+
+
+def read_events(connection: socket.socket, pause_s: float = 0.0) -> list[dict | str]:
+    """All events of an answer, a piece after the other."""
+    file = connection.makefile("rb")
+    events: list[dict | str] = []
+    for line in file:
+        if line.startswith(b"data: "):
+            data = line.removeprefix(b"data: ").strip()
+            events.append("[DONE]" if data == b"[DONE]" else json.loads(data))
+            if pause_s and len(events) % 500 == 0:
+                time.sleep(pause_s)
+            if events[-1] == "[DONE]" or "error" in events[-1]:
+                return events
+    return events
+
+
+def token_ids(events: list[dict | str]) -> list[int]:
+    chunks = [e for e in events if isinstance(e, dict) and e.get("choices")]
+    return [i for c in chunks for i in c["choices"][0].get("token_ids") or []]
+
+
+def wait_until_nothing_moves(cluster: Cluster, num_running: int) -> None:
+    seen: list[int] = []
+
+    def is_still() -> bool:
+        loads = cluster.loads()
+        seen.append(sum(load.num_steps for load in loads))
+        running = sum(load.num_running for load in loads)
+        time.sleep(0.5)
+        return running == num_running and len(seen) > 3 and seen[-1] == seen[-4]
+
+    wait_until(is_still, 240, f"{num_running} requests run and none makes a step")
+
+
+def test_fifty_readers_that_stall(cluster, credit):
+    whole = read_events(open_stream(cluster, 11))
+    assert whole[-1] == "[DONE]" and len(token_ids(whole)) == 3000
+    pids = router_pids(cluster)
+    before = resident_bytes(pids)
+    stalled = [open_stream(cluster, 11 + i) for i in range(NUM_STALLED)]
+    try:
+        wait_until_nothing_moves(cluster, NUM_STALLED)
+        each = (resident_bytes(pids) - before) / NUM_STALLED
+        print(f"{each / 1024:.0f} KiB of the routers' memory for each stalled reader")
+        assert each < MAX_BYTES_EACH
+        # Others are served.
+        began_s = time.monotonic()
+        answer = cluster.openai(timeout=30).completions.create(
+            model="embedded", prompt="A quire is", max_tokens=20, temperature=0
+        )
+        print(f"another request beside them: {time.monotonic() - began_s:.2f} s")
+        assert answer.usage.completion_tokens > 0
+        # One of them reads on, slowly, and misses nothing.
+        slow = read_events(stalled[0], pause_s=0.05)
+        assert slow[-1] == "[DONE]"
+        assert token_ids(slow) == token_ids(whole)
+        # The server loses its patience with the others.
+        with_router_settings(cluster, stream_credit_tokens=16, slow_client_timeout_s=2.0)
+        wait_until(
+            lambda: sum(load.num_running for load in cluster.loads()) == 0, 30, "they have ended"
+        )
+        late = read_events(stalled[1])
+        assert late[-1]["error"]["code"] == "slow_client", late[-1]
+        assert "slow_client_timeout_s" in late[-1]["error"]["message"]
+        assert 0 < len(token_ids(late)) < 3000
+    finally:
+        for connection in stalled:
+            connection.close()
+
+
+def test_a_grpc_reader_that_stalls_and_goes_on(cluster, credit):
+    with_router_settings(cluster, stream_credit_tokens=16, slow_client_timeout_s=600.0)
+    request = generation_pb2.GenerateRequest(
+        prompt="A quire is",
+        logprobs=20,
+        ignore_eos=True,
+        sampling=generation_pb2.SamplingOptions(max_tokens=3000, temperature=0.8, seed=3),
+    )
+    with cluster.channel() as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        whole = [i for response in stub.Generate(request) for i in response.token_ids]
+        assert len(whole) == 3000
+    with cluster.channel() as channel:
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(request)
+        first = next(call)
+        wait_until_nothing_moves(cluster, 1)
+        rest = [i for response in call for i in response.token_ids]
+        assert [*first.token_ids, *rest] == whole
