@@ -274,6 +274,10 @@ class EngineArgs(_Section):
         description="CPU threads of one replica's matrix products. Default: the machine's cores "
         "shared among the replicas.",
     )
+    fault_injection: bool = Field(
+        False,
+        description="For tests only: requests with certain seeds crash, hang or fail the engine.",
+    )
     heartbeat_ms: int = Field(
         100,
         ge=100,
@@ -396,6 +400,13 @@ class RouterArgs(_Section):
         le=3600,
         description="Seconds for which a client may leave tokens unread; then its request ends with "
         "an error (408, ABORTED).",
+    )
+    ready_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        le=3600,
+        description="Seconds without a finished step after which a replica that has work no longer "
+        "counts for /ready. /health is about the router's process alone.",
     )
     tokenizer_threads: int = Field(
         2, ge=1, le=64, description="Threads that tokenise prompts, off the event loop."

@@ -78,6 +78,7 @@ class Router(GrpcApi):
             make_policy(limits.policy),
             max_move_s=limits.max_move_s,
             max_migrations=limits.max_migrations,
+            ready_timeout_s=limits.ready_timeout_s,
         )
 
     async def __del__(self) -> None:
@@ -108,6 +109,7 @@ def _service(
         max_move_s=limits.max_move_s,
         max_migrations=limits.max_migrations,
         budget=MigrationBudget(limits.migration_refill_s, limits.migration_burst),
+        ready_timeout_s=limits.ready_timeout_s,
     )
 
 

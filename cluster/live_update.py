@@ -43,6 +43,7 @@ ROUTER_FIELDS = (
     "max_move_s",
     "stream_credit_tokens",
     "slow_client_timeout_s",
+    "ready_timeout_s",
 )
 Section = TypeVar("Section", bound=BaseModel)
 

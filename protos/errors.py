@@ -133,6 +133,18 @@ class EngineError(QuireError):
     code = "engine_error"
 
 
+class StepFailed(EngineError):
+    """A step with the request in it failed, for what reason and because of whom is not known."""
+
+    code = "step_failed"
+
+
+class EngineCrash(EngineError):
+    """The request brings down whatever computes it, also when it is alone in its step."""
+
+    code = "engine_crash"
+
+
 _BY_CODE: dict[str, type[QuireError]] = {
     cls.code: cls
     for cls in (
@@ -148,6 +160,8 @@ _BY_CODE: dict[str, type[QuireError]] = {
         SlowClient,
         Aborted,
         EngineError,
+        StepFailed,
+        EngineCrash,
     )
 }
 

@@ -25,6 +25,7 @@ import numpy as np
 
 WIRE_VERSION = 2
 MAX_LOGPROBS = 20
+PROBATION_TOKENS = 4  # that a request with `Submit.alone` generates in steps of its own
 LEASE_S = 10.0  # a stream that its router has not named for so long ends at the replica
 
 
@@ -254,6 +255,8 @@ class Submit:
     fork_of: int | None = None
     # So many tokens beyond `num_emitted` it may generate before it is granted more; None: all.
     credit_tokens: int | None = None
+    # It was in the step in which more than one replica crashed: its next tokens come in steps of its own.
+    alone: bool = False
 
     def encode(self) -> bytes:
         return _seal(
@@ -269,12 +272,13 @@ class Submit:
                 self.priority,
                 self.fork_of,
                 self.credit_tokens,
+                self.alone,
             ]
         )
 
     @classmethod
     def decode(cls, data: bytes) -> Submit:
-        router_id, stream_id, request_id, ids, params, *others = _open(data, 11, "Submit")
+        router_id, stream_id, request_id, ids, params, *others = _open(data, 12, "Submit")
         return cls(
             router_id,
             stream_id,
@@ -326,6 +330,10 @@ class Hello:
     block_size: int
     eos_token_ids: list[int]
     startup_s: dict[str, float]  # seconds of start-up by phase
+    node: str = ""  # Ray's id of the node that it runs on
+    flight: str = (
+        ""  # path there of what it leaves behind when it dies (`protos.flight`); empty: nothing
+    )
 
     def encode(self) -> bytes:
         return _seal([getattr(self, f.name) for f in dataclasses.fields(self)])
@@ -546,6 +554,7 @@ class Load:
     host_blocks_total: int = 0
     num_offloads: int = 0  # preempted requests whose blocks were copied to the host tier
     num_restores: int = 0  # of them those that returned from there
+    stalled_s: float = 0.0  # since the last step ended, while there is one to run; 0 when idle
 
     def to_wire(self) -> tuple[Any, ...]:
         return _load_fields(self)

@@ -21,10 +21,13 @@ import faulthandler
 import gc
 import logging
 import os
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import metrics
 
@@ -58,9 +61,14 @@ class Replica:
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._event_loop = asyncio.get_running_loop()
         self._finished: dict[StreamKey, asyncio.Future[Completion]] = {}
+        self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         self._engine = await asyncio.to_thread(
-            Engine, EngineArgs(**engine_args), on_output=self._on_output
+            Engine,
+            EngineArgs(**engine_args),
+            on_output=self._on_output,
+            flight_path=_flight_folder() / self._replica_id,
         )
+        self._engine.recorder.catch_fatal_signals()
         # What is loaded stays: no collection walks torch and the model again in the middle of a step.
         gc.collect()
         gc.freeze()
@@ -68,7 +76,7 @@ class Replica:
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )
         self._arrivals = Arrivals()
-        self._engine.watch(_end_process)
+        self._engine.watch(self._end_process)
         self._leases = Leases(LEASE_S)
         self._reaper = asyncio.create_task(self._reap())
         self._metrics = ReplicaMetrics(self._engine.load)
@@ -82,7 +90,7 @@ class Replica:
         `route` is read by `router.serve_router`. Serve may pass over the replica it names: then `Hello` is all,
         since a second attachment would end the one that this router has here already.
         """
-        yield self._engine.hello(self._replica_id).encode()
+        yield self._engine.hello(self._replica_id, self._node).encode()
         if route != [self._replica_id]:
             return
         self._leases.attach(router_id, time.monotonic())
@@ -210,6 +218,13 @@ class Replica:
                 if future is not None and not future.done():
                     future.set_result(_completion(delta))
 
+    def _end_process(self, complaint: str) -> None:
+        """A device that hangs cannot be helped from here. Serve sees the actor die, at once, and starts another."""
+        self._engine.recorder.report(complaint)
+        logger.error("%s: this process ends", complaint)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
+
     def _on_detach(self, router_id: str) -> None:
         """A router is gone: nobody can read its streams any more."""
         for key in list(self._finished):
@@ -235,11 +250,11 @@ class Replica:
         self._attachments.send_snapshot(router_id, *snapshot)
 
 
-def _end_process(complaint: str) -> None:
-    """A device that hangs cannot be helped from here. Serve sees the actor die, at once, and starts another."""
-    logger.error("%s: this process ends", complaint)
-    faulthandler.dump_traceback(all_threads=True)
-    os._exit(1)
+def _flight_folder() -> Path:
+    """Beside the logs of this Ray session, so that it goes when they go; without Ray a temporary folder."""
+    if not ray.is_initialized():
+        return Path(tempfile.mkdtemp(prefix="quire-"))
+    return Path(ray.worker._global_node.get_session_dir_path()) / "quire"
 
 
 def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
@@ -257,6 +272,7 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
         priority=submit.priority,
         fork_of=None if submit.fork_of is None else (submit.router_id, submit.fork_of),
         credit_tokens=submit.credit_tokens,
+        alone=submit.alone,
     )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavailable
+from quire.protos.flight import FlightRecorder
 from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
 from quire.replica.grammar import GrammarCompiler, GrammarState
@@ -47,6 +48,8 @@ class Engine:
     on_output
         Called in the engine's thread after each turn that produced something; must not block. Without it the
         engine serves its own offline front.
+    flight_path
+        Where to leave what `protos.flight` tells of a process that died.
 
     Raises
     ------
@@ -59,6 +62,7 @@ class Engine:
         args: EngineArgs | None = None,
         *,
         on_output: Callable[[LoopOutput], None] | None = None,
+        flight_path: Path | None = None,
         **overrides: Any,
     ):
         if args is not None and overrides:
@@ -77,11 +81,16 @@ class Engine:
         scheduler = Scheduler(self.config)
         self.epoch: str = scheduler.events.epoch
         self._offline = None if on_output is not None else OfflineFront(self)
+        self.recorder: FlightRecorder | None = None
+        if flight_path is not None:
+            self.recorder = FlightRecorder(flight_path, self.config.max_running_requests)
+        self._flight_path = flight_path
         self._loop = EngineLoop(
             scheduler,
             runtime.runner,
             on_output or self._offline.on_output,
             step_timeout_s=self.config.step_timeout_s,
+            recorder=self.recorder,
         )
         self._grammars = GrammarCompiler(
             self.checkpoint / "tokenizer.json", self.config.vocab_size, self.config.eos_token_ids
@@ -165,7 +174,7 @@ class Engine:
         """Raise AssertionError unless blocks, references and rows agree."""
         self.call(lambda scheduler: scheduler.check()).result()
 
-    def hello(self, replica: str) -> Hello:
+    def hello(self, replica: str, node: str = "") -> Hello:
         """The facts about this engine that never change."""
         config = self.config
         return Hello(
@@ -180,6 +189,8 @@ class Engine:
             block_size=config.block_size,
             eos_token_ids=list(config.eos_token_ids),
             startup_s={name: round(s, 3) for name, s in self.startup_s.items()},
+            node=node,
+            flight="" if self._flight_path is None else str(self._flight_path),
         )
 
     def generate(

@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from quire.protos.errors import EngineError, Unavailable
+from quire.protos.errors import StepFailed, Unavailable
+from quire.protos.flight import FlightRecorder
 from quire.protos.wire import CacheEvents, Load
 from quire.replica.plan import RequestDelta, StepPlan, StepResult
 from quire.replica.request import DeltaBatch
@@ -61,6 +62,8 @@ class EngineLoop:
         Monotonic seconds.
     step_timeout_s
         What every step may take before `step_watch` complains.
+    recorder
+        Is told what every step holds, in case that the process does not survive it.
     """
 
     def __init__(
@@ -71,11 +74,16 @@ class EngineLoop:
         *,
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = 10.0,
+        recorder: FlightRecorder | None = None,
     ):
         self.step_watch = StepWatch(step_timeout_s, clock)
         self._scheduler = scheduler
         self._runner = runner
         self._on_output = on_output
+        self._recorder = recorder
+        self._busy_s: float | None = (
+            None  # when the last step ended; None while there is none to run
+        )
         self._clock = clock
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -101,7 +109,9 @@ class EngineLoop:
 
     def load(self) -> Load:
         """What the router's cost needs; a reading from another thread may be one step old."""
-        return self._scheduler.load(self._runner.num_compiles)
+        busy_s = self._busy_s
+        stalled_s = 0.0 if busy_s is None else max(0.0, self._clock() - busy_s)
+        return self._scheduler.load(self._runner.num_compiles, stalled_s)
 
     def post(self, action: Callable[[Scheduler], RequestDelta | None]) -> None:
         """Run `action` in the loop between two steps; a delta it returns is sent like any other.
@@ -155,7 +165,9 @@ class EngineLoop:
                 plan = self._scheduler.plan(self._clock())
                 if plan is not None:
                     self._send(self._step(plan))
+                    self._busy_s = self._clock()
                 else:
+                    self._busy_s = None
                     self._send(DeltaBatch(self._scheduler.take_ended()))
                     # A leak ends the engine now, when it disturbs nobody, and a whole one takes its place.
                     self._scheduler.check_idle()
@@ -178,16 +190,23 @@ class EngineLoop:
 
     def _step(self, plan: StepPlan) -> DeltaBatch:
         self.step_watch.begin(plan.step, self._predicted_s(plan))
+        if self._recorder is not None:
+            self._recorder.begin(plan.step, self._scheduler.stream_ids_in_flight)
         try:
             result = self._runner.collect(self._runner.launch(plan))
         except Exception as error:
-            # The step's rows may hold half-written KV: they end here, everybody else goes on.
+            # The step's rows may hold half-written KV: they end here, everybody else goes on. What was cached is
+            # not trusted any more.
             logger.exception("step %d failed", plan.step)
             self.num_failed_in_a_row += 1
             message = f"the engine failed in step {plan.step} ({type(error).__name__})"
-            return DeltaBatch(self._scheduler.fail_step(plan, EngineError(message)))
+            deltas = self._scheduler.fail_step(plan, StepFailed(message))
+            self._scheduler.clear_cache()
+            return DeltaBatch(deltas)
         finally:
             self.step_watch.end()
+            if self._recorder is not None:
+                self._recorder.end()
         self.num_failed_in_a_row = 0
         return self._scheduler.commit(plan, result, self._clock())
 
@@ -218,3 +237,4 @@ class EngineLoop:
                 if left_s is not None and left_s <= 0:
                     return
                 self._wake.wait(left_s)
+        self._busy_s = self._clock()

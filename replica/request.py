@@ -81,6 +81,8 @@ class Request:
         Smaller is sooner.
     credit_tokens
         Tokens that it may generate before `Scheduler.grant` allows more; then it pauses. None: all.
+    alone
+        Its first `PROBATION_TOKENS` new tokens come in steps without any other request.
     fork_of
         Key of a live request with the same prompt and tenant, which computes it for both (`forks.py`); when there
         is none any more, this is an ordinary request.
@@ -101,6 +103,7 @@ class Request:
         priority: int = 0,
         fork_of: Hashable | None = None,
         credit_tokens: int | None = None,
+        alone: bool = False,
     ):
         self.key = key
         self.params = params
@@ -112,6 +115,7 @@ class Request:
         self.deadline_s = deadline_s
         self.priority = priority
         self.fork_of = fork_of
+        self.alone = alone
         # Output tokens, those of earlier attempts included, that it may have for now; None: all.
         self.credit_end = None if credit_tokens is None else num_emitted + credit_tokens
         self.parent: Request | None = None  # whom `fork_of` names, until this one starts

@@ -252,6 +252,13 @@ class RowTable:
         decodes = self._decode_rows
         if decodes is None:
             decodes = self._decode_rows = self._gather(np.flatnonzero(self._decodes(slice(None))))
+        return self._place(decodes)
+
+    def only(self, row: int) -> DecodeRows:
+        """One decoding row, for a step of its own, and where it stands now."""
+        return self._place(self._gather(np.array([row])))
+
+    def _place(self, decodes: DecodeRows) -> DecodeRows:
         decodes.position = self.num_computed[decodes.ids]
         decodes.block_index = decodes.position // self.block_size
         decodes.offset = decodes.position - decodes.block_index * self.block_size

@@ -45,6 +45,7 @@ from quire.replica.offload import Offload, Return
 from quire.replica.order import PrefillOrder, PriorityQueue, urgency
 from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
 from quire.replica.prefix import PrefixCache
+from quire.replica.probation import Probation
 from quire.replica.queues import Deadlines, WaitingQueue
 from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
 from quire.replica.rows import DecodeRows, RowTable
@@ -55,6 +56,7 @@ from quire.replica.victims import ReturnQueue, choose_victim
 # Decoding rows fill a few routing blocks a step, and a pass over one costs as much as over ten: so they are told
 # after so many steps or when so many have gathered. A prompt's blocks are told in the step that computes them.
 _HASH_STEPS = 8
+_NO_ROWS = np.empty(0, np.int64)
 _HASH_BLOCKS = 16
 
 
@@ -126,6 +128,7 @@ class Scheduler:
         by_urgency = config.scheduler == "priority"
         self._waiting = PriorityQueue() if by_urgency else WaitingQueue()
         self._forks = WaitingForks()  # outside the queue
+        self._probation = Probation()  # the same
         self._fresh_parents: list[Request] = []  # got their first token in the step before
         self._prefill_order = PrefillOrder(by_urgency)
         self._returning = ReturnQueue()
@@ -161,7 +164,12 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Accepted requests without a row: new ones, forks, and those that gave way."""
         queued = len(self._waiting) + len(self._returning) + len(self._set_aside)
-        return queued + len(self._forks)
+        return queued + len(self._forks) + len(self._probation)
+
+    @property
+    def stream_ids_in_flight(self) -> np.ndarray:
+        """[n] int64, `Request.stream_id` of the rows of the step in flight."""
+        return self.rows.stream_ids[_NO_ROWS if self._step is None else self._step.rows]
 
     def validate(self, request: Request) -> None:
         """Refuse what can never be served; safe in any thread.
@@ -190,7 +198,9 @@ class Scheduler:
         self._num_submitted += 1
         self._requests[request.key] = request
         request.parent = parent
-        if parent is None:
+        if request.alone:
+            self._probation.append(request)
+        elif parent is None:
             self._waiting.append(request)
         elif parent.phase in (Phase.PENDING, Phase.PREFILLING):
             self._forks.add(request)
@@ -221,6 +231,9 @@ class Scheduler:
             return
         request.is_paused = True
         self._replace_parent(request)  # nobody waits for what does not go on
+        if request in self._probation:
+            self._probation.remove(request)
+            self._set_aside[key] = request
         if request in self._forks:
             self._forks.remove(request)
             request.parent = None
@@ -340,6 +353,8 @@ class Scheduler:
         """Take a request out of whichever queue it waits in."""
         if request in self._forks:
             self._forks.remove(request)
+        elif request in self._probation:
+            self._probation.remove(request)
         elif self._set_aside.pop(request.key, None) is None:
             (self._returning if request.is_victim else self._waiting).remove(request)
 
@@ -393,6 +408,8 @@ class Scheduler:
         # A parent keeps what its forks see for one plan; forks that do not start in it compute anew what is gone.
         self._trim(held_positions(self._fresh_parents))
         self._fresh_parents = []
+        if (alone := self._compose_alone(now_s)) is not None:
+            return alone
         if self._leaves_out_decodes():
             budget = self._chunking.budget(0, left_out=True)
             step = Step(self.num_steps + 1, budget, leaves_out_decodes=True)
@@ -407,6 +424,42 @@ class Scheduler:
         if may_admit:
             self._admit(step, now_s)
         return step, decodes
+
+    def _compose_alone(self, now_s: float) -> tuple[Step, DecodeRows] | None:
+        """The step of a request on probation, if there is one and its blocks fit."""
+        self._probation.update(self._num_new_tokens(self._probation.current))
+        head = self._probation.head()
+        if head is not None and self.rows.num_free:
+            offer = self._admission.offer(head, self._prefilling.values())
+            if offer is not None:
+                self._admission.take(head, offer)
+                self._count_hit(head, offer.num_hit_tokens, offer.hit.num_host_entries, now_s)
+                head.enter(Phase.PREFILLING)
+                self._prefilling[head.key] = head
+                self._started.add(head.key)
+                self._probation.start(head)
+        request = self._probation.current
+        if request is None:
+            return None
+        step = Step(self.num_steps + 1, self._chunking.budget(0))
+        if request.phase is Phase.PREFILLING:
+            self._schedule_chunk(step, request)
+            return (step, self.rows.no_decode_rows()) if step.chunks else None
+        decodes = self.rows.only(request.row)
+        if len(self.rows.lacking_block(decodes)):
+            blocks = self.blocks.allocate(len(self.config.groups))
+            if blocks is None:
+                return None  # it grows, or gives way, beside the others
+            self.rows.append_blocks(decodes.ids, blocks)
+        self._indexer.register_decodes(step, decodes)
+        return step, decodes
+
+    def _num_new_tokens(self, request: Request | None) -> int:
+        """Output tokens that a running request has generated on this replica."""
+        if request is None or request.row < 0:
+            return 0
+        length = int(self.rows.length[request.row])
+        return length - request.num_prompt_tokens - request.num_emitted
 
     def _trim(self, held: Mapping[int, int] | None = None) -> bool:
         """Free what fell out of the rows' windows; returns whether that was anything."""
@@ -467,6 +520,7 @@ class Scheduler:
         """Whether some request could run if others gave way."""
         return self.rows.num_active > 0 and (
             self._next_to_start() is not None
+            or self._probation.head() is not None
             or any(not request.is_paused for request in self._prefilling.values())
         )
 
@@ -768,13 +822,13 @@ class Scheduler:
 
     # -- seen from outside -------------------------------------------------------------------------------
 
-    def load(self, num_compiles: int = 0) -> Load:
+    def load(self, num_compiles: int = 0, stalled_s: float = 0.0) -> Load:
         """What the router's cost needs; a reading from another thread may be one step old.
 
         Parameters
         ----------
-        num_compiles
-            The runner's, which the scheduler does not know.
+        num_compiles, stalled_s
+            The runner's and the loop's, which the scheduler does not know.
         """
         host = self.host.blocks
         host_free, host_cached = host.num_free, host.num_cached
@@ -802,6 +856,7 @@ class Scheduler:
             host_blocks_total=host.num_blocks,
             num_offloads=self.num_offloads,
             num_restores=self.num_restores,
+            stalled_s=stalled_s,
         )
 
     def clear_cache(self) -> None:
@@ -878,6 +933,7 @@ class Scheduler:
                     f"the prefix entry of request {request.key!r} counts {request.tip.num_rows} rows"
                 )
         elsewhere = self._set_aside.keys() | self._forks.check(self._requests)
+        elsewhere |= self._probation.keys()
         queued = {k: r for k, r in self._requests.items() if r.row < 0 and k not in elsewhere}
         self._waiting.check({k for k, r in queued.items() if not r.is_victim})
         self._returning.check({k for k, r in queued.items() if r.is_victim})

@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import secrets
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -32,6 +33,7 @@ from quire.router import membership
 from quire.router.flow import Credit, by_replica
 from quire.router.replicas import ReplicaTable
 from quire.router.transport import Attempt, Lost
+from quire.router.witness import Witness
 
 logger = logging.getLogger("ray.serve")
 ATTACH_RETRY_S = 0.2
@@ -89,8 +91,10 @@ class Bus:
         self._members: frozenset[str] = frozenset()
         self._links: dict[str, asyncio.Task[None]] = {}
         self._hellos: dict[str, Hello] = {}
+        self._witness = Witness()
         self._attempts: dict[int, Attempt] = {}
-        self._stream_ids = itertools.count(1)
+        # Unlike those of any other router: a replica that dies leaves nothing but numbers (`protos.flight`).
+        self._stream_ids = itertools.count((secrets.randbits(30) << 32) + 1)
         self._background: set[asyncio.Task[Any]] = set()  # the loop itself holds tasks weakly
         self._closed = False
 
@@ -130,6 +134,10 @@ class Bus:
 
     def next_stream_id(self) -> int:
         return next(self._stream_ids)
+
+    async def crashed_with(self, replica: str, stream_id: int) -> bool:
+        """Whether a lost replica crashed by itself in a step with this stream."""
+        return await self._witness.crashed_with(replica, stream_id)
 
     async def snapshot(self, replica: str) -> dict[str, Any]:
         """The replica's own tables, after its integrity check; for debugging and tests."""
@@ -286,6 +294,7 @@ class Bus:
             if hello.replica != replica:
                 return  # Serve's membership is ahead of ours; the next update or retry settles it
             self._hellos[replica] = hello
+            self._witness.remember(hello)
             self._table.add(replica, hello.epoch, hello.block_size)
             async for data in frames:
                 self._on_frame(replica, Frame.decode(data))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import random
 import secrets
 import time
@@ -27,9 +28,11 @@ import numpy as np
 from quire.protos.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
+    EngineCrash,
     ModelNotFound,
     Overloaded,
     QuireError,
+    StepFailed,
     Unavailable,
     UnsupportedField,
     from_wire,
@@ -52,6 +55,7 @@ from quire.router.migration_budget import MigrationBudget
 from quire.router.policy import Policy, RouteRequest
 from quire.router.replicas import ReplicaTable, RequestBooking
 from quire.router.stop import StopMatcher
+from quire.router.suspicion import MAX_INCIDENTS, Standing, Suspicion
 from quire.router.tokenizer import AsyncTokenizer
 from quire.router.transport import Attempt, Lost, Transport
 from quire.router.types import (
@@ -117,6 +121,8 @@ class RouterService:
         So many times a request moves to another replica: one that kills its replicas must not kill all of them.
     budget
         What all requests together may move; None: without a bound.
+    ready_timeout_s
+        A replica that has work and has not finished a step for so long does not count as ready.
     """
 
     def __init__(
@@ -133,6 +139,7 @@ class RouterService:
         max_move_s: float = 30.0,
         max_migrations: int = MAX_MIGRATIONS,
         budget: MigrationBudget | None = None,
+        ready_timeout_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -144,6 +151,7 @@ class RouterService:
         self.max_move_s = max_move_s
         self.max_migrations = max_migrations
         self.budget = budget
+        self.ready_timeout_s = ready_timeout_s
         self.clock = clock
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
@@ -152,13 +160,20 @@ class RouterService:
         self._hashers: dict[str, RoutingHasher] = {}
 
     def reconfigure(
-        self, facts: ModelFacts, policy: Policy, *, max_move_s: float, max_migrations: int
+        self,
+        facts: ModelFacts,
+        policy: Policy,
+        *,
+        max_move_s: float,
+        max_migrations: int,
+        ready_timeout_s: float,
     ) -> None:
         """Take on other limits; requests that run go on under them."""
         self.facts = facts
         self.policy = policy
         self.max_move_s = max_move_s
         self.max_migrations = max_migrations
+        self.ready_timeout_s = ready_timeout_s
 
     async def generate(self, request: GenerationRequest) -> RequestStream | ChoicesStream:
         """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""
@@ -271,13 +286,17 @@ class RouterService:
 
     def readiness(self) -> Readiness:
         hellos = self.transport.hellos
-        num_ready = sum(status.attached for status in self.replicas())
+        attached = [status for status in self.replicas() if status.attached]
+        num_ready = sum(status.load.stalled_s <= self.ready_timeout_s for status in attached)
         slowest = max(
             (hello.startup_s for hello in hellos.values()),
             key=lambda phases: sum(phases.values()),
             default={},
         )
         reason = "ok" if num_ready else "no replica is attached yet"
+        if attached and not num_ready:
+            stalled_s = min(status.load.stalled_s for status in attached)
+            reason = f"no replica has finished a step for {stalled_s:.1f} s, though there is work"
         return Readiness(num_ready > 0, reason, num_ready, dict(slowest))
 
     def replicas(self) -> list[ReplicaStatus]:
@@ -402,6 +421,10 @@ class RequestStream:
         self._booking: RequestBooking | None = None
         self._route: list[str] = []  # of the attempt, best first
         self._failed_on: set[str] = set()
+        self._suspicion = Suspicion()
+        self._lost_attempts: list[
+            tuple[str, int]
+        ] = []  # replica and stream id, not looked into yet
         self._num_lost = 0  # attempts that a replica did not end as it should
         self._must_pay = False  # the next attempt is a move, not yet taken from the budget
         self._homeless_s: float | None = None  # since when it has been without a replica that works
@@ -522,6 +545,7 @@ class RequestStream:
             deadline_s=deadline_s,
             priority=self._request.priority,
             fork_of=None if parent is None else parent.stream_id,
+            alone=self._suspicion.begin(len(self._emitted)),
         )
         return service.transport.submit(submit, self._route)
 
@@ -598,6 +622,7 @@ class RequestStream:
         if self._homeless_s is not None:
             self._service.observer.on_move(self._service.clock() - self._homeless_s)
             self._homeless_s = None
+        self._suspicion.progress(expected + len(new_ids))
         self._observe(event)
         pieces: list[str] = []
         matched: str | None = None
@@ -716,6 +741,10 @@ class RequestStream:
             await self._try_again(error)
         elif isinstance(error, Unavailable):
             self._on_lost(error.message)
+        elif isinstance(error, StepFailed):
+            self._suspicion.incident()
+            self._leave()
+            self._check_standing(error.message)
         else:
             raise error
 
@@ -726,7 +755,25 @@ class RequestStream:
         elif self._emitted and not self._attempt.placed:
             await self._try_again(Unavailable(lost.reason, retry_after_s=NO_REPLICA_RETRY_S))
         else:
+            self._lost_attempts.append((lost.replica, self._attempt.stream_id))
             self._on_lost(lost.reason)
+            if self._suspicion.num_incidents + len(self._lost_attempts) >= MAX_INCIDENTS:
+                await self._look_into_losses()
+                self._check_standing(lost.reason)
+
+    async def _look_into_losses(self) -> None:
+        """Whether the replicas crashed, and in steps with this request; the first time nobody waits for the answer."""
+        looked_into, self._lost_attempts = self._lost_attempts, []
+        for replica, stream_id in looked_into:
+            if await self._service.transport.crashed_with(replica, stream_id):
+                self._suspicion.incident()
+
+    def _check_standing(self, reason: str) -> None:
+        if self._suspicion.standing is Standing.CONVICTED:
+            raise EngineCrash(
+                f"the engine failed {self._suspicion.num_incidents} times with this request, the last time with "
+                f"nothing else in its step: {reason}"
+            )
 
     async def _try_again(self, error: QuireError) -> None:
         """A replica that did not take over an answer that has begun has not failed it: it may have been dead

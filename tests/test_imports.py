@@ -29,6 +29,7 @@ RAY_MODULES = {
     "quire.replica.actor",
     "quire.router.bus",
     "quire.router.serve_router",
+    "quire.router.witness",
 }
 # The modules of replica/ that may load torch; all of kernels/ may but its __init__.
 TORCH_MODULES = {

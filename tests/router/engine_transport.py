@@ -56,6 +56,10 @@ class EngineTransport:
     def next_stream_id(self) -> int:
         return next(self._ids)
 
+    async def crashed_with(self, replica: str, stream_id: int) -> bool:
+        """The engine lives in this process: it has not."""
+        return False
+
     def submit(self, submit: Submit, route: list[str]) -> Attempt:
         submit = Submit.decode(submit.encode())
         self.submits.append(submit)

@@ -1,0 +1,72 @@
+"""How replicas died, asked on the node where they did. Ray shell.
+
+The files are those of `protos.flight`. Where this process is on the same node it reads them itself, else a task there
+does. A node that is gone tells nothing, and that is no fault of any request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from quire.protos.flight import Flight, read_flight
+from quire.protos.wire import Hello
+
+logger = logging.getLogger("ray.serve")
+ANSWER_TIMEOUT_S = 5.0
+MAX_REMEMBERED = 256  # replicas
+
+
+class Witness:
+    """Remembers where replicas keep their records, and reads those of the dead. Lives in one event loop."""
+
+    def __init__(self) -> None:
+        self._hellos: OrderedDict[str, Hello] = OrderedDict()
+        self._answers: dict[str, asyncio.Task[Flight | None]] = {}
+
+    def remember(self, hello: Hello) -> None:
+        """A replica has said hello."""
+        self._hellos[hello.replica] = hello
+        self._answers.pop(hello.replica, None)
+        while len(self._hellos) > MAX_REMEMBERED:
+            replica, _ = self._hellos.popitem(last=False)
+            self._answers.pop(replica, None)
+
+    async def crashed_with(self, replica: str, stream_id: int) -> bool:
+        """Whether a dead replica crashed by itself in a step with this stream."""
+        hello = self._hellos.get(replica)
+        if hello is None or not hello.flight:
+            return False
+        task = self._answers.get(replica)
+        if task is None:
+            task = self._answers[replica] = asyncio.create_task(_read(hello))
+        flight = await asyncio.shield(task)
+        if flight is not None and not flight.crashed:
+            self._answers.pop(replica, None)  # it may only have lost its stream, and crash later
+        return flight is not None and flight.crashed and stream_id in flight.stream_ids
+
+
+async def _read(hello: Hello) -> Flight | None:
+    path = Path(hello.flight)
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            if not hello.node or hello.node == ray.get_runtime_context().get_node_id():
+                flight = await asyncio.to_thread(read_flight, path)
+            else:
+                there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
+                task = ray.remote(read_flight).options(num_cpus=0, scheduling_strategy=there)
+                flight = await task.remote(path)
+    except Exception as error:
+        logger.warning("how %s died is not known: %r", hello.replica, error)
+        return None
+    if flight is not None and flight.crashed:
+        first = flight.report.splitlines()[0]
+        logger.error(
+            "%s crashed with %d requests: %s", hello.replica, len(flight.stream_ids), first
+        )
+    return flight
