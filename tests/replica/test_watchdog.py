@@ -67,6 +67,7 @@ def engine():
 def test_an_engine_whose_step_hangs_is_not_healthy(engine, monkeypatch):
     engine.generate(["A quire"], SamplingParams(max_tokens=4, temperature=0))
     engine.check_health()
+    assert engine.load().stalled_s == 0.0, "idle"
     hanging, over = threading.Event(), threading.Event()
     collect = engine._loop._runner.collect
 
@@ -85,5 +86,6 @@ def test_an_engine_whose_step_hangs_is_not_healthy(engine, monkeypatch):
         assert len(told) == 1 and "the limit is 1.0 s" in told[0]
         with pytest.raises(EngineError, match=r"has run for \d+\.\d s; the limit is 1\.0 s"):
             engine.check_health()
+        assert engine.load().stalled_s > 0.9
     finally:
         over.set()
