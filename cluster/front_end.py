@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 # `developer` is OpenAI's newer name of the system turn; open checkpoints' templates know `system`.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TOOL_ROLES = ("tool", "function")
+TIMEOUT_HEADER = "x-request-timeout-seconds"  # Ray Serve's own, as HTTP header or gRPC metadata
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
 
 
@@ -68,6 +69,28 @@ def request_label(value: str, field: str) -> str:
             field=field,
         )
     return value
+
+
+def timeout_seconds(value: str | None) -> float | None:
+    """What `TIMEOUT_HEADER` says, as Serve reads it: 0 and less turn the timeout off.
+
+    Raises
+    ------
+    InvalidRequest
+        It is no number.
+    """
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER} must be a number of seconds, got {value[:32]!r}",
+            field=TIMEOUT_HEADER,
+        )
+    return seconds if seconds > 0 else None
 
 
 @dataclass(slots=True)

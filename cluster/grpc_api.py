@@ -9,7 +9,8 @@ Ray Serve calls the ingress deployment's method of the RPC's name with the reque
   would report success otherwise), and the metadata of a failed stream is lost; its details say in
   words what went wrong.
 - The context does not tell the deadline. When the client's deadline passes Serve cancels the call,
-  and that ends the request.
+  and that ends the request. A client that wants it refused or ended by the engine itself, with the error
+  DEADLINE_EXCEEDED, gives the seconds in the metadata `x-request-timeout-seconds`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from grpc_health.v1 import health_pb2
 
 from quire.cluster import structured_output
 from quire.cluster.front_end import (
+    TIMEOUT_HEADER,
     Answer,
     collect,
     explain_headers,
@@ -35,6 +37,7 @@ from quire.cluster.front_end import (
     request_label,
     retry_after_ms,
     served_role,
+    timeout_seconds,
 )
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
@@ -325,6 +328,7 @@ def _generation_request(request: generation.GenerateRequest, context: Context) -
         tenant=request.cache_salt,
         session=request.session,
         priority=request.priority,
+        deadline_s=timeout_seconds(dict(context.invocation_metadata()).get(TIMEOUT_HEADER)),
     )
 
 

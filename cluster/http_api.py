@@ -31,7 +31,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.cluster.front_end import internal_error, request_label
+from quire.cluster.front_end import (
+    TIMEOUT_HEADER,
+    internal_error,
+    request_label,
+    timeout_seconds,
+)
 from quire.cluster.http_answers import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -106,6 +111,9 @@ def _add_generation_routes(
         last_id = request.headers.get(LAST_EVENT_ID)
         if last_id:
             asked = dataclasses.replace(asked, resume_from=_resume_point(last_id, body))
+        if asked.deadline_s is None:
+            deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
+            asked = dataclasses.replace(asked, deadline_s=deadline_s)
         return GenerationResponse(get_service(), body, asked)
 
     @app.post(

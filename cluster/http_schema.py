@@ -165,6 +165,12 @@ class _GenerationBody(_Strict):
         None, description="Requests with the same key prefer the same replica; a hint."
     )
     priority: int | None = Field(None, description="Smaller is sooner (vLLM).")
+    timeout: float | None = Field(
+        None,
+        description="Seconds from the request's arrival after which nobody waits for the answer: what is not "
+        "finished then ends with the error deadline_exceeded (408). Default: that of the header "
+        "X-Request-Timeout-Seconds, else none.",
+    )
 
     def output_limit_tokens(self) -> int | None:
         """Most tokens to generate, under whichever name the client gave it."""
@@ -239,6 +245,7 @@ class _GenerationBody(_Strict):
             tenant=self.cache_salt or "",
             session=self.prompt_cache_key or "",
             priority=self.priority or 0,
+            deadline_s=self.timeout,
             **prompt,
         )
 

@@ -1,0 +1,269 @@
+"""Whatever a client puts into a field, the answer is 200 or a refusal that names what is wrong; real Ray.
+
+Bodies and messages are made from the APIs' own descriptions: each field gets something plausible, something at the edge
+of a number's range, or something of another type. `CHAOS_SIZE=long` tries ten times as many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from live import Cluster
+
+from quire.cluster.http_schema import (
+    IGNORED_FIELDS,
+    UNSUPPORTED_FIELDS,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from quire.protos import generation_pb2, generation_pb2_grpc
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
+NUM_EXAMPLES = 5000 if os.environ.get("CHAOS_SIZE") == "long" else 500
+EXAMPLES = settings(
+    max_examples=NUM_EXAMPLES,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
+
+# No number in between: an answer of thousands of tokens is a valid one, and takes its time.
+EDGES = [-(2**70), -(2**31) - 1, -1, 0, 1, 2, 7, 2**31 - 1, 2**31, 2**63, 2**64, 10**40]
+TEXT = st.text(max_size=12) | st.sampled_from(
+    ["", "\x00", "😀" * 5, "\ud7ff", "<|im_end|>", "../x"]
+)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from(EDGES),
+    st.floats(allow_nan=True),
+    st.sampled_from([1e308, -0.0, 1e-320]),
+    TEXT,
+)
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+TOKEN_IDS = st.lists(st.integers(-2, 1030), max_size=6)
+GRAMMARS = st.sampled_from(["[a-c]{1,3}", "(", "a{99999}", "\\p{Greek}+", "(?=a)b", "start: 'a'"])
+SCHEMAS = st.sampled_from(
+    [
+        {},
+        True,
+        {"type": "string", "maxLength": 4},
+        {"type": "nothing"},
+        {"$ref": "#/x"},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 10**9},
+        {"enum": []},
+        {"pattern": "("},
+    ]
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "role": st.sampled_from(["user", "assistant", "system", "developer", "tool", "x", ""]),
+            "content": TEXT
+            | st.lists(st.fixed_dictionaries({"type": TEXT | st.just("text"), "text": TEXT}))
+            | JUNK,
+            "name": TEXT,
+        },
+    ),
+    max_size=4,
+)
+PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.sampled_from(["embedded", "other", ""]),
+    "prompt": TEXT | TOKEN_IDS | st.lists(TEXT, max_size=2) | st.lists(TOKEN_IDS, max_size=2),
+    "messages": MESSAGES,
+    "max_tokens": st.integers(-1, 6),
+    "max_completion_tokens": st.integers(-1, 6),
+    "n": st.integers(-1, 4),
+    "stop": TEXT | st.lists(TEXT, max_size=20),
+    "stop_token_ids": TOKEN_IDS,
+    "allowed_token_ids": TOKEN_IDS,
+    "bad_words": st.lists(TEXT, max_size=4),
+    "logit_bias": st.dictionaries(TEXT | st.just("5"), st.floats(-200, 200), max_size=3),
+    "logprobs": st.integers(-1, 25) | st.booleans(),
+    "top_logprobs": st.integers(-1, 25),
+    "prompt_logprobs": st.integers(-1, 25),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "structured_outputs": st.fixed_dictionaries(
+        {},
+        optional={
+            "regex": GRAMMARS,
+            "json": SCHEMAS,
+            "choice": st.lists(TEXT, max_size=3),
+            "grammar": GRAMMARS,
+        },
+    ),
+    "response_format": st.one_of(
+        st.just({"type": "json_object"}),
+        st.builds(
+            lambda schema: {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            SCHEMAS,
+        ),
+    ),
+}
+NUMBERS = st.floats(-3, 3) | st.integers(-2, 3)
+
+
+def bodies(model: type, valid: dict[str, Any]) -> st.SearchStrategy[bytes]:
+    """Bodies of an endpoint: a valid one with up to five fields set to something else."""
+    names = sorted({*model.model_fields, *IGNORED_FIELDS, *UNSUPPORTED_FIELDS, "unheard_of"})
+    change = st.sampled_from(names).flatmap(
+        lambda name: st.tuples(st.just(name), PLAUSIBLE.get(name, NUMBERS) | JUNK)
+    )
+    return st.lists(change, max_size=5).map(
+        lambda changes: json.dumps({**valid, **dict(changes)}).encode("utf-8", "surrogatepass")
+    )
+
+
+def check_http(response: httpx.Response, body: bytes) -> None:
+    text = response.text
+    assert response.status_code < 500, (response.status_code, text, body)
+    if response.status_code != 200:
+        assert json.loads(text)["error"]["message"], (text, body)
+    # A stream that fails after its first token says so in its last event.
+    assert "server_error" not in text, (text, body)
+
+
+@pytest.fixture(scope="module")
+def http(cluster: Cluster):
+    headers = {"content-type": "application/json"}
+    with httpx.Client(base_url=cluster.url, timeout=60, headers=headers) as client:
+        yield client
+
+
+def assert_alive(cluster: Cluster) -> None:
+    answer = cluster.openai().completions.create(
+        model="embedded", prompt="A quire is", max_tokens=3, temperature=0
+    )
+    assert answer.usage.completion_tokens == 3
+
+
+def test_completions(cluster, http):
+    @EXAMPLES
+    @given(bodies(CompletionRequest, {"prompt": "The harbour", "max_tokens": 2}))
+    def run(body: bytes) -> None:
+        check_http(http.post("/v1/completions", content=body), body)
+
+    run()
+    assert_alive(cluster)
+
+
+def test_chat_completions(cluster, http):
+    valid = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+
+    @EXAMPLES
+    @given(bodies(ChatCompletionRequest, valid))
+    def run(body: bytes) -> None:
+        check_http(http.post("/v1/chat/completions", content=body), body)
+
+    run()
+    assert_alive(cluster)
+
+
+def test_bodies_that_are_no_objects(cluster, http):
+    @settings(EXAMPLES, max_examples=NUM_EXAMPLES // 5)
+    @given(st.binary(max_size=64) | JUNK.map(lambda value: json.dumps(value).encode()))
+    def run(body: bytes) -> None:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            check_http(http.post(path, content=body), body)
+
+    run()
+    assert_alive(cluster)
+
+
+# -- gRPC ------------------------------------------------------------------------------------------------
+
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+}
+SMALL = {"max_tokens": 6, "n": 4}  # plausible ones are small, so that examples stay short
+
+
+def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    kind = field.cpp_type
+    if kind == FieldDescriptor.CPPTYPE_MESSAGE:
+        return messages_of(field.message_type)
+    if kind in _INTEGERS:
+        low, high = _INTEGERS[kind]
+        small = st.integers(max(low, -2), SMALL.get(field.name, 30))
+        return small | st.sampled_from([low, high])
+    if kind == FieldDescriptor.CPPTYPE_DOUBLE:
+        return st.floats() | st.floats(-3, 3)
+    if kind == FieldDescriptor.CPPTYPE_BOOL:
+        return st.booleans()
+    assert kind == FieldDescriptor.CPPTYPE_STRING, field.full_name
+    texts = {
+        "json_schema": SCHEMAS.map(json.dumps) | TEXT,
+        "regex": GRAMMARS | TEXT,
+        "grammar": GRAMMARS | TEXT,
+        "role": st.sampled_from(["user", "assistant", "system", "tool", ""]),
+        "model": st.sampled_from(["embedded", "", "other"]),
+    }
+    return texts.get(field.name, TEXT)
+
+
+def messages_of(descriptor: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
+    """Field values of a message, as its constructor takes them; of a `oneof` the last one given stays."""
+    optional: dict[str, st.SearchStrategy[Any]] = {}
+    for field in descriptor.fields:
+        message = field.message_type
+        if message is not None and message.GetOptions().map_entry:
+            keys, values = (values_of(message.fields_by_name[n]) for n in ("key", "value"))
+            optional[field.name] = st.dictionaries(keys, values, max_size=3)
+        elif field.is_repeated:
+            optional[field.name] = st.lists(values_of(field), max_size=3)
+        else:
+            optional[field.name] = values_of(field)
+    return st.fixed_dictionaries({}, optional=optional)
+
+
+REQUESTS = messages_of(generation_pb2.GenerateRequest.DESCRIPTOR)
+CLIENTS_FAULT = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.OUT_OF_RANGE,
+}
+
+
+def bounded(fields: dict[str, Any]) -> generation_pb2.GenerateRequest:
+    """The request; one that would run to the end of the model's context is cut short."""
+    request = generation_pb2.GenerateRequest(**fields)
+    if not request.sampling.HasField("max_tokens"):
+        request.sampling.max_tokens = 3
+    return request
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateOnce"])
+def test_grpc(cluster, method):
+    with cluster.channel() as channel:
+        call = getattr(generation_pb2_grpc.GenerationStub(channel), method)
+
+        @EXAMPLES
+        @given(REQUESTS)
+        def run(fields: dict[str, Any]) -> None:
+            request = bounded(fields)
+            try:
+                answer = call(request, timeout=60)
+                if method == "Generate":
+                    list(answer)
+            except grpc.RpcError as error:
+                assert error.code() in CLIENTS_FAULT, (error.code(), error.details(), request)
+                assert error.details()
+
+        run()
+    assert_alive(cluster)
