@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import time
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from live import Cluster, wait_until
 
@@ -81,9 +83,11 @@ def open_stream(cluster: Cluster, seed: int) -> socket.socket:
 
 def read_events(connection: socket.socket, pause_s: float = 0.0) -> list[dict | str]:
     """All events of an answer, a piece after the other."""
-    file = connection.makefile("rb")
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    assert response.status == 200, response.read()
     events: list[dict | str] = []
-    for line in file:
+    for line in response:
         if line.startswith(b"data: "):
             data = line.removeprefix(b"data: ").strip()
             events.append("[DONE]" if data == b"[DONE]" else json.loads(data))
@@ -109,7 +113,7 @@ def wait_until_nothing_moves(cluster: Cluster, num_running: int) -> None:
         time.sleep(0.5)
         return running == num_running and len(seen) > 3 and seen[-1] == seen[-4]
 
-    wait_until(is_still, 240, f"{num_running} requests run and none makes a step")
+    wait_until(is_still, 120, f"{num_running} requests run and none makes a step")
 
 
 def test_fifty_readers_that_stall(cluster, credit):
@@ -160,7 +164,10 @@ def test_a_grpc_reader_that_stalls_and_goes_on(cluster, credit):
         stub = generation_pb2_grpc.GenerationStub(channel)
         whole = [i for response in stub.Generate(request) for i in response.token_ids]
         assert len(whole) == 3000
-    with cluster.channel() as channel:
+    # A client that takes no more than 64 KB ahead of its reader.
+    small_window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+    target = f"127.0.0.1:{cluster.grpc_port}"
+    with grpc.insecure_channel(target, options=small_window) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(request)
         first = next(call)
         wait_until_nothing_moves(cluster, 1)
