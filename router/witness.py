@@ -51,12 +51,18 @@ class Witness:
         return flight is not None and flight.crashed and stream_id in flight.stream_ids
 
 
+def _is_here(node: str) -> bool:
+    return not node or (ray.is_initialized() and node == ray.get_runtime_context().get_node_id())
+
+
 async def _read(hello: Hello) -> Flight | None:
     path = Path(hello.flight)
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            if not hello.node or hello.node == ray.get_runtime_context().get_node_id():
+            if _is_here(hello.node):
                 flight = await asyncio.to_thread(read_flight, path)
+            elif not ray.is_initialized():  # a task would start one
+                return None
             else:
                 there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
                 task = ray.remote(read_flight).options(num_cpus=0, scheduling_strategy=there)

@@ -27,6 +27,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
 ]
+NUM_ROUNDS = {"ci": 1, "long": 50}[os.environ.get("CHAOS_SIZE", "ci")]
+rounds = pytest.mark.parametrize("number", range(NUM_ROUNDS))
 NUM_REPLICAS = 3
 NUM_OTHERS = 12
 NUM_TOKENS = 400
@@ -112,7 +114,8 @@ def run_beside_others(cluster: Cluster, prompt: str, **given: object) -> tuple[o
     return asyncio.run(run())
 
 
-def test_a_hung_step_ends_its_process_and_every_stream_goes_on(faulty_cluster, expected):
+@rounds
+def test_a_hung_step_ends_its_process_and_every_stream_goes_on(faulty_cluster, expected, number):
     before = replicas(faulty_cluster)
     answer, others = run_beside_others(faulty_cluster, "Story", **(fields(0) | {"seed": HANG}))
     assert answer == expected["hang"]
@@ -121,7 +124,8 @@ def test_a_hung_step_ends_its_process_and_every_stream_goes_on(faulty_cluster, e
     wait_until_replaced(faulty_cluster, before, 1)
 
 
-def test_a_poison_request_fails_and_everybody_else_is_untouched(faulty_cluster, expected):
+@rounds
+def test_a_poison_request_fails_and_everybody_else_is_untouched(faulty_cluster, expected, number):
     before = replicas(faulty_cluster)
     error, others = run_beside_others(faulty_cluster, "Poison", **(fields(0) | {"seed": CRASH}))
     assert isinstance(error, openai.APIError) and error.code == "engine_crash", repr(error)
