@@ -51,7 +51,7 @@ class EngineArgs:
     deterministic: bool | None = None  # None: on for float32 on the CPU
     num_threads: int | None = None
     step_timeout_s: float = 10.0  # what every step may take before it counts as hung
-    fault_injection: bool = False  # for tests: requests may ask for faults (`faults`)
+    fault_injection: bool = False  # for tests: requests may ask for faults (`fault_seeds`)
     # Another name for prefix_caching, as transformers has it.
     allow_block_sharing: InitVar[bool | None] = None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.replica.config import EngineArgs, EngineConfig
-from quire.replica.faults import FaultyRunner
+from quire.replica.fault_seeds import FaultyRunner
 from quire.replica.runner import Runner
 from quire.replica.sizing import resolve
 from quire.replica.spec import ModelSpec

@@ -13,7 +13,7 @@ from quire.protos.errors import EngineCrash
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
 from quire.replica.embedded import CHECKPOINT
-from quire.replica.faults import RAISE
+from quire.replica.fault_seeds import RAISE
 from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits
 from quire.router.policy import make_policy

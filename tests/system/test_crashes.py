@@ -1,6 +1,6 @@
 """Replicas that hang or crash are replaced, and only the request that makes them crash fails. Real Ray.
 
-The faults are those of `quire.replica.faults`. What streams should be is what an engine alone answers.
+The faults are those of `quire.replica.fault_seeds`. What streams should be is what an engine alone answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from live import Cluster, start_cluster, wait_until
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
 from quire.replica.embedded import CHECKPOINT
-from quire.replica.faults import CRASH, FAULT_POSITION, HANG
+from quire.replica.fault_seeds import CRASH, FAULT_POSITION, HANG
 from quire.router.tokenizer import TextTokenizer
 
 pytestmark = [
