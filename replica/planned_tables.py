@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from quire.replica.rows import DecodeRows
+    from quire.replica.decode_rows import DecodeRows
 
 # Of a planned table: it is gathered anew when the longest row has so many more blocks.
 _SPARE_COLUMNS = 8
@@ -21,7 +21,9 @@ class _Buffer:
     # [G, n, width + spare]
     tables: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0), np.int32))
     decodes: DecodeRows | None = None  # whose tables these are; None: of a mixed plan
-    changed: list[np.ndarray] = field(default_factory=list)  # decoding rows with other blocks since
+    # Since then, of these rows: what `append` was given, and rows with other blocks.
+    appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    changed: list[np.ndarray] = field(default_factory=list)
 
 
 class PlannedTables:
@@ -39,6 +41,19 @@ class PlannedTables:
     def __init__(self, block_tables: np.ndarray):
         self._block_tables = block_tables
         self._buffers = [_Buffer(), _Buffer()]
+
+    def append(self, at: np.ndarray, index: np.ndarray, blocks: np.ndarray) -> None:
+        """The newest blocks of the decoding rows.
+
+        Parameters
+        ----------
+        at, index
+            [n] integers each, places among the decoding rows, and in their tables.
+        blocks
+            [G, n] int32.
+        """
+        for buffer in self._buffers:
+            buffer.appended.append((at, index, blocks))
 
     def mark_changed(self, rows: np.ndarray) -> None:
         """These decoding rows have other blocks than the last plans."""
@@ -61,9 +76,12 @@ class PlannedTables:
             spare = 0 if decodes is None else _SPARE_COLUMNS
             buffer.tables = tables = self._block_tables[:, :, : width + spare].take(rows, axis=1)
             buffer.decodes = decodes
-        elif buffer.changed:
-            changed = np.concatenate(buffer.changed)
-            at = np.searchsorted(rows, changed)
-            tables[:, at] = self._block_tables[:, changed, : tables.shape[2]]
+        else:
+            for at, index, blocks in buffer.appended:
+                tables[:, at, index] = blocks
+            for changed in buffer.changed:  # appended blocks may have been exchanged since
+                at = np.searchsorted(rows, changed)
+                tables[:, at] = self._block_tables[:, changed, : tables.shape[2]]
+        buffer.appended.clear()
         buffer.changed.clear()
         return tables[:, :, :width]

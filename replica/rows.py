@@ -2,7 +2,7 @@
 
 A request keeps its row from admission to its end or soft reset. Whatever happens to every decoding row in
 every step is a numpy operation over columns; Python runs for a row only when a block of it fills up or when it ends.
-What stays the same while no row comes or goes is gathered once (`DecodeRows`), not in every step.
+Those that decode are handed out as `DecodeRows`: nothing of them is looked up anew while no row comes or goes.
 
 ```
  position of a row      0 ........ num_tokens ...... length        max_length
@@ -20,12 +20,12 @@ when they fell out of the reach of every query to come, those after are allocate
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from quire.replica.blocks import IntegrityError
+from quire.replica.decode_rows import DecodeRows
 from quire.replica.groups import FULL_ATTENTION, LayerGroup
 from quire.replica.plan import PromptTargets, SamplingBatch, StepPlan
 from quire.replica.planned_tables import PlannedTables
@@ -33,37 +33,6 @@ from quire.replica.request import FinishReason, Phase, Request
 from quire.replica.sampling_columns import SamplingColumns
 
 _MAX_INT32 = 2**31 - 1
-
-
-@dataclass(slots=True)
-class DecodeRows:
-    """The decoding rows, D of them: columns gathered when a row came or went, and where each row stands.
-
-    Arrays are replaced, never written to, so plans and delta batches may keep them.
-    """
-
-    ids: np.ndarray  # [D] int64
-    cu_q: np.ndarray  # [D + 1] int32
-    keys: np.ndarray  # [D] object
-    sources: np.ndarray  # [D] int32
-    stream_ids: np.ndarray  # [D] int64
-    num_prompt_tokens: np.ndarray  # [D] int32
-    max_length: np.ndarray  # [D] int32
-    temperature: np.ndarray  # [D] float32
-    top_k: np.ndarray  # [D] int32
-    top_p: np.ndarray  # [D] float32
-    seed: np.ndarray  # [D] uint64
-    choice: np.ndarray  # [D] int32
-    table_begin: np.ndarray  # [D] int64, where the row begins in the flattened tables of a group
-    tail_begin: np.ndarray  # [D] int64, where it begins in the flattened tails
-    is_plain: bool  # no row has a minimum of tokens, a constraint, a penalty, min_p or log-probs
-    # Where the next step computes each row's token; `RowTable.decode_rows` sets them.
-    position: np.ndarray  # [D] int32
-    block_index: np.ndarray  # [D] int32, in the row's table
-    offset: np.ndarray  # [D] int32, in the block
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 class RowTable:
@@ -116,7 +85,9 @@ class RowTable:
         self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
         # [G, R, max_blocks]
         self.block_tables = np.zeros((num_groups, max_rows, max_blocks), dtype=np.int32)
+        self._flat_tables = self.block_tables.reshape(num_groups, -1)  # the same memory
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
+        self._flat_tail = self._tail.reshape(-1)
         self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
         self._free = list(range(max_rows - 1, -1, -1))
         self._decode_rows: DecodeRows | None = None  # None: a row came or went
@@ -252,26 +223,26 @@ class RowTable:
         decodes = self._decode_rows
         if decodes is None:
             decodes = self._decode_rows = self._gather(np.flatnonzero(self._decodes(slice(None))))
-        return self._place(decodes)
+        if not decodes.is_located:
+            decodes.locate(self.num_computed[decodes.ids])
+        return decodes
 
     def only(self, row: int) -> DecodeRows:
         """One decoding row, for a step of its own, and where it stands now."""
-        return self._place(self._gather(np.array([row])))
-
-    def _place(self, decodes: DecodeRows) -> DecodeRows:
-        decodes.position = self.num_computed[decodes.ids]
-        decodes.block_index = decodes.position // self.block_size
-        decodes.offset = decodes.position - decodes.block_index * self.block_size
+        decodes = self._gather(np.array([row]))
+        decodes.locate(self.num_computed[decodes.ids])
         return decodes
 
     def no_decode_rows(self) -> DecodeRows:
         """For a step that leaves the decoding rows out."""
-        return self._gather(np.empty(0, np.int64))
+        decodes = self._gather(np.empty(0, np.int64))
+        decodes.locate(np.empty(0, np.int32))
+        return decodes
 
     def _gather(self, ids: np.ndarray) -> DecodeRows:
         num_prompt_tokens = self.num_prompt_tokens[ids]
-        nowhere = np.empty(0, np.int32)
         return DecodeRows(
+            block_size=self.block_size,
             ids=ids,
             cu_q=np.arange(len(ids) + 1, dtype=np.int32),
             keys=self.keys[ids],
@@ -285,13 +256,9 @@ class RowTable:
             seed=self.sampling.seed[ids],
             choice=self.sampling.choice[ids],
             table_begin=ids * self.block_tables.shape[2],
-            tail_begin=ids * self.block_size,
             is_plain=not (
                 self.sampling.special[ids] | (self.min_length[ids] > num_prompt_tokens)
             ).any(),
-            position=nowhere,
-            block_index=nowhere,
-            offset=nowhere,
         )
 
     def _decodes(self, rows: Any) -> Any:
@@ -303,9 +270,13 @@ class RowTable:
         return self._decode_rows is decodes
 
     def lacking_block(self, decodes: DecodeRows) -> np.ndarray:
-        """[n] int64, those of the rows whose next token has no block yet."""
+        """[n] int64 in [0, D), those of the rows whose next token has no block yet."""
+        begun = decodes.begun
+        if not len(begun):
+            return begun
         # A decoding row has as many blocks in every group.
-        return decodes.ids[decodes.block_index >= self.num_blocks[0][decodes.ids]]
+        lacks = self.num_blocks[0, decodes.ids[begun]] <= decodes.block_index(begun)
+        return begun if lacks.all() else begun[lacks]
 
     def fill_blocks(
         self, decodes: DecodeRows
@@ -317,11 +288,10 @@ class RowTable:
         Row, its request, the block's index in the row's tables, the block of each group, and its tokens as
         int32.
         """
-        filled = decodes.offset == self.block_size - 1
-        if not np.count_nonzero(filled):
+        full = decodes.filling
+        if not len(full):
             return
-        full = filled.nonzero()[0]
-        rows, index = decodes.ids[full], decodes.block_index[full]
+        rows, index = decodes.ids[full], decodes.block_index(full)
         blocks = self.block_tables[:, rows, index].T.tolist()
         raw = self._tail[rows].tobytes()
         width = 4 * self.block_size
@@ -335,12 +305,23 @@ class RowTable:
             request.append(token_bytes[4 * known :] if known else token_bytes)
             yield row, request, i, own, token_bytes
 
-    def append_blocks(self, rows: np.ndarray, blocks: Sequence[int]) -> None:
-        """Append one block of each group to the tables of each row; [G * len(rows)] blocks."""
-        shape = (len(self.groups), len(rows))
-        self.block_tables[:, rows, self.num_blocks[0, rows]] = np.reshape(blocks, shape)
-        self.num_blocks[:, rows] += 1
-        self._planned.mark_changed(rows)
+    def append_blocks(
+        self, decodes: DecodeRows, lacking: np.ndarray, blocks: Sequence[int]
+    ) -> None:
+        """Give the rows the blocks of their next tokens.
+
+        Parameters
+        ----------
+        lacking
+            [n] as `lacking_block` returned it.
+        blocks
+            [G * n] one of each group for each row, group by group.
+        """
+        index = decodes.block_index(lacking)
+        own = np.array(blocks, np.int32).reshape(len(self.groups), len(lacking))
+        self._flat_tables[:, decodes.table_begin[lacking] + index] = own
+        self.num_blocks[:, decodes.ids[lacking]] = index + 1
+        self._planned.append(lacking, index, own)
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append equally many blocks to each sliding group's table of a row."""
@@ -380,6 +361,8 @@ class RowTable:
         self.block_tables[g, row, i] = block
         if self._decodes(row):
             self._planned.mark_changed(np.array([row]))
+            if self._decode_rows is not None:
+                self._decode_rows.slots = None  # it may be the block of the next token
 
     def build(
         self,
@@ -406,13 +389,9 @@ class RowTable:
         The plan, [n] its rows, and [S] the rows of them that sample.
         """
         if chunks:
+            decodes.is_located = False
             return self._build_mixed(step, decodes.ids, chunks, copies)
-        rows, kv_len = decodes.ids, decodes.position + 1
-        # Flat indices: twice as fast as pairs of them.
-        tables = self.block_tables.reshape(len(self.groups), -1)
-        slots = tables.take(decodes.table_begin + decodes.block_index, axis=1).astype(np.int64)
-        slots *= self.block_size
-        slots += decodes.offset
+        rows, kv_len = decodes.ids, decodes.length
         if decodes.is_plain:
             sampling = SamplingBatch(
                 token_index=decodes.cu_q[:-1],
@@ -432,12 +411,13 @@ class RowTable:
             positions=decodes.position,
             cu_q=decodes.cu_q,
             kv_len=kv_len,
-            block_tables=self._planned.take(rows, int(decodes.block_index.max()) + 1, decodes),
-            slots=slots,
+            block_tables=self._planned.take(rows, decodes.num_blocks, decodes),
+            slots=decodes.take_slots(self._flat_tables),
             sampling=sampling,
         )
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += len(rows)
+        decodes.advance()
         return plan, rows, rows
 
     def _build_mixed(
@@ -510,33 +490,38 @@ class RowTable:
 
     # -- after the step ----------------------------------------------------------------------------------
 
-    def record(
-        self, rows: np.ndarray, token_ids: np.ndarray, tail_begin: np.ndarray | None = None
-    ) -> np.ndarray:
+    def record(self, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """Append one sampled token to each row.
 
         Parameters
         ----------
         rows, token_ids
             [S] rows without repetition, and [S] int32, their tokens.
-        tail_begin
-            `DecodeRows.tail_begin` when the rows are those.
 
         Returns
         -------
         [S] int32, the lengths of the rows with it.
         """
         position = self.length[rows]
-        if tail_begin is None:
-            tail_begin = rows * self.block_size
-        self._tail.reshape(-1)[tail_begin + position % self.block_size] = token_ids
+        self._flat_tail[rows * self.block_size + position % self.block_size] = token_ids
         self.last_token[rows] = token_ids
         length = position + 1
         self.length[rows] = length
         return length
 
+    def record_decodes(self, decodes: DecodeRows, token_ids: np.ndarray) -> np.ndarray:
+        """`record` for the rows of a step in which nothing but these decoded, none of which has gone since."""
+        self._flat_tail[decodes.tail_index] = token_ids
+        self.last_token[decodes.ids] = token_ids
+        self.length[decodes.ids] = decodes.length
+        return decodes.length
+
     def ended(
-        self, rows: np.ndarray, token_ids: np.ndarray, length: np.ndarray, max_length: np.ndarray
+        self,
+        rows: np.ndarray,
+        token_ids: np.ndarray,
+        length: np.ndarray,
+        decodes: DecodeRows | None = None,
     ) -> dict[int, FinishReason]:
         """Which rows end with the token just recorded, which grammars take in: index in `rows` to the reason.
         LENGTH are also those whose credit is spent.
@@ -545,24 +530,24 @@ class RowTable:
 
         Parameters
         ----------
-        rows, token_ids, length, max_length
+        rows, token_ids, length
             [S] each; the lengths as `record` returned them.
+        decodes
+            Given when the rows are those, and `record_decodes` recorded.
         """
-        # Both are empty in most steps: counting is the cheapest way to find that out.
-        full = length >= max_length
         reasons: dict[int, FinishReason] = {}
-        if np.count_nonzero(full):
-            reasons = dict.fromkeys(full.nonzero()[0].tolist(), FinishReason.LENGTH)
+        if decodes is None or decodes.num_left <= 0:
+            full = (length >= self.max_length[rows]).nonzero()[0]
+            reasons = dict.fromkeys(full.tolist(), FinishReason.LENGTH)
         # Only ids that end some running request can end one: few rows get past this look-up.
         enders = self._num_enders[token_ids]
-        if np.count_nonzero(enders):
+        if np.count_nonzero(enders):  # the cheapest way to find out
             for i in enders.nonzero()[0].tolist():
                 row, token_id = int(rows[i]), int(token_ids[i])
                 if length[i] > self.min_length[row] and token_id in self.request(row).stop_ids:
                     reasons[i] = FinishReason.STOP
-        has_grammar = self.sampling.has_grammar[rows]
-        if np.count_nonzero(has_grammar):
-            for i in has_grammar.nonzero()[0].tolist():
+        if decodes is None or not decodes.is_plain:
+            for i in self.sampling.has_grammar[rows].nonzero()[0].tolist():
                 grammar = self.request(int(rows[i])).grammar
                 if grammar.advance(int(token_ids[i])):
                     reasons[i] = FinishReason.STOP  # nothing can follow, not even where EOS is none
@@ -609,6 +594,13 @@ class RowTable:
                 f"{self.num_decode_tokens} decoding and {self.num_missing_tokens} missing tokens are "
                 f"counted, there are {decode} and {missing}"
             )
+        decodes = self._decode_rows
+        if decodes is not None and decodes.is_located:
+            if not np.array_equal(decodes.position, computed[decodes.ids]):
+                raise IntegrityError(
+                    f"the decoding rows {decodes.ids.tolist()} stand at {computed[decodes.ids].tolist()}, "
+                    f"and are taken to be at {decodes.position.tolist()}"
+                )
         for row, request in enumerate(self.requests):
             if bool(self.active[row]) != (request is not None):
                 raise IntegrityError(f"row {row} is active: {self.active[row]}, request: {request}")

@@ -38,6 +38,7 @@ from quire.replica.admission import Admission, Offer
 from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.chunking import Chunking
 from quire.replica.config import EngineConfig
+from quire.replica.decode_rows import DecodeRows
 from quire.replica.events import EventLog
 from quire.replica.forks import Share, Sharing, WaitingForks, find_parent, held_positions
 from quire.replica.host_tier import HostTier, Transfers
@@ -48,7 +49,7 @@ from quire.replica.prefix import PrefixCache
 from quire.replica.probation import Probation
 from quire.replica.queues import Deadlines, WaitingQueue
 from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
-from quire.replica.rows import DecodeRows, RowTable
+from quire.replica.rows import RowTable
 from quire.replica.speed import StepSpeed
 from quire.replica.step import Step, StepIndexer
 from quire.replica.victims import ReturnQueue, choose_victim
@@ -513,7 +514,7 @@ class Scheduler:
             decodes = self.rows.decode_rows()
             lacking = self.rows.lacking_block(decodes)
             roomy = False
-        self.rows.append_blocks(lacking, blocks)
+        self.rows.append_blocks(decodes, lacking, blocks)
         return decodes, roomy
 
     def _is_blocked(self) -> bool:
@@ -675,22 +676,21 @@ class Scheduler:
         """
         step = self._in_flight(plan)
         tokens = np.asarray(result.token_ids)
-        error = self._result_error(step, tokens)
+        error, has_stuck = self._check_result(step, tokens)
         if error is not None:
             return DeltaBatch(self.fail_step(plan, error))
         self._step = None
         scored = self._tell_scores(plan, result)  # before any of these rows ends
         self.host.land()
         table, rows, decodes = self.rows, step.sample_rows, step.decodes
-        has_stuck = bool((tokens == NO_TOKEN).any())
         if decodes is not None and not has_stuck and table.are_unchanged(decodes):
             tokens = tokens.astype(np.int32, copy=False)
-            length = table.record(rows, tokens, decodes.tail_begin)
-            max_length = decodes.max_length
-            index = length - 1 - decodes.num_prompt_tokens
+            length = table.record_decodes(decodes, tokens)
+            index = decodes.position - decodes.num_prompt_tokens
             columns = (decodes.keys, decodes.sources, decodes.stream_ids, index, tokens)
             complete: dict[int, RequestDelta] = {}
         else:
+            decodes = None
             alive = table.active[rows]
             if not alive.all():  # aborted while in flight
                 rows, tokens = rows[alive], tokens[alive]
@@ -698,12 +698,11 @@ class Scheduler:
                 rows, tokens = self._end_stuck(rows, tokens)
             tokens = tokens.astype(np.int32, copy=False)
             length = table.record(rows, tokens)
-            max_length = table.max_length[rows]
             index = length - 1 - table.num_prompt_tokens[rows]
             owners = (table.keys[rows], table.sources[rows], table.stream_ids[rows])
             columns = (*owners, index, tokens)
             complete = self._end_prefills(rows, index, tokens, now_s)
-        for i, reason in table.ended(rows, tokens, length, max_length).items():
+        for i, reason in table.ended(rows, tokens, length, decodes).items():
             request = table.request(int(rows[i]))
             if reason is FinishReason.LENGTH and length[i] < request.max_length:
                 if length[i] >= request.run_length:
@@ -787,18 +786,18 @@ class Scheduler:
             raise ValueError(f"step {plan.step} is not in flight")
         return step
 
-    def _result_error(self, step: Step, tokens: np.ndarray) -> EngineError | None:
+    def _check_result(self, step: Step, tokens: np.ndarray) -> tuple[EngineError | None, bool]:
+        """What is wrong with the tokens, and whether some row got none."""
         if tokens.shape != step.sample_rows.shape:
-            return EngineError(
-                f"step {step.number} sampled {tokens.shape}, planned {step.sample_rows.shape}"
-            )
-        # Negative ids are huge ones when read as unsigned: one pass finds both. NO_TOKEN is the one allowed.
-        if len(tokens) and tokens.astype(np.uint64).max() >= self.config.vocab_size:
-            chosen = tokens[tokens != NO_TOKEN]
-            if not len(chosen) or 0 <= chosen.min() <= chosen.max() < self.config.vocab_size:
-                return None
-            return EngineError(f"step {step.number} sampled an id out of the vocabulary")
-        return None
+            wrong = f"sampled {tokens.shape}, planned {step.sample_rows.shape}"
+            return EngineError(f"step {step.number} {wrong}"), False
+        # Negative ids, NO_TOKEN among them, are huge ones when read as unsigned: one pass finds all.
+        if not len(tokens) or tokens.astype(np.uint64).max() < self.config.vocab_size:
+            return None, False
+        chosen = tokens[tokens != NO_TOKEN]
+        if not len(chosen) or 0 <= chosen.min() <= chosen.max() < self.config.vocab_size:
+            return None, True
+        return EngineError(f"step {step.number} sampled an id out of the vocabulary"), False
 
     def _end_prefills(
         self, rows: np.ndarray, index: np.ndarray, tokens: np.ndarray, now_s: float

@@ -15,9 +15,10 @@ import numpy as np
 from quire.replica.blocks import BlockManager
 from quire.replica.chunking import StepBudget
 from quire.replica.config import EngineConfig
+from quire.replica.decode_rows import DecodeRows
 from quire.replica.prefix import PrefixCache
 from quire.replica.request import Request
-from quire.replica.rows import DecodeRows, RowTable
+from quire.replica.rows import RowTable
 
 _NO_ROWS = np.empty(0, np.int64)
 
