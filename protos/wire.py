@@ -17,7 +17,6 @@ import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgpack
@@ -531,8 +530,7 @@ class CacheEvents:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What a replica is doing, as the router's cost function needs it (DESIGN §5)."""
 
     num_running: int = 0  # rows with KV in the cache
@@ -555,12 +553,6 @@ class Load:
     num_offloads: int = 0  # preempted requests whose blocks were copied to the host tier
     num_restores: int = 0  # of them those that returned from there
     stalled_s: float = 0.0  # since the last step ended, while there is one to run; 0 when idle
-
-    def to_wire(self) -> tuple[Any, ...]:
-        return _load_fields(self)
-
-
-_load_fields = attrgetter(*(f.name for f in dataclasses.fields(Load)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,7 +592,7 @@ class Frame:
                 [e.to_wire() for e in self.events],
                 self.events_seq,
                 self.digest,
-                self.load.to_wire(),
+                self.load,
                 snapshot,
                 self.snapshot_more,
                 None if self.columns is None else self.columns.to_wire(),

@@ -16,7 +16,6 @@ of these fail, the end of its lease.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import faulthandler
 import gc
 import logging
@@ -200,7 +199,7 @@ class Replica:
             "epoch": self._engine.epoch,
             "attached_routers": len(self._attachments),
             "open_calls": len(self._finished),
-            "load": dataclasses.asdict(self._engine.load()),
+            "load": self._engine.load()._asdict(),
         }
 
     # -- from the engine's thread and back ---------------------------------------------------------------

@@ -156,7 +156,7 @@ class Admission:
         """Copy an entry's block back from the host tier, where it is held, to a block of the device."""
         self._host.restore(copy, block)
         self._prefix.place(entry, g, block)
-        self._blocks.mark_content(block)
+        self._blocks.mark_contents([block])
 
     def extend_sliding(self, row: int, count: int) -> int:
         """Give the row the sliding blocks of its next `count` tokens, or of as many as there are blocks for.

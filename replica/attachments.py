@@ -40,6 +40,34 @@ MAX_QUEUED_FRAMES = (
 )
 
 
+class _ColumnFilter:
+    """Picks one attachment's rows out of the columns of every step.
+
+    While the same rows decode, their sources are one array, which is looked through once.
+    """
+
+    def __init__(self, source: int):
+        self._source = source
+        self._sources: np.ndarray | None = None  # looked through last
+        self._mine: np.ndarray | None = None  # [n] bool; None: all of them
+        self._count = 0
+
+    def take(self, deltas: DeltaBatch) -> TokenColumns | None:
+        """The single tokens of the attachment's streams; None if there are none."""
+        sources = deltas.sources
+        if sources is not self._sources:
+            mine = sources == self._source
+            self._count = np.count_nonzero(mine)
+            self._mine = None if self._count == len(mine) else mine
+            self._sources = sources
+        if self._count == 0:
+            return None
+        if self._mine is None:
+            return TokenColumns(deltas.stream_ids, deltas.index, deltas.token_ids)
+        mine = self._mine
+        return TokenColumns(deltas.stream_ids[mine], deltas.index[mine], deltas.token_ids[mine])
+
+
 class _Attachment:
     """The frames on their way to one router, and when it gets a heartbeat if there are none."""
 
@@ -59,6 +87,11 @@ class _Attachment:
         self._sent_s = clock()
         self._wait_s = heartbeat_s  # from the last frame to the next heartbeat
         self.closed = False
+        self._columns = _ColumnFilter(source)
+
+    def columns(self, deltas: DeltaBatch) -> TokenColumns | None:
+        """The single tokens of this router's streams."""
+        return self._columns.take(deltas)
 
     def put(self, frame: Frame) -> None:
         self._frames.append(frame)
@@ -165,7 +198,7 @@ class Attachments:
         events = [] if output.events is None else [output.events]
         for router_id, attachment in list(self._by_router.items()):
             deltas = by_router.get(router_id, [])
-            columns = _columns_of(attachment.source, output.deltas)
+            columns = attachment.columns(output.deltas)
             if deltas or columns is not None or events:
                 attachment.put(self._frame(deltas, events, columns=columns))
             else:
@@ -263,14 +296,3 @@ class Attachments:
                 )
             )
         return frames
-
-
-def _columns_of(source: int, deltas: DeltaBatch) -> TokenColumns | None:
-    """The single tokens of one router's streams."""
-    mine = deltas.sources == source
-    count = np.count_nonzero(mine)
-    if count == 0:
-        return None
-    if count == len(mine):
-        return TokenColumns(deltas.stream_ids, deltas.index, deltas.token_ids)
-    return TokenColumns(deltas.stream_ids[mine], deltas.index[mine], deltas.token_ids[mine])

@@ -126,9 +126,10 @@ class BlockManager:
             self._cached.remove(block)
             self._cached.add(block)
 
-    def mark_content(self, block: int) -> None:
-        """The prefix index knows this block's content from now on."""
-        self._has_content[block] = 1
+    def mark_contents(self, blocks: Iterable[int]) -> None:
+        """The prefix index knows the content of these blocks from now on."""
+        for block in blocks:
+            self._has_content[block] = 1
 
     def forget_content(self, block: int) -> None:
         """The prefix index has dropped this block: without an owner it becomes free."""

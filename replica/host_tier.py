@@ -73,7 +73,7 @@ class HostTier:
             if allocated is not None:
                 self.save(block, allocated[0])
                 self._prefix.place_on_host(entry, g, allocated[0])
-                self.blocks.mark_content(allocated[0])
+                self.blocks.mark_contents([allocated[0]])
                 self.blocks.release(allocated)
         self._prefix.forget(block)
 

@@ -111,7 +111,7 @@ class Offload:
         self._host.save(block, copy)
         if entry is not None:
             self._prefix.place_on_host(entry, g, copy)
-            self._host.blocks.mark_content(copy)
+            self._host.blocks.mark_contents([copy])
 
     def _entries(self, request: Request, end: int) -> list[Entry | None]:
         """[end] the index entries of the request's first blocks; None where there is none, or none any more."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -59,8 +59,7 @@ class TokenMask(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
+class SamplingBatch(NamedTuple):
     """Columns for the rows that sample a token in this step, in the order of the rows. S of them."""
 
     token_index: np.ndarray  # [S] int32, flat index in [0, T) of the hidden state to sample from
@@ -84,6 +83,7 @@ class SamplingBatch:
 
 
 _NO_PAIRS = np.empty((0, 2), np.int64)
+_NO_PAIRS.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,7 @@ class PromptTargets:
     num_top: int  # likeliest ids wanted
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step for the runner. `num_rows` = n, T tokens.
 
     `block_tables` lies in one of two buffers: valid until the second plan after this one is made.
@@ -121,10 +120,8 @@ class StepPlan:
     ] = ()  # (from, to) blocks copied before the step (copy-on-write)
     prompts: tuple[PromptTargets, ...] = ()
     # Whole blocks copied between the tiers before that: first the saves, then the restores.
-    saves: np.ndarray = field(
-        default_factory=lambda: _NO_PAIRS
-    )  # [k, 2] int64, (device block, host block)
-    restores: np.ndarray = field(default_factory=lambda: _NO_PAIRS)  # [k, 2] int64, (host, device)
+    saves: np.ndarray = _NO_PAIRS  # [k, 2] int64, (device block, host block)
+    restores: np.ndarray = _NO_PAIRS  # [k, 2] int64, (host block, device block)
 
     @property
     def num_rows(self) -> int:

@@ -321,7 +321,10 @@ class RowTable:
         own = np.array(blocks, np.int32).reshape(len(self.groups), len(lacking))
         self._flat_tables[:, decodes.table_begin[lacking] + index] = own
         self.num_blocks[:, decodes.ids[lacking]] = index + 1
-        self._planned.append(lacking, index, own)
+        if decodes is self._decode_rows:
+            self._planned.append(lacking, index, own)
+        else:
+            self._planned.mark_changed(decodes.ids[lacking])
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append equally many blocks to each sliding group's table of a row."""
@@ -389,7 +392,8 @@ class RowTable:
         The plan, [n] its rows, and [S] the rows of them that sample.
         """
         if chunks:
-            decodes.is_located = False
+            if self._decode_rows is not None:
+                self._decode_rows.is_located = False
             return self._build_mixed(step, decodes.ids, chunks, copies)
         rows, kv_len = decodes.ids, decodes.length
         if decodes.is_plain:
@@ -417,6 +421,8 @@ class RowTable:
         )
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += len(rows)
+        if self._decode_rows is not None:
+            self._decode_rows.is_located = False  # unless it is `decodes`
         decodes.advance()
         return plan, rows, rows
 

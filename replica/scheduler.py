@@ -19,7 +19,6 @@ generated joins what it must prefill. Until all victims have returned no new req
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -57,8 +56,8 @@ from quire.replica.victims import ReturnQueue, choose_victim
 # Decoding rows fill a few routing blocks a step, and a pass over one costs as much as over ten: so they are told
 # after so many steps or when so many have gathered. A prompt's blocks are told in the step that computes them.
 _HASH_STEPS = 8
+_HASH_BLOCKS = 32
 _NO_ROWS = np.empty(0, np.int64)
-_HASH_BLOCKS = 16
 
 
 class Scheduler:
@@ -392,9 +391,7 @@ class Scheduler:
         self._started.clear()
         transfers = self.host.launch()
         if transfers:
-            plan = dataclasses.replace(
-                plan, saves=transfers.save_pairs(), restores=transfers.restore_pairs()
-            )
+            plan = plan._replace(saves=transfers.save_pairs(), restores=transfers.restore_pairs())
         step.decodes = None if step.chunks else decodes
         gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
         if gathered or step.chunks or step.number % _HASH_STEPS == 0:
@@ -407,7 +404,8 @@ class Scheduler:
     def _compose(self, now_s: float) -> tuple[Step, DecodeRows]:
         """Choose the work of a step and give it its blocks; also the rows that decode."""
         # A parent keeps what its forks see for one plan; forks that do not start in it compute anew what is gone.
-        self._trim(held_positions(self._fresh_parents))
+        if self.rows.sliding:
+            self._trim(held_positions(self._fresh_parents))
         self._fresh_parents = []
         if (alone := self._compose_alone(now_s)) is not None:
             return alone
@@ -447,11 +445,12 @@ class Scheduler:
             self._schedule_chunk(step, request)
             return (step, self.rows.no_decode_rows()) if step.chunks else None
         decodes = self.rows.only(request.row)
-        if len(self.rows.lacking_block(decodes)):
+        lacking = self.rows.lacking_block(decodes)
+        if len(lacking):
             blocks = self.blocks.allocate(len(self.config.groups))
             if blocks is None:
                 return None  # it grows, or gives way, beside the others
-            self.rows.append_blocks(decodes.ids, blocks)
+            self.rows.append_blocks(decodes, lacking, blocks)
         self._indexer.register_decodes(step, decodes)
         return step, decodes
 

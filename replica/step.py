@@ -83,7 +83,7 @@ class StepIndexer:
         row: int,
         request: Request,
         i: int,
-        blocks: Sequence[int],
+        blocks: list[int],
         token_bytes: bytes,
     ) -> bool:
         """Index a row's i-th block of each group; returns whether its content is indexed."""
@@ -92,13 +92,17 @@ class StepIndexer:
         entry = self._prefix.register(blocks, request.tip, token_bytes, request.chain, i)
         if entry is None:
             return False
-        for g, (block, indexed) in enumerate(zip(blocks, entry.blocks, strict=True)):
-            if indexed == block:
-                self._blocks.mark_content(block)
-                step.registered.append(block)
-            else:
-                self._blocks.retain([indexed])
-                step.duplicates.append((g, row, i, block, indexed))
+        if entry.blocks is blocks:  # the content is new
+            self._blocks.mark_contents(blocks)
+            step.registered += blocks
+        else:
+            for g, (block, indexed) in enumerate(zip(blocks, entry.blocks, strict=True)):
+                if indexed == block:
+                    self._blocks.mark_contents([block])
+                    step.registered.append(block)
+                else:
+                    self._blocks.retain([indexed])
+                    step.duplicates.append((g, row, i, block, indexed))
         self._prefix.advance_entry(entry)
         request.tip, request.num_indexed = entry, i + 1
         return True

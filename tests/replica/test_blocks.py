@@ -22,7 +22,7 @@ def test_blocks_with_content_stay_cached_until_the_free_ones_run_out():
     blocks = BlockManager(4, on_demote=demoted.append)
     chain = blocks.allocate(3)
     for block in chain:
-        blocks.mark_content(block)
+        blocks.mark_contents([block])
     blocks.release(reversed(chain))
     assert (blocks.num_free, blocks.num_cached, blocks.num_in_use) == (1, 3, 0)
     blocks.allocate(1)
@@ -37,7 +37,7 @@ def test_the_least_recently_used_chain_goes_first():
     blocks = BlockManager(4, on_demote=demoted.append)
     first, second = blocks.allocate(2), blocks.allocate(2)
     for block in first + second:
-        blocks.mark_content(block)
+        blocks.mark_contents([block])
     blocks.release(reversed(first))
     blocks.release(reversed(second))
     blocks.retain(first)
@@ -49,7 +49,7 @@ def test_the_least_recently_used_chain_goes_first():
 def chain_of(blocks, count):
     chain = blocks.allocate(count)
     for block in chain:
-        blocks.mark_content(block)
+        blocks.mark_contents([block])
     return chain
 
 
@@ -116,7 +116,7 @@ def test_no_block_goes_before_one_that_continues_it(data, order):
             if chain:
                 children[chain[-1]] += 1
             chain.append(block)
-            blocks.mark_content(block)
+            blocks.mark_contents([block])
         rows.append(chain)
         blocks.check([sum(block in row for row in rows) for block in range(10)])
 
@@ -181,7 +181,7 @@ class BlockMachine(RuleBasedStateMachine):
     def mark_or_share(self, pick, share):
         chain = self.held[pick % len(self.held)]
         for block in chain:
-            self.manager.mark_content(block)
+            self.manager.mark_contents([block])
         if share:
             self.manager.retain(chain)
             self.held.append(list(chain))

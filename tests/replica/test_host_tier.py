@@ -27,7 +27,7 @@ class Cache:
         for i, block in enumerate(owned):
             raw = ids[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE].tobytes()
             parent = self.prefix.register([block], parent, raw, chain, i)
-            self.blocks.mark_content(block)
+            self.blocks.mark_contents([block])
         self.prefix.hash_new()
         self.blocks.release(reversed(owned))
         return owned
@@ -89,7 +89,7 @@ def test_a_copy_that_is_there_already_is_not_made_again():
     for entry, copy, block in zip(entries, copies, restored, strict=True):
         cache.host.restore(copy, block)
         cache.prefix.place(entry, 0, block)
-        cache.blocks.mark_content(block)
+        cache.blocks.mark_contents([block])
     with pytest.raises(IntegrityError, match="owners"):
         cache.host.check([0])
     transfers = cache.host.launch()
@@ -121,7 +121,7 @@ def test_a_block_that_waits_to_be_restored_is_not_saved():
     (block,) = cache.blocks.allocate(1)
     cache.host.restore(entry.host_blocks[0], block)
     cache.prefix.place(entry, 0, block)
-    cache.blocks.mark_content(block)
+    cache.blocks.mark_contents([block])
     cache.blocks.release([block])
     cache.blocks.release(cache.blocks.allocate(1))
     assert not cache.host.launch().saves

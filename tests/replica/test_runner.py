@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 
 import numpy as np
@@ -75,10 +74,10 @@ def test_grammar_masks_are_filled_while_the_forward_pass_runs(runner):
 
     driver = Driver(runner)
     plan, _ = driver.plan([(driver.add(prompt(9), 1), 9)])
-    columns = dataclasses.replace(plan.sampling, grammars=((0, grammar),))
+    columns = plan.sampling._replace(grammars=((0, grammar),))
     hook = runner.model.model.layers[-1].register_forward_pre_hook(meet)
     try:
-        result = runner.run(dataclasses.replace(plan, sampling=columns))
+        result = runner.run(plan._replace(sampling=columns))
     finally:
         hook.remove()
     assert result.token_ids.tolist() == [5]
@@ -118,7 +117,7 @@ def test_copies_happen_before_the_step(runner):
     fork.computed = 20
     fork.blocks[0, 0] = first.blocks[0, 0]
     plan, _ = driver.plan([(fork, 1)])
-    plan = dataclasses.replace(plan, copies=((int(first.blocks[0, 1]), int(fork.blocks[0, 1])),))
+    plan = plan._replace(copies=((int(first.blocks[0, 1]), int(fork.blocks[0, 1])),))
     forked = runner.run(plan).token_ids
     driver.advance([(first, 1)])
     assert forked[0] == first.tokens[-1]
