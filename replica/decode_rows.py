@@ -55,6 +55,7 @@ class DecodeRows:
     # [n] int64 each, in [0, D): rows of which it is the first of its block, and the last
     begun: np.ndarray = field(default_factory=lambda: _NONE)
     filling: np.ndarray = field(default_factory=lambda: _NONE)
+    begun_index: np.ndarray = field(default_factory=lambda: _NONE)  # [n] int32, of that block
     num_blocks: int = 0  # of the longest row, with it
     num_left: int = 0  # tokens until the first row reaches its max_length; after that 0 or less
     # [G, D] int64, where the KV of the token before it was written; None: not known
@@ -71,6 +72,7 @@ class DecodeRows:
         self.offset = num_computed - block_index * self.block_size
         self.tail_index = self.ids * self.block_size + self.offset
         self.begun = (self.offset == 0).nonzero()[0]
+        self.begun_index = block_index[self.begun]
         self.filling = (self.offset == self.block_size - 1).nonzero()[0]
         self.num_blocks = int(block_index.max(initial=-1)) + 1
         self.num_left = int((self.max_length - self.length).min(initial=0))
@@ -101,7 +103,7 @@ class DecodeRows:
         else:
             slots = self.slots + _ONE64
             if len(self.begun):
-                index = self.table_begin[self.begun] + self.block_index(self.begun)
+                index = self.table_begin[self.begun] + self.begun_index
                 slots[:, self.begun] = tables.take(index, axis=1).astype(np.int64) * self.block_size
         self.slots = slots
         return slots
@@ -114,12 +116,11 @@ class DecodeRows:
         self.length = self.length + _ONE
         self.offset = self.offset + _ONE
         self.tail_index = self.tail_index + _ONE64
+        self.begun_index = self.block_index(filled)
         if len(filled):
             self.offset[filled] = 0
             self.tail_index[filled] -= self.block_size
-            newest = np.maximum.reduce(self.position[filled]) // self.block_size + 1
-            if newest > self.num_blocks:
-                self.num_blocks = int(newest)
+            self.num_blocks = max(self.num_blocks, int(np.maximum.reduce(self.begun_index)) + 1)
         self.begun = filled
         self.filling = (self.offset == self.block_size - 1).nonzero()[0]
         self.num_left -= 1

@@ -275,8 +275,8 @@ class RowTable:
         if not len(begun):
             return begun
         # A decoding row has as many blocks in every group.
-        lacks = self.num_blocks[0, decodes.ids[begun]] <= decodes.block_index(begun)
-        return begun if lacks.all() else begun[lacks]
+        lacks = self.num_blocks[0, decodes.ids[begun]] <= decodes.begun_index
+        return begun if np.count_nonzero(lacks) == len(begun) else begun[lacks]
 
     def fill_blocks(
         self, decodes: DecodeRows
@@ -317,7 +317,7 @@ class RowTable:
         blocks
             [G * n] one of each group for each row, group by group.
         """
-        index = decodes.block_index(lacking)
+        index = decodes.begun_index if lacking is decodes.begun else decodes.block_index(lacking)
         own = np.array(blocks, np.int32).reshape(len(self.groups), len(lacking))
         self._flat_tables[:, decodes.table_begin[lacking] + index] = own
         self.num_blocks[:, decodes.ids[lacking]] = index + 1
