@@ -161,6 +161,42 @@ def test_a_complete_output_ends_as_a_stop(engine):
         assert last(engine, ("a", seed)).finish_reason == "stop"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_fork_goes_its_own_way_through_the_grammar(engine, temperature):
+    """As many choices of one prompt, and each as if it had been asked for alone."""
+    names = [("fork", temperature, choice) for choice in range(4)]
+    params = SamplingParams(max_tokens=60, grammar=YES, temperature=temperature, seed=3)
+
+    def ask(choice, key, fork_of=None):
+        of_choice = dataclasses.replace(params, choice=choice)
+        engine.submit(Request(key, [5, 6, 7], of_choice, fork_of=fork_of))
+
+    alone = []
+    for choice in range(4):
+        ask(choice, ("alone", choice))
+        alone.append(outputs_of(engine, [("alone", choice)])["alone", choice])
+    for choice, name in enumerate(names):
+        ask(choice, name, names[0] if choice else None)
+    together = outputs_of(engine, names)
+    assert [together[name] for name in names] == alone
+    if temperature:
+        assert len(set(map(tuple, alone))) > 1
+
+
+def outputs_of(engine, keys) -> dict:
+    """The token ids of requests, once all of them have ended as they should."""
+    tokens = {key: [] for key in keys}
+    left = set(keys)
+    while left:
+        delta = engine.outputs.get(timeout=20)
+        if delta.key in tokens:
+            tokens[delta.key] += delta.token_ids
+            if delta.finish_reason is not None:
+                assert delta.finish_reason == "stop", delta
+                left.discard(delta.key)
+    return tokens
+
+
 def test_an_abort_while_it_is_compiled_is_the_end(engine, monkeypatch):
     gate = threading.Event()
     real = engine._grammars.compile
