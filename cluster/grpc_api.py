@@ -423,6 +423,7 @@ def _set_usage(
     response.usage.prompt_tokens = usage.prompt_tokens
     response.usage.completion_tokens = usage.completion_tokens
     response.usage.cached_tokens = usage.cached_tokens
+    response.usage.host_cached_tokens = usage.host_cached_tokens
 
 
 def _set_explain(context: Context, explain: Any) -> None:

@@ -83,6 +83,7 @@ class FakeStream:
 
     async def _generate(self) -> AsyncIterator[OutputDelta]:
         self.usage.cached_tokens = self.explain.cached_tokens = min(48, self.usage.prompt_tokens)
+        self.usage.host_cached_tokens = self.usage.cached_tokens // 3
         self.explain.queue_s = 0.002
         running = [self._choice(choice) for choice in range(self._request.n)]
         while running:  # one token of each in turn

@@ -7,7 +7,6 @@ The methods get Serve's own context. What they set on it reaches the client at t
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -155,6 +154,7 @@ def test_stream_says_the_same_as_the_whole_answer(service, mode: str) -> None:
         assert last.finish_reason == whole.finish_reason == generation_pb2.FINISH_REASON_LENGTH
         assert last.usage == whole.usage
         assert whole.usage.completion_tokens == 30 and whole.usage.cached_tokens == 9
+        assert whole.usage.host_cached_tokens == 3
         for call in (once, stream):
             metadata = dict(await call.trailing_metadata())
             assert metadata["x-quire-replica"] == "replica-a"
@@ -525,7 +525,7 @@ def test_watch_cache_sends_the_state_then_its_changes(service, mode: str) -> Non
         (tier,) = cache.cache.tiers
         assert tier.tier == control_pb2.TIER_DEVICE and cache.indexed_blocks == 7
         assert (tier.blocks_free, tier.blocks_cached, tier.blocks_in_use) == (5, 3, 2)
-        service.load = dataclasses.replace(service.load, blocks_free=4, blocks_cached=4)
+        service.load = service.load._replace(blocks_free=4, blocks_cached=4)
         (cache,) = (await anext(updates)).replicas
         assert cache.cache.tiers[0].blocks_cached == 4
         stream.cancel()
