@@ -9,6 +9,8 @@ import importlib
 import sys
 
 BENCHMARKS = {
+    "checkpoints": "makes a checkpoint with random weights and the shape of a real model",
+    "step_profile": "where the time of an engine's step goes",
     "serving": "start-up, idle CPU and answers of the real cluster",
     "host_overhead": "host time per step, against transformers' continuous batching",
     "deterministic": "tokens per second with and without bit-equal results",

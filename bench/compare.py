@@ -1,0 +1,236 @@
+"""Several engines over the same workloads, in turns in one run: seconds, ratios with their spread, share of the floor.
+
+Two engines measured one after the other differ by what else the machine did meanwhile. Here they take turns, every
+turn with prompts nobody has seen, each in a process that is stopped while another works; a ratio is taken turn by
+turn, and its spread is that of the turns. Beside each number stands the CPU time that others took during it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from quire.bench.engine_process import EngineFailed, EngineProcess, EngineSpec
+from quire.bench.floor import Floor, ModelShape, Rates, best_of, floor_of, measure_rates
+from quire.bench.report import Spread, spread_json
+from quire.bench.workloads import Workload
+
+_WARM_UP = Workload("warm-up", 8, 0, 128, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One engine's run of one workload."""
+
+    engine: str
+    workload: str
+    repetition: int
+    seconds: float
+    other_cpu_s: float  # that everybody else took meanwhile, in seconds of one core
+    peak_rss_mib: float  # of the engine's process so far
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What a run has found."""
+
+    specs: dict[str, EngineSpec]
+    startup: dict[str, dict[str, float]] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)  # engine: message
+    rates: list[Rates] = field(default_factory=list)
+
+    def seconds(self, engine: str, workload: str) -> list[float]:
+        """Of every turn, in order."""
+        return [t.seconds for t in self.turns if (t.engine, t.workload) == (engine, workload)]
+
+    def ratios(self, engine: str, other: str, workload: str) -> list[float]:
+        """Turn by turn, how many times `engine` is as fast as `other`: above 1 it is faster."""
+        found: dict[int, dict[str, float]] = defaultdict(dict)
+        for turn in self.turns:
+            if turn.workload == workload:
+                found[turn.repetition][turn.engine] = turn.seconds
+        return [row[other] / row[engine] for row in found.values() if {engine, other} <= row.keys()]
+
+
+def compare(
+    specs: Sequence[EngineSpec],
+    workloads: Sequence[Workload],
+    repetitions: int,
+    vocab_size: int,
+    log: TextIO,
+    *,
+    first_repetition: int = 0,
+    skip: frozenset[tuple[str, str]] = frozenset(),
+    progress: Callable[[Turn | str], None] = lambda what: None,
+) -> Comparison:
+    """Load the engines, then run every workload in turns.
+
+    An engine that fails is left out from then on and named in `failures`; the others go on.
+
+    Parameters
+    ----------
+    log
+        Takes what the engines print.
+    first_repetition
+        Number of the first turn: other prompts than an earlier run had.
+    skip
+        (engine, workload) that are not run.
+    progress
+        Told of every turn and of every engine that is ready or has failed.
+    """
+    found = Comparison({spec.name: spec for spec in specs})
+    if len(found.specs) < len(specs):
+        raise ValueError("engines: two have the same name; write NAME={...}")
+    with ExitStack() as stack:
+        running: dict[str, EngineProcess] = {}
+        for spec in specs:
+            try:
+                process = EngineProcess(spec, log)
+                stack.callback(process.close)
+                process.generate(_WARM_UP.prompts(spec.name, vocab_size), _WARM_UP.output_tokens)
+            except EngineFailed as error:
+                found.failures[spec.name] = str(error)
+                progress(str(error))
+                continue
+            process.stop()
+            running[spec.name] = process
+            found.startup[spec.name] = process.startup
+            progress(f"{spec.name} is ready after {process.startup['ready_s']:.1f} s")
+        dtype = specs[0].dtype
+        found.rates.append(measure_rates(dtype))
+        for repetition in range(first_repetition, first_repetition + repetitions):
+            for workload in workloads:
+                names = [name for name in running if (name, workload.name) not in skip]
+                # Whoever comes first in one turn comes last in the next.
+                for name in names if repetition % 2 == 0 else reversed(names):
+                    turn = _run(running[name], workload, repetition, vocab_size, found)
+                    if turn is None:
+                        running.pop(name).close()
+                        progress(found.failures[name])
+                    else:
+                        progress(turn)
+            found.rates.append(measure_rates(dtype))
+    return found
+
+
+def _run(
+    process: EngineProcess, workload: Workload, repetition: int, vocab_size: int, found: Comparison
+) -> Turn | None:
+    """One turn, which is noted; None when the engine failed."""
+    name = process.spec.name
+    prompts = workload.prompts(repetition, vocab_size)
+    with process.awake():
+        before_s = busy_cpu_s()
+        try:
+            answer = process.generate(prompts, workload.output_tokens)
+        except EngineFailed as error:
+            found.failures[name] = str(error)
+            return None
+        others_s = max(0.0, busy_cpu_s() - before_s - answer["cpu_s"])
+    turn = Turn(
+        name, workload.name, repetition, answer["seconds"], others_s, answer["peak_rss_mib"]
+    )
+    found.turns.append(turn)
+    return turn
+
+
+def busy_cpu_s() -> float:
+    """Seconds that the machine's cores have worked since it started, for whomever; 0 where /proc is absent."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, _ = map(int, fields)
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+# --------------------------------------------------------------------------------------------------
+# What is told
+# --------------------------------------------------------------------------------------------------
+
+
+def summarise(
+    found: Comparison, workloads: Sequence[Workload], shape: ModelShape | None, baseline: str
+) -> dict[str, Any]:
+    """The whole comparison as JSON.
+
+    Parameters
+    ----------
+    shape
+        For the floor; None where it is not known.
+    baseline
+        The engine that ratios are of: `ratio` above 1 means that it is faster.
+    """
+    rates = best_of(found.rates) if found.rates else None
+    rows = []
+    for workload in workloads:
+        floor = floor_of(workload, shape, rates) if shape and rates else None
+        for engine in found.specs:
+            seconds = found.seconds(engine, workload.name)
+            if seconds:
+                rows.append(_row(found, engine, workload, seconds, floor, baseline))
+    return {
+        "rates": rates.to_json() if rates else None,
+        "engines": {name: spec.to_json() for name, spec in found.specs.items()},
+        "startup_s": {
+            name: {key: round(value, 2) for key, value in startup.items()}
+            for name, startup in found.startup.items()
+        },
+        "failures": found.failures,
+        "rows": rows,
+    }
+
+
+def _row(
+    found: Comparison,
+    engine: str,
+    workload: Workload,
+    seconds: list[float],
+    floor: Floor | None,
+    baseline: str,
+) -> dict[str, Any]:
+    turns = [t for t in found.turns if (t.engine, t.workload) == (engine, workload.name)]
+    median = statistics.median(seconds)
+    row: dict[str, Any] = {
+        "workload": workload.name,
+        "engine": engine,
+        "seconds": spread_json(Spread.of(seconds)),
+        "output_tokens_per_s": round(workload.num_output_tokens / median, 1),
+        "other_cpu_cores": [round(t.other_cpu_s / t.seconds, 2) for t in turns],
+        "peak_rss_mib": round(max(t.peak_rss_mib for t in turns)),
+    }
+    if floor is not None:
+        row["floor_s"] = round(floor.total_s, 3)
+        row["percent_of_floor"] = round(100 * floor.total_s / median, 1)
+    if engine != baseline and (ratios := found.ratios(baseline, engine, workload.name)):
+        row["ratio"] = spread_json(Spread.of(ratios), 3)
+    return row
+
+
+def table(summary: dict[str, Any], baseline: str) -> str:
+    """Lines for a terminal."""
+    head = f"{'workload':9}{'engine':14}{'seconds':>9}{'tokens/s':>10}{'of floor':>10}"
+    lines = [f"{head}  {baseline} is ... times as fast (of turns)   others' cores"]
+    for row in summary["rows"]:
+        ratio = row.get("ratio")
+        times = (
+            "-" if ratio is None else f"{ratio['median']:.2f} ({ratio['min']:.2f}; {ratio['num']})"
+        )
+        percent = f"{row['percent_of_floor']:.0f}%" if "percent_of_floor" in row else "-"
+        others = max(row["other_cpu_cores"])
+        lines.append(
+            f"{row['workload']:9}{row['engine']:14}{row['seconds']['median']:>9.3f}"
+            f"{row['output_tokens_per_s']:>10.1f}{percent:>10}  {times:^41}{others:>6.2f}"
+        )
+    if summary["rates"]:
+        memory, products = summary["rates"].values()
+        lines.append(f"floor: {memory:g} GB/s, {products:g} GFLOP/s, measured in this run")
+    lines += [f"{name}: {message}" for name, message in summary["failures"].items()]
+    return "\n".join(lines)

@@ -1,0 +1,192 @@
+"""An engine in a process of its own, which is stopped while another one is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from quire.bench import engines
+
+_END_S = 20.0  # for an engine to end before it is killed
+
+
+class EngineFailed(RuntimeError):
+    """An engine could not be loaded or could not answer; the message is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine to run.
+
+    Read from `NAME[=JSON]` of a command line, where the JSON may have `engine` (one of `engines.ENGINES`; else
+    NAME), `model`, `dtype`, `threads`, `options`, `env` and `python`, the interpreter of the engine's environment.
+    """
+
+    name: str  # in tables
+    engine: str
+    model: str
+    dtype: str
+    threads: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+
+    def __post_init__(self) -> None:
+        if self.engine not in engines.ENGINES:
+            known = ", ".join(engines.ENGINES)
+            raise ValueError(f"engine: must be one of {known}, got {self.engine!r}")
+        if self.threads < 1:
+            raise ValueError(f"threads: must be >= 1, got {self.threads}")
+
+    @classmethod
+    def parse(cls, text: str, *, model: str, dtype: str, threads: int) -> EngineSpec:
+        """From the command line; the keyword arguments are what it leaves open.
+
+        Raises
+        ------
+        ValueError
+            Names the field that is wrong.
+        """
+        name, _, rest = text.partition("=")
+        try:
+            given = json.loads(rest) if rest else {}
+        except ValueError as error:
+            raise ValueError(f"engine {name}: not JSON: {error}") from None
+        allowed = {"engine", "model", "dtype", "threads", "options", "env", "python"}
+        if unknown := set(given) - allowed:
+            raise ValueError(f"engine {name}: unknown {', '.join(sorted(unknown))}")
+        return cls(
+            **{
+                "name": name,
+                "engine": name,
+                "model": model,
+                "dtype": dtype,
+                "threads": threads,
+                **given,
+            }
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings, without paths of this machine."""
+        return {
+            "engine": self.engine,
+            "model": Path(self.model).name,
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "options": dict(self.options),
+            "env": {name: value for name, value in self.env.items() if "/" not in value},
+        }
+
+
+class EngineProcess:
+    """A loaded engine.
+
+    Parameters
+    ----------
+    log
+        Takes what the engine prints.
+
+    Raises
+    ------
+    EngineFailed
+        It could not be loaded.
+    """
+
+    def __init__(self, spec: EngineSpec, log: TextIO):
+        self.spec = spec
+        facts = {
+            "model": spec.model,
+            "dtype": spec.dtype,
+            "threads": spec.threads,
+            "options": dict(spec.options),
+        }
+        command = ["env", *(f"{name}={value}" for name, value in spec.env.items())]
+        # -I: the folder of engines.py is not where its imports come from.
+        command += [spec.python, "-I", engines.__file__, spec.engine, json.dumps(facts)]
+        began = time.perf_counter()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # one group, which is stopped as a whole
+        )
+        try:
+            self.startup: dict[str, float] = self._read()
+        except BaseException:
+            self.close()
+            raise
+        self.startup["ready_s"] = time.perf_counter() - began
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+        """The engine's answer: `seconds`, `outputs`, `cpu_s`, `peak_rss_mib`.
+
+        Raises
+        ------
+        EngineFailed
+            It failed, or an answer has not `max_tokens` tokens.
+        """
+        request = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineFailed(f"{self.spec.name}: the process has ended") from None
+        answer = self._read()
+        lengths = {len(output) for output in answer["outputs"]}
+        if len(answer["outputs"]) != len(prompts) or lengths != {max_tokens}:
+            raise EngineFailed(
+                f"{self.spec.name}: wanted {len(prompts)} answers of {max_tokens} tokens, got "
+                f"{len(answer['outputs'])} of {sorted(lengths)}"
+            )
+        return answer
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[EngineProcess]:
+        """Run for the length of the block; stopped before and after."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield self
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def stop(self) -> None:
+        """Use no CPU until the next `awake`."""
+        self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End the process and everything it started."""
+        self._signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            pass
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineFailed(f"{self.spec.name}: the process ended; its log says why")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineFailed(f"{self.spec.name}: {answer['error']}")
+        return answer
+
+    def _signal(self, number: int) -> None:
+        # The group outlives its leader while a child of the engine's runs.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)

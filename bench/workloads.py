@@ -1,0 +1,315 @@
+"""What is asked of an engine or a server: batches of prompts, and requests with times.
+
+Pure: token ids and seconds, no clock. Prompts are new for every (workload, repetition), so that a prefix cache
+carries nothing over from one repetition to the next; whoever wants a warm cache says so in the workload.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FIRST_TOKEN_ID = 300  # below are the special tokens and single bytes of most vocabularies
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A batch of requests that are there at once.
+
+    Every prompt is `shared_tokens` that all have in common, then `prompt_tokens` of its own; every answer is
+    exactly `output_tokens` long, greedy, whatever the model says.
+    """
+
+    name: str
+    num_requests: int
+    shared_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def __post_init__(self) -> None:
+        for field in ("num_requests", "prompt_tokens", "output_tokens"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: must be >= 1, got {getattr(self, field)}")
+        if self.shared_tokens < 0:
+            raise ValueError(f"shared_tokens: must be >= 0, got {self.shared_tokens}")
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that the whole batch generates."""
+        return self.num_requests * self.output_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one prompt and its answer."""
+        return self.shared_tokens + self.prompt_tokens + self.output_tokens
+
+    def prompts(self, repetition: int | str, vocab_size: int) -> list[list[int]]:
+        """The prompts of one repetition: [num_requests][shared + prompt tokens] ids in [FIRST_TOKEN_ID, vocab_size).
+
+        Raises
+        ------
+        ValueError
+            The vocabulary is too small for ids above the special ones.
+        """
+        if vocab_size <= FIRST_TOKEN_ID:
+            raise ValueError(f"vocab_size: must be > {FIRST_TOKEN_ID}, got {vocab_size}")
+        rng = random.Random(f"{self.name}/{repetition}")
+        shared = _token_ids(rng, self.shared_tokens, vocab_size)
+        return [
+            shared + _token_ids(rng, self.prompt_tokens, vocab_size)
+            for _ in range(self.num_requests)
+        ]
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """W1 to W5, or `REQUESTS x (SHARED + PROMPT -> OUTPUT)` written as `32x768+32->16` or `32x128->64`.
+
+        Raises
+        ------
+        ValueError
+            It is neither.
+        """
+        if text in WORKLOADS:
+            return WORKLOADS[text]
+        try:
+            requests, _, rest = text.partition("x")
+            prompt, _, output = rest.partition("->")
+            shared, plus, own = prompt.partition("+")
+            if not plus:
+                shared, own = "0", prompt
+            return cls(text, int(requests), int(shared), int(own), int(output))
+        except ValueError as error:
+            raise ValueError(
+                f"workload: must be one of {', '.join(WORKLOADS)} or like 32x768+32->16, got {text!r} ({error})"
+            ) from None
+
+    def scaled(self, share: float) -> Workload:
+        """The same lengths with this share of the requests, one at least."""
+        return dataclasses.replace(self, num_requests=max(1, round(self.num_requests * share)))
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload("W1", 32, 0, 128, 64),  # offline throughput
+        Workload("W2", 16, 0, 16, 256),  # mostly decode
+        Workload("W3", 16, 0, 1024, 8),  # mostly prefill
+        Workload("W4", 32, 768, 32, 16),  # a prefix that all share
+        Workload("W5", 1, 0, 128, 128),  # one stream
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """A request with the time at which a user sends it."""
+
+    at_s: float  # after the start of the run; for the turns of a session, after the turn before has ended
+    prompt_ids: tuple[int, ...]
+    output_tokens: int
+    session: str = ""
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long prompts and answers are: uniform between the two bounds, both included."""
+
+    prompt_tokens: tuple[int, int] = (128, 128)
+    output_tokens: tuple[int, int] = (64, 64)
+
+    def __post_init__(self) -> None:
+        for field in ("prompt_tokens", "output_tokens"):
+            low, high = getattr(self, field)
+            if not 1 <= low <= high:
+                raise ValueError(
+                    f"{field}: must be LOW-HIGH with 1 <= LOW <= HIGH, got {low}-{high}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMix:
+    """Prompts that begin with one of several shared prefixes, chosen with Zipf's weights: 1, 1/2, 1/3, ..."""
+
+    num_prefixes: int = 0  # 0: nothing is shared
+    prefix_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        if self.num_prefixes < 0:
+            raise ValueError(f"num_prefixes: must be >= 0, got {self.num_prefixes}")
+        if self.num_prefixes and self.prefix_tokens < 1:
+            raise ValueError(f"prefix_tokens: must be >= 1, got {self.prefix_tokens}")
+
+
+def poisson(
+    rate_per_s: float,
+    duration_s: float,
+    lengths: Lengths,
+    mix: PrefixMix,
+    vocab_size: int,
+    seed: int = 0,
+) -> list[TimedRequest]:
+    """Requests whose gaps are exponentially distributed, in order of time.
+
+    Raises
+    ------
+    ValueError
+        A rate or a duration that is not positive.
+    """
+    if rate_per_s <= 0:
+        raise ValueError(f"rate_per_s: must be > 0, got {rate_per_s:g}")
+    if duration_s <= 0:
+        raise ValueError(f"duration_s: must be > 0, got {duration_s:g}")
+    rng = random.Random(f"poisson/{seed}")
+    maker = _PromptMaker(rng, lengths, mix, vocab_size)
+    requests, at_s = [], rng.expovariate(rate_per_s)
+    while at_s < duration_s:
+        requests.append(TimedRequest(at_s, *maker.next()))
+        at_s += rng.expovariate(rate_per_s)
+    return requests
+
+
+def closed(
+    num_requests: int, lengths: Lengths, mix: PrefixMix, vocab_size: int, seed: int = 0
+) -> list[TimedRequest]:
+    """Requests without times, for users who send the next one when they have the answer."""
+    if num_requests < 1:
+        raise ValueError(f"num_requests: must be >= 1, got {num_requests}")
+    maker = _PromptMaker(random.Random(f"closed/{seed}"), lengths, mix, vocab_size)
+    return [TimedRequest(0.0, *maker.next()) for _ in range(num_requests)]
+
+
+def sessions(
+    num_sessions: int,
+    num_turns: int,
+    rate_per_s: float,
+    think_s: float,
+    lengths: Lengths,
+    mix: PrefixMix,
+    vocab_size: int,
+    seed: int = 0,
+) -> list[list[TimedRequest]]:
+    """Conversations that start as a Poisson process.
+
+    A turn holds only what the user adds: the client puts what was said before, the server's own answers
+    included, in front of it. `at_s` of the first turn is the start of the session; that of each later one is how
+    long the user thinks (exponential, mean `think_s`) after the last token of the answer.
+    """
+    for field, value in (("num_sessions", num_sessions), ("num_turns", num_turns)):
+        if value < 1:
+            raise ValueError(f"{field}: must be >= 1, got {value}")
+    if rate_per_s <= 0:
+        raise ValueError(f"rate_per_s: must be > 0, got {rate_per_s:g}")
+    if think_s < 0:
+        raise ValueError(f"think_s: must be >= 0, got {think_s:g}")
+    rng = random.Random(f"sessions/{seed}")
+    maker = _PromptMaker(rng, lengths, mix, vocab_size)
+    found, start_s = [], 0.0
+    for i in range(num_sessions):
+        start_s += rng.expovariate(rate_per_s)
+        turns = []
+        for turn in range(num_turns):
+            at_s = start_s if turn == 0 else (rng.expovariate(1 / think_s) if think_s else 0.0)
+            prompt, output = maker.next(with_prefix=turn == 0)
+            turns.append(TimedRequest(at_s, prompt, output, f"session-{i}", turn))
+        found.append(turns)
+    return found
+
+
+def read_trace(
+    path: Path, vocab_size: int, *, speed: float = 1.0, limit: int | None = None
+) -> list[TimedRequest]:
+    """Requests of a JSON-lines trace, in order of time.
+
+    A line is `{"at_s": 0.2, "prompt_tokens": 120, "output_tokens": 40}`, or has `timestamp` in milliseconds,
+    `input_length` and `output_length` as the public Mooncake traces do, with `hash_ids`: one id for each 512
+    tokens of the prompt; equal ids are given equal tokens, so that what was shared is shared again.
+
+    Parameters
+    ----------
+    speed
+        2 replays twice as fast.
+    limit
+        Only so many requests.
+
+    Raises
+    ------
+    ValueError
+        Names the line and the field.
+    """
+    if speed <= 0:
+        raise ValueError(f"speed: must be > 0, got {speed:g}")
+    requests = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(_of_trace(json.loads(line), number, vocab_size, speed))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path.name}, line {number}: {error!r}") from None
+    if not requests:
+        raise ValueError(f"{path.name}: no requests")
+    requests.sort(key=lambda request: request.at_s)
+    first_s = requests[0].at_s
+    return [dataclasses.replace(r, at_s=r.at_s - first_s) for r in requests[:limit]]
+
+
+_TRACE_BLOCK_TOKENS = 512  # of the prompt behind one of `hash_ids`
+
+
+def _of_trace(row: dict, number: int, vocab_size: int, speed: float) -> TimedRequest:
+    at_s = row["at_s"] if "at_s" in row else row["timestamp"] / 1000
+    length = int(row["prompt_tokens"] if "prompt_tokens" in row else row["input_length"])
+    output = int(row["output_tokens"] if "output_tokens" in row else row["output_length"])
+    if at_s < 0 or length < 1 or output < 1:
+        raise ValueError(f"at_s >= 0 and lengths >= 1 wanted, got {at_s:g}, {length}, {output}")
+    hash_ids = row.get("hash_ids")
+    if hash_ids is None:
+        prompt = _token_ids(random.Random(f"trace/{number}"), length, vocab_size)
+    else:
+        prompt = [
+            token
+            for block in hash_ids
+            for token in _token_ids(
+                random.Random(f"trace-block/{block}"), _TRACE_BLOCK_TOKENS, vocab_size
+            )
+        ][:length]
+        if len(prompt) < length:
+            raise ValueError(f"hash_ids: {len(hash_ids)} blocks for {length} tokens")
+    return TimedRequest(at_s / speed, tuple(prompt), output)
+
+
+class _PromptMaker:
+    """Draws prompts and lengths."""
+
+    def __init__(self, rng: random.Random, lengths: Lengths, mix: PrefixMix, vocab_size: int):
+        if vocab_size <= FIRST_TOKEN_ID:
+            raise ValueError(f"vocab_size: must be > {FIRST_TOKEN_ID}, got {vocab_size}")
+        self._rng, self._lengths, self._vocab_size = rng, lengths, vocab_size
+        self._prefixes: Sequence[list[int]] = [
+            _token_ids(rng, mix.prefix_tokens, vocab_size) for _ in range(mix.num_prefixes)
+        ]
+        self._weights = [1 / (i + 1) for i in range(mix.num_prefixes)]
+
+    def next(self, with_prefix: bool = True) -> tuple[tuple[int, ...], int]:
+        """Prompt ids and the number of output tokens."""
+        rng = self._rng
+        prompt: list[int] = []
+        if self._prefixes and with_prefix:
+            prompt += rng.choices(self._prefixes, self._weights)[0]
+        prompt += _token_ids(rng, rng.randint(*self._lengths.prompt_tokens), self._vocab_size)
+        return tuple(prompt), rng.randint(*self._lengths.output_tokens)
+
+
+def _token_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
+    return [rng.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(count)]
+
+
+def batches(names: Sequence[str]) -> Iterator[Workload]:
+    """The workloads with these names, each once."""
+    for name in dict.fromkeys(names):
+        yield Workload.parse(name)
