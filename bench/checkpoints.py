@@ -68,8 +68,17 @@ def build(name: str, folder: Path, dtype: str = "bfloat16") -> Path:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
+    _add_older_spellings(folder / "config.json")
     _write_tokenizer(folder)
     return folder
+
+
+def _add_older_spellings(path: Path) -> None:
+    """What transformers 4 calls its fields, for engines that still read them."""
+    config = json.loads(path.read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    config["torch_dtype"] = config["dtype"]
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_tokenizer(folder: Path) -> None:

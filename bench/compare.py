@@ -18,7 +18,6 @@ from typing import Any, TextIO
 
 from quire.bench.engine_process import EngineFailed, EngineProcess, EngineSpec
 from quire.bench.floor import Floor, ModelShape, Rates, best_of, floor_of, measure_rates
-from quire.bench.report import Spread, spread_json
 from quire.bench.workloads import Workload
 
 _WARM_UP = Workload("warm-up", 8, 0, 128, 4)
@@ -33,7 +32,7 @@ class Turn:
     repetition: int
     seconds: float
     other_cpu_s: float  # that everybody else took meanwhile, in seconds of one core
-    peak_rss_mib: float  # of the engine's process so far
+    peak_rss_mib: float  # of the engine's processes so far
 
 
 @dataclass(slots=True)
@@ -127,16 +126,15 @@ def _run(
     name = process.spec.name
     prompts = workload.prompts(repetition, vocab_size)
     with process.awake():
-        before_s = busy_cpu_s()
+        before_s, before = busy_cpu_s(), process.usage()
         try:
             answer = process.generate(prompts, workload.output_tokens)
         except EngineFailed as error:
             found.failures[name] = str(error)
             return None
-        others_s = max(0.0, busy_cpu_s() - before_s - answer["cpu_s"])
-    turn = Turn(
-        name, workload.name, repetition, answer["seconds"], others_s, answer["peak_rss_mib"]
-    )
+        after = process.usage()
+        others_s = max(0.0, busy_cpu_s() - before_s - (after.cpu_s - before.cpu_s))
+    turn = Turn(name, workload.name, repetition, answer["seconds"], others_s, after.peak_rss_mib)
     found.turns.append(turn)
     return turn
 
@@ -188,6 +186,15 @@ def summarise(
     }
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The few turns of one thing: their median and their extremes."""
+    named = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {
+        **{name: float(f"{value:.4g}") for name, value in named.items()},
+        "turns": len(values),
+    }
+
+
 def _row(
     found: Comparison,
     engine: str,
@@ -201,7 +208,7 @@ def _row(
     row: dict[str, Any] = {
         "workload": workload.name,
         "engine": engine,
-        "seconds": spread_json(Spread.of(seconds)),
+        "seconds": spread(seconds),
         "output_tokens_per_s": round(workload.num_output_tokens / median, 1),
         "other_cpu_cores": [round(t.other_cpu_s / t.seconds, 2) for t in turns],
         "peak_rss_mib": round(max(t.peak_rss_mib for t in turns)),
@@ -210,27 +217,38 @@ def _row(
         row["floor_s"] = round(floor.total_s, 3)
         row["percent_of_floor"] = round(100 * floor.total_s / median, 1)
     if engine != baseline and (ratios := found.ratios(baseline, engine, workload.name)):
-        row["ratio"] = spread_json(Spread.of(ratios), 3)
+        row["ratio"] = spread(ratios)
     return row
 
 
 def table(summary: dict[str, Any], baseline: str) -> str:
     """Lines for a terminal."""
-    head = f"{'workload':9}{'engine':14}{'seconds':>9}{'tokens/s':>10}{'of floor':>10}"
-    lines = [f"{head}  {baseline} is ... times as fast (of turns)   others' cores"]
+    rows = [["workload", "engine", "s", "tokens/s", "of floor", f"{baseline} is", "others' cores"]]
     for row in summary["rows"]:
         ratio = row.get("ratio")
-        times = (
-            "-" if ratio is None else f"{ratio['median']:.2f} ({ratio['min']:.2f}; {ratio['num']})"
+        rows.append(
+            [
+                row["workload"],
+                row["engine"],
+                f"{row['seconds']['median']:.3f}",
+                f"{row['output_tokens_per_s']:.1f}",
+                f"{row['percent_of_floor']:.0f}%" if "percent_of_floor" in row else "-",
+                f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})"
+                if ratio
+                else "",
+                f"{max(row['other_cpu_cores']):.2f}",
+            ]
         )
-        percent = f"{row['percent_of_floor']:.0f}%" if "percent_of_floor" in row else "-"
-        others = max(row["other_cpu_cores"])
-        lines.append(
-            f"{row['workload']:9}{row['engine']:14}{row['seconds']['median']:>9.3f}"
-            f"{row['output_tokens_per_s']:>10.1f}{percent:>10}  {times:^41}{others:>6.2f}"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
+        for row in rows
+    ]
     if summary["rates"]:
         memory, products = summary["rates"].values()
         lines.append(f"floor: {memory:g} GB/s, {products:g} GFLOP/s, measured in this run")
-    lines += [f"{name}: {message}" for name, message in summary["failures"].items()]
+    lines += summary["failures"].values()
     return "\n".join(lines)

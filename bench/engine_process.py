@@ -24,6 +24,14 @@ class EngineFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupUsage:
+    """What an engine's processes have used, all of them together."""
+
+    cpu_s: float
+    peak_rss_mib: float  # the sum of each one's peak: shared pages count once for each
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """An engine to run.
 
@@ -129,7 +137,7 @@ class EngineProcess:
         self.startup["ready_s"] = time.perf_counter() - began
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
-        """The engine's answer: `seconds`, `outputs`, `cpu_s`, `peak_rss_mib`.
+        """The engine's answer: `seconds` and `outputs`.
 
         Raises
         ------
@@ -159,6 +167,21 @@ class EngineProcess:
             yield self
         finally:
             self._signal(signal.SIGSTOP)
+
+    def usage(self) -> GroupUsage:
+        """CPU and memory of the engine's processes so far; zeros where /proc is absent."""
+        cpu_ticks = peak_kib = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[2]) != self._process.pid:
+                    continue
+                status = (folder / "status").read_text()
+            except OSError:  # gone meanwhile
+                continue
+            cpu_ticks += int(fields[11]) + int(fields[12])
+            peak_kib += int(status.partition("VmHWM:")[2].split()[0])
+        return GroupUsage(cpu_ticks / os.sysconf("SC_CLK_TCK"), peak_kib / 1024)
 
     def stop(self) -> None:
         """Use no CPU until the next `awake`."""

@@ -17,7 +17,6 @@ import importlib
 import importlib.util
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -261,8 +260,8 @@ ENGINES: dict[str, tuple[type, str]] = {  # name: adapter, the module that must 
 def serve(name: str, spec: dict[str, Any]) -> None:
     """Load an engine and answer requests: one JSON object a line, on standard input and output.
 
-    A request is `{"prompts": [[...]], "max_tokens": n}`; the answer `{"seconds", "outputs", "cpu_s", "peak_rss_mib"}`
-    or `{"error"}`. The first line out says how long imports and loading took. Ends with its input.
+    A request is `{"prompts": [[...]], "max_tokens": n}`; the answer `{"seconds", "outputs"}` or `{"error"}`. The first
+    line out says how long imports and loading took. Ends with its input.
     """
     _die_with_parent()
     replies = os.fdopen(os.dup(1), "w", buffering=1)
@@ -289,20 +288,13 @@ def serve(name: str, spec: dict[str, Any]) -> None:
 
 
 def _answer(engine: BatchEngine, request: dict[str, Any]) -> dict[str, Any]:
-    before = os.times()
     began = time.perf_counter()
     try:
         outputs = engine.generate(request["prompts"], request["max_tokens"])
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     seconds = time.perf_counter() - began
-    after = os.times()
-    return {
-        "seconds": seconds,
-        "outputs": [list(map(int, output)) for output in outputs],
-        "cpu_s": sum(after[:4]) - sum(before[:4]),
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+    return {"seconds": seconds, "outputs": [list(map(int, output)) for output in outputs]}
 
 
 def _die_with_parent() -> None:

@@ -135,7 +135,6 @@ def measure_rates(dtype: str = "bfloat16", budget_s: float = 1.5) -> Rates:
     a, b, c = (torch.ones(count) for _ in range(3))
     copy_s = _best(lambda: a.copy_(b), budget_s)
     triad_s = _best(lambda: torch.add(b, c, alpha=3.0, out=a), budget_s)
-    del a, b, c
     rows, inner, columns = 2048, 1024, 6144
     x = torch.randn(rows, inner).to(getattr(torch, dtype))
     weight = torch.randn(columns, inner).to(getattr(torch, dtype))

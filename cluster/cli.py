@@ -14,6 +14,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+from quire.bench.commands import add_bench
 from quire.cluster.config import AppConfig, ConfigError
 
 
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_config(commands)
     _add_serve(commands)
+    add_bench(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)

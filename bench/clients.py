@@ -1,0 +1,245 @@
+"""Streaming clients of a server: OpenAI's HTTP API, and Quire's gRPC.
+
+Both say the same: when each piece of an answer arrived and how many tokens it held. Times are those of the event
+loop's process; one loop serves all streams, so it must not be starved (`load.Lag` measures that it was not).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+import urllib.parse
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class RequestFailed(Exception):
+    """The server refused or broke off; the message has its status and words."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back, and when (`time.perf_counter`)."""
+
+    arrivals_s: list[float] = field(default_factory=list)  # of every piece that held tokens
+    tokens: list[int] = field(default_factory=list)  # in each of them
+    token_ids: list[int] = field(default_factory=list)  # empty where the server does not tell
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt
+    replica: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.tokens)
+
+
+class Client(Protocol):
+    """A connection to a server."""
+
+    async def complete(
+        self, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
+    ) -> Answer: ...
+
+    async def close(self) -> None: ...
+
+
+class OpenAIClient:
+    """`POST /v1/completions` with token ids, streamed; a connection for each request.
+
+    Parameters
+    ----------
+    url
+        http:// or https://, with the prefix that comes before /v1.
+    model
+        The name in the request.
+    extra
+        Further fields of the body, for instance `{"return_token_ids": true}`.
+    timeout_s
+        Between two bytes.
+    """
+
+    def __init__(
+        self, url: str, model: str, extra: dict[str, Any] | None = None, timeout_s: float = 600.0
+    ):
+        self._url = urllib.parse.urlsplit(url)
+        if self._url.scheme not in ("http", "https") or not self._url.hostname:
+            raise ValueError(f"url: must be http://HOST:PORT or https://..., got {url!r}")
+        self._model, self._extra, self._timeout_s = model, extra or {}, timeout_s
+
+    async def complete(
+        self, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
+    ) -> Answer:
+        body = {
+            "model": self._model,
+            "prompt": list(prompt_ids),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"prompt_cache_key": session} if session else {}),
+            **self._extra,
+        }
+        answer = Answer()
+        try:
+            async with self._post("/v1/completions", body) as (headers, lines):
+                answer.replica = headers.get("x-quire-replica", "")
+                async for line in lines:
+                    if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                        self._add(answer, json.loads(line[5:]))
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError) as error:
+            raise RequestFailed(f"{type(error).__name__}: {error}") from None
+        return answer
+
+    @staticmethod
+    def _add(answer: Answer, event: dict[str, Any]) -> None:
+        now_s = time.perf_counter()
+        if "error" in event:
+            raise RequestFailed(str(event["error"])[:300])
+        for choice in event.get("choices") or ():
+            # Without ids a piece counts as one token: what nearly every server sends.
+            ids = choice.get("token_ids")
+            count = len(ids) if ids is not None else bool(choice.get("text"))
+            if count:
+                answer.arrivals_s.append(now_s)
+                answer.tokens.append(int(count))
+                answer.token_ids += ids or ()
+        if usage := event.get("usage"):
+            answer.prompt_tokens = usage["prompt_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            answer.cached_tokens = details.get("cached_tokens") or 0
+            missing = usage["completion_tokens"] - answer.num_tokens
+            if missing > 0 and answer.tokens:  # pieces of several tokens
+                answer.tokens[-1] += missing
+
+    async def close(self) -> None:
+        pass
+
+    @asynccontextmanager
+    async def _post(
+        self, path: str, body: dict[str, Any]
+    ) -> AsyncIterator[tuple[dict[str, str], AsyncIterator[bytes]]]:
+        """The response's headers and the lines of its body."""
+        url = self._url
+        tls = ssl.create_default_context() if url.scheme == "https" else None
+        port = url.port or (443 if tls else 80)
+        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=tls, limit=1 << 20)
+        try:
+            data = json.dumps(body).encode()
+            head = (
+                f"POST {url.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {url.netloc}\r\n"
+                "Content-Type: application/json\r\nAccept: text/event-stream\r\n"
+                f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+            )
+            writer.write(head.encode() + data)
+            await writer.drain()
+            status, headers = await self._head(reader)
+            chunked = headers.get("transfer-encoding", "").lower() == "chunked"
+            if status != 200:
+                text = b"".join([line async for line in self._lines(reader, chunked)])
+                raise RequestFailed(f"status {status}: {text[:300].decode(errors='replace')}")
+            yield headers, self._lines(reader, chunked)
+        finally:
+            writer.close()
+
+    async def _head(self, reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+        text = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), self._timeout_s)
+        first, *rest = text.decode("latin-1").split("\r\n")
+        headers = {}
+        for line in rest:
+            name, colon, value = line.partition(":")
+            if colon:
+                headers[name.strip().lower()] = value.strip()
+        return int(first.split(" ", 2)[1]), headers
+
+    async def _lines(self, reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
+        rest = b""
+        while data := await asyncio.wait_for(self._piece(reader, chunked), self._timeout_s):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                yield line.rstrip(b"\r")
+        if rest:
+            yield rest
+
+    @staticmethod
+    async def _piece(reader: asyncio.StreamReader, chunked: bool) -> bytes:
+        """The next bytes of the body; empty at its end."""
+        if not chunked:
+            return await reader.read(1 << 16)
+        size = int((await reader.readline()).split(b";")[0] or b"0", 16)
+        data = await reader.readexactly(size)
+        await reader.readline()
+        return data
+
+
+class GrpcClient:
+    """`quire.v1.Generation/Generate` over one channel.
+
+    Parameters
+    ----------
+    target
+        HOST:PORT.
+    model
+        The name in the request; empty for the application's only one.
+    """
+
+    def __init__(self, target: str, model: str = ""):
+        import grpc
+
+        from quire.protos import generation_pb2_grpc
+
+        self._model = model
+        self._channel = grpc.aio.insecure_channel(target)
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+
+    async def complete(
+        self, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
+    ) -> Answer:
+        import grpc
+
+        from quire.protos import generation_pb2 as pb
+
+        request = pb.GenerateRequest(
+            model=self._model,
+            token_ids=pb.TokenIds(ids=prompt_ids),
+            sampling=pb.SamplingOptions(max_tokens=max_tokens, temperature=0.0),
+            ignore_eos=True,
+            session=session,
+        )
+        answer = Answer()
+        try:
+            call = self._stub.Generate(request)
+            async for response in call:
+                if response.token_ids:
+                    answer.arrivals_s.append(time.perf_counter())
+                    answer.tokens.append(len(response.token_ids))
+                    answer.token_ids += response.token_ids
+                if response.HasField("usage"):
+                    answer.prompt_tokens = response.usage.prompt_tokens
+                    answer.cached_tokens = response.usage.cached_tokens
+            trailing = dict(await call.trailing_metadata() or ())
+            answer.replica = str(trailing.get("x-quire-replica", ""))
+        except grpc.aio.AioRpcError as error:
+            raise RequestFailed(f"{error.code().name}: {error.details()}") from None
+        return answer
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def connect(url: str, model: str, extra: dict[str, Any] | None = None) -> Client:
+    """A client for http://, https:// or grpc:// and a host with its port.
+
+    Raises
+    ------
+    ValueError
+        Another scheme.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme == "grpc":
+        return GrpcClient(rest, model)
+    return OpenAIClient(url, model, extra)
