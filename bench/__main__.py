@@ -11,6 +11,10 @@ import sys
 BENCHMARKS = {
     "checkpoints": "makes a checkpoint with random weights and the shape of a real model",
     "step_profile": "where the time of an engine's step goes",
+    "guard": "fails when Quire has become slower, as a ratio to transformers; runs in CI",
+    "cpu_workloads": "W1 to W5 on the 0.6B shape beside other engines, from turns that were kept",
+    "startup": "from a new process to its first token, and the memory it holds",
+    "system_throughput": "HTTP through two routers against the engine alone",
     "serving": "start-up, idle CPU and answers of the real cluster",
     "host_overhead": "host time per step, against transformers' continuous batching",
     "deterministic": "tokens per second with and without bit-equal results",

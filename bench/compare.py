@@ -7,12 +7,14 @@ turn, and its spread is that of the turns. Beside each number stands the CPU tim
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,7 +31,7 @@ class Turn:
 
     engine: str
     workload: str
-    repetition: int
+    repetition: int  # numbers a turn of all engines: ratios are taken within one
     seconds: float
     other_cpu_s: float  # that everybody else took meanwhile, in seconds of one core
     peak_rss_mib: float  # of the engine's processes so far
@@ -39,11 +41,23 @@ class Turn:
 class Comparison:
     """What a run has found."""
 
-    specs: dict[str, EngineSpec]
+    settings: dict[str, dict[str, Any]]  # of each engine, in the order of the tables
     startup: dict[str, dict[str, float]] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # engine: message
     rates: list[Rates] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Keep everything as JSON lines, for `read`: an engine, a turn, or rates each."""
+        lines: list[dict[str, Any]] = [
+            {"engine": name, "settings": settings, "startup": self.startup.get(name, {})}
+            for name, settings in self.settings.items()
+        ]
+        lines += [{"turn": asdict(turn)} for turn in self.turns]
+        lines += [{"rates": asdict(rates)} for rates in self.rates]
+        lines += [{"failed": name, "message": text} for name, text in self.failures.items()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def seconds(self, engine: str, workload: str) -> list[float]:
         """Of every turn, in order."""
@@ -65,6 +79,9 @@ def compare(
     vocab_size: int,
     log: TextIO,
     *,
+    keep: Path | None = None,
+    rates_budget_s: float = 1.5,
+    budget_s: float | None = None,
     first_repetition: int = 0,
     skip: frozenset[tuple[str, str]] = frozenset(),
     progress: Callable[[Turn | str], None] = lambda what: None,
@@ -77,6 +94,12 @@ def compare(
     ----------
     log
         Takes what the engines print.
+    keep
+        Holds what was found so far, after every turn: a run that is cut short is not lost.
+    rates_budget_s
+        Seconds for each of the three measurements of the machine, before the first turn and after every repetition.
+    budget_s
+        No repetition starts later than this after the engines were loaded; the first one always does.
     first_repetition
         Number of the first turn: other prompts than an earlier run had.
     skip
@@ -84,8 +107,8 @@ def compare(
     progress
         Told of every turn and of every engine that is ready or has failed.
     """
-    found = Comparison({spec.name: spec for spec in specs})
-    if len(found.specs) < len(specs):
+    found = Comparison({spec.name: spec.to_json() for spec in specs})
+    if len(found.settings) < len(specs):
         raise ValueError("engines: two have the same name; write NAME={...}")
     with ExitStack() as stack:
         running: dict[str, EngineProcess] = {}
@@ -103,8 +126,12 @@ def compare(
             found.startup[spec.name] = process.startup
             progress(f"{spec.name} is ready after {process.startup['ready_s']:.1f} s")
         dtype = specs[0].dtype
-        found.rates.append(measure_rates(dtype))
+        found.rates.append(measure_rates(dtype, rates_budget_s))
+        began_s = time.perf_counter()
         for repetition in range(first_repetition, first_repetition + repetitions):
+            late = budget_s is not None and time.perf_counter() - began_s > budget_s
+            if late and repetition > first_repetition:
+                break
             for workload in workloads:
                 names = [name for name in running if (name, workload.name) not in skip]
                 # Whoever comes first in one turn comes last in the next.
@@ -115,7 +142,43 @@ def compare(
                         progress(found.failures[name])
                     else:
                         progress(turn)
-            found.rates.append(measure_rates(dtype))
+                    if keep is not None:
+                        found.write(keep)
+            found.rates.append(measure_rates(dtype, rates_budget_s))
+    if keep is not None:
+        found.write(keep)
+    return found
+
+
+def read(paths: Sequence[Path]) -> Comparison:
+    """Put runs together that `Comparison.write` kept.
+
+    Raises
+    ------
+    ValueError
+        Two of them have the same turn of the same engine, or other settings for it.
+    """
+    found = Comparison({})
+    seen: set[tuple[str, str, int]] = set()
+    for path in paths:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if "turn" in row:
+                turn = Turn(**row["turn"])
+                key = (turn.engine, turn.workload, turn.repetition)
+                if key in seen:
+                    raise ValueError(f"{path.name}: {key} is there twice; see --first-repetition")
+                seen.add(key)
+                found.turns.append(turn)
+            elif "rates" in row:
+                found.rates.append(Rates(**row["rates"]))
+            elif "failed" in row:
+                found.failures[row["failed"]] = row["message"]
+            else:
+                name = row["engine"]
+                if found.settings.setdefault(name, row["settings"]) != row["settings"]:
+                    raise ValueError(f"{path.name}: {name} has other settings than before")
+                found.startup.setdefault(name, row["startup"])
     return found
 
 
@@ -170,13 +233,13 @@ def summarise(
     rows = []
     for workload in workloads:
         floor = floor_of(workload, shape, rates) if shape and rates else None
-        for engine in found.specs:
+        for engine in found.settings:
             seconds = found.seconds(engine, workload.name)
             if seconds:
                 rows.append(_row(found, engine, workload, seconds, floor, baseline))
     return {
         "rates": rates.to_json() if rates else None,
-        "engines": {name: spec.to_json() for name, spec in found.specs.items()},
+        "engines": found.settings,
         "startup_s": {
             name: {key: round(value, 2) for key, value in startup.items()}
             for name, startup in found.startup.items()

@@ -49,6 +49,7 @@ def main(options: argparse.Namespace) -> int:
             options.repetitions,
             _vocab_size(model),
             log,
+            keep=options.out / "compare.jsonl",
             first_repetition=options.first_repetition,
             skip=skip,
             progress=told,
@@ -58,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
     print(compare.table(summary, baseline))
     report.write(
         options.out / "compare.json",
-        f"quire bench compare {Path(options.model).name} --engines {' '.join(found.specs)} "
+        f"quire bench compare {Path(options.model).name} --engines {' '.join(found.settings)} "
         f"--workloads {' '.join(options.workloads)} --repetitions {options.repetitions}",
         [],
         model=Path(options.model).name,

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -49,12 +50,12 @@ def main() -> int:
     for _ in range(options.rounds):
         with cluster(nothing) as (_, started_s):
             totals["nothing"].append(started_s["total"])
-        with cluster(config) as (port, started_s):
+        with cluster(config) as (ports, started_s):
             totals["quire"].append(started_s["total"])
             loads_s.append(sum(s for name, s in started_s.items() if name not in ("total", "Ray")))
             time.sleep(15)  # the replicas' heartbeats have backed off, Serve has settled
             idle += idle_percent(options.idle_s)
-            answers = asyncio.run(measure_answers(port))
+            answers = asyncio.run(measure_answers(ports.grpc))
     ours, theirs = Spread.of(totals["quire"]), Spread.of(totals["nothing"])
     expected_s = theirs.median + Spread.of(loads_s).median
     bars = [
@@ -82,9 +83,17 @@ def main() -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where a cluster listens on the loopback."""
+
+    http: int
+    grpc: int
+
+
 @contextmanager
-def cluster(config: dict) -> Iterator[tuple[int, dict[str, float]]]:
-    """Run `quire serve`; yields the gRPC port and the seconds of start-up by phase."""
+def cluster(config: dict) -> Iterator[tuple[Ports, dict[str, float]]]:
+    """Run `quire serve`; yields its ports and the seconds of start-up by phase."""
     config = json.loads(json.dumps(config))
     ports = free_ports(4)
     config["http_options"]["port"], config["grpc_options"]["port"] = ports[:2]
@@ -109,7 +118,7 @@ def cluster(config: dict) -> Iterator[tuple[int, dict[str, float]]]:
             total_s, parts = re.match(r"start-up ([\d.]+) s: (.*)", startup).groups()
             phases = re.findall(r"(Ray|imports|checkpoint|load|warm up) ([\d.]+) s", parts)
             yield (
-                config["grpc_options"]["port"],
+                Ports(config["http_options"]["port"], config["grpc_options"]["port"]),
                 {"total": float(total_s), **{name: float(s) for name, s in phases}},
             )
         finally:

@@ -1,0 +1,108 @@
+"""W1 to W5 on the 0.6B shape: Quire beside transformers, OpenVINO and vLLM on the CPU, as bars.
+
+    python -m quire.bench cpu-workloads TURNS.jsonl ...
+
+Reads the turns that `quire bench compare halfb` kept (`compare.jsonl`), of one run or of several short ones with
+different --first-repetition; bench/README.md has the commands. Peers that were not run have no rows and no bars.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.bench import compare, plots, report
+from quire.bench.floor import ModelShape
+from quire.bench.workloads import WORKLOADS
+
+BASELINE = "quire"
+# Of the floor, in percent; and times as fast as transformers' continuous batching. Set before anything was measured.
+FLOOR_GOALS = {"W1": 78, "W2": 70, "W3": 92, "W4": 72, "W5": 98}
+TRANSFORMERS_GOALS = {"W1": 3.0, "W2": 3.0, "W4": 3.0}
+
+
+def bars(summary: dict[str, Any]) -> list[report.Bar]:
+    """The bars of everything that has turns."""
+    rows = {(row["engine"], row["workload"]): row for row in summary["rows"]}
+    found = []
+    for workload, goal in FLOOR_GOALS.items():
+        row = rows.get((BASELINE, workload))
+        if row is None:
+            continue
+        found.append(
+            report.Bar(
+                f"cpu/{workload}_percent_of_floor",
+                row["percent_of_floor"],
+                "%",
+                goal,
+                at_most=False,
+                details={"seconds": row["seconds"], "floor_s": row["floor_s"]},
+            )
+        )
+        peers = [
+            rows[engine, workload]
+            for engine in summary["engines"]
+            if engine != BASELINE and "ratio" in rows.get((engine, workload), {})
+        ]
+        found += [_against(row, peer) for peer in peers]
+        if peers:
+            best = min(peers, key=lambda peer: statistics.median([peer["seconds"]["median"]]))
+            found.append(
+                report.Bar(
+                    f"cpu/{workload}_over_best_peer",
+                    best["ratio"]["median"],
+                    "x",
+                    1.0,
+                    at_most=False,
+                    details={"peer": best["engine"], "ratio": best["ratio"]},
+                )
+            )
+    return found
+
+
+def _against(row: dict[str, Any], peer: dict[str, Any]) -> report.Bar:
+    workload, engine = peer["workload"], peer["engine"]
+    goal = TRANSFORMERS_GOALS.get(workload, 1.0) if engine == "transformers" else 1.0
+    return report.Bar(
+        f"cpu/{workload}_over_{engine}",
+        peer["ratio"]["median"],
+        "x",
+        goal,
+        at_most=False,
+        details={
+            "ratio": peer["ratio"],
+            "seconds": row["seconds"],
+            f"{engine}_seconds": peer["seconds"],
+        },
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("turns", type=Path, nargs="+", help="compare.jsonl of each run")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "cpu_workloads.json")
+    options = parser.parse_args(arguments)
+    found = compare.read(options.turns)
+    shape = ModelShape.of_checkpoint(options.checkpoint)
+    summary = compare.summarise(found, list(WORKLOADS.values()), shape, BASELINE)
+    print(compare.table(summary, BASELINE))
+    report.write(
+        options.out,
+        f"quire bench compare {options.checkpoint.name} --engines {' '.join(found.settings)}",
+        bars(summary),
+        method="engines in turns, each in a process of its own that stands still while another runs; ratios turn "
+        "by turn; medians",
+        model=options.checkpoint.name,
+        **summary,
+    )
+    plots.comparison(summary["rows"], options.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

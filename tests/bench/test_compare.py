@@ -1,0 +1,116 @@
+"""Engines in processes of their own: they answer, stand still, fail by name, and their turns can be kept."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.bench import compare
+from quire.bench.compare import Comparison, Turn
+from quire.bench.engine_process import EngineFailed, EngineProcess, EngineSpec
+from quire.bench.floor import ModelShape, Rates
+from quire.bench.workloads import Workload
+from quire.replica.embedded import CHECKPOINT
+
+OPTIONS = {"max_model_len": 256, "num_blocks": 64}
+SPEC = EngineSpec("quire", "quire", str(CHECKPOINT), "float32", 1, OPTIONS)
+
+
+def test_an_engine_answers_and_stands_still_in_between(tmp_path):
+    prompts = [[400 + i, 401, 402] for i in range(3)]
+    with (tmp_path / "log").open("w") as log:
+        process = EngineProcess(SPEC, log)
+        try:
+            assert process.startup["load_s"] > 0
+            first = process.generate(prompts, 5)
+            assert [len(output) for output in first["outputs"]] == [5, 5, 5]
+            process.stop()
+            used_s = process.usage().cpu_s
+            time.sleep(0.3)
+            assert process.usage().cpu_s == used_s > 0
+            with process.awake():
+                assert process.generate(prompts, 5)["outputs"] == first["outputs"]
+            with process.awake(), pytest.raises(EngineFailed, match=r"quire: .*max_model_len"):
+                process.generate([[1] * 500], 5)
+        finally:
+            process.close()
+
+
+def test_an_engine_that_cannot_be_loaded_says_why(tmp_path):
+    spec = EngineSpec("quire", "quire", str(tmp_path / "nothing"), "float32", 1)
+    with (tmp_path / "log").open("w") as log, pytest.raises(EngineFailed, match="nothing"):
+        EngineProcess(spec, log)
+
+
+def test_one_engine_that_fails_does_not_end_the_others(tmp_path):
+    broken = EngineSpec("broken", "quire", str(tmp_path / "nothing"), "float32", 1)
+    workloads = [Workload.parse("2x4->3")]
+    with (tmp_path / "log").open("w") as log:
+        found = compare.compare(
+            [SPEC, broken], workloads, 2, 512, log, keep=tmp_path / "kept", rates_budget_s=0.01
+        )
+    assert list(found.failures) == ["broken"]
+    assert [(t.engine, t.workload, t.repetition) for t in found.turns] == [
+        ("quire", "2x4->3", 0),
+        ("quire", "2x4->3", 1),
+    ]
+    assert compare.read([tmp_path / "kept"]) == found
+
+
+def turns(*rows) -> Comparison:
+    found = Comparison({"quire": {}, "peer": {}}, rates=[Rates(10.0, 100.0)])
+    found.turns = [Turn(*row, 0.1, 100.0) for row in rows]
+    return found
+
+
+def test_the_table_has_ratios_their_spread_and_the_floor():
+    workload = Workload.parse("2x4->3")
+    shape = ModelShape(2, 4, 2, 16, 1_000_000, 500_000, 4)
+    found = turns(
+        ("quire", "2x4->3", 0, 1.0),
+        ("peer", "2x4->3", 0, 3.0),
+        ("quire", "2x4->3", 1, 2.0),
+        ("peer", "2x4->3", 1, 4.0),
+    )
+    summary = compare.summarise(found, [workload], shape, "quire")
+    own, peer = summary["rows"]
+    assert own["seconds"] == {"median": 1.5, "min": 1.0, "max": 2.0, "turns": 2}
+    assert own["output_tokens_per_s"] == 4.0 and "ratio" not in own
+    assert peer["ratio"] == {"median": 2.5, "min": 2.0, "max": 3.0, "turns": 2}
+    assert own["percent_of_floor"] == pytest.approx(100 * own["floor_s"] / 1.5, abs=0.1)
+    text = compare.table(summary, "quire")
+    assert "2.50x (2.00 to 3.00)" in text and "10 GB/s, 100 GFLOP/s" in text
+
+
+def test_a_turn_is_read_once(tmp_path):
+    path = tmp_path / "kept"
+    turns(("quire", "w", 0, 1.0)).write(path)
+    assert len(compare.read([path]).turns) == 1
+    with pytest.raises(ValueError, match="is there twice"):
+        compare.read([path, path])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("llama", "engine: must be one of quire, transformers"),
+        ("quire={", "engine quire: not JSON"),
+        ('quire={"modle": "x"}', "engine quire: unknown modle"),
+        ('quire={"threads": 0}', "threads: must be >= 1, got 0"),
+    ],
+)
+def test_a_wrong_engine_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        EngineSpec.parse(text, model="m", dtype="float32", threads=1)
+
+
+def test_an_engine_of_its_own_environment():
+    text = 'ov={"engine": "openvino", "python": "/opt/ov/bin/python", "env": {"A": "1", "B": "/x"}}'
+    spec = EngineSpec.parse(text, model="/some/folder/m", dtype="bfloat16", threads=2)
+    assert (spec.name, spec.engine, spec.python) == ("ov", "openvino", "/opt/ov/bin/python")
+    # What is written down has no paths of the machine.
+    assert spec.to_json()["model"] == "m" and spec.to_json()["env"] == {"A": "1"}
+    assert not any("/" in str(value) for value in spec.to_json().values())
+    assert Path(spec.model).name == "m"
