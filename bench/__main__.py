@@ -15,6 +15,7 @@ BENCHMARKS = {
     "cpu_workloads": "W1 to W5 on the 0.6B shape beside other engines, from turns that were kept",
     "startup": "from a new process to its first token, and the memory it holds",
     "system_throughput": "HTTP through two routers against the engine alone",
+    "scaling": "time of a step against tokens, waiting requests, cached blocks, tokens generated",
     "serving": "start-up, idle CPU and answers of the real cluster",
     "host_overhead": "host time per step, against transformers' continuous batching",
     "deterministic": "tokens per second with and without bit-equal results",

@@ -54,10 +54,14 @@ class QuireHost:
         Requests that wait behind them for ever.
     scheduler
         In which order they would start.
+    max_len
+        Tokens of prompt and answer; the answers end 128 tokens before.
     """
 
-    def __init__(self, rows: int, waiting: int = 0, scheduler: str = "fifo"):
-        blocks_per_row = -(-MAX_LEN // BLOCK_SIZE)
+    def __init__(
+        self, rows: int, waiting: int = 0, scheduler: str = "fifo", max_len: int = MAX_LEN
+    ):
+        blocks_per_row = -(-max_len // BLOCK_SIZE)
         self.scheduler = Scheduler(
             EngineConfig(
                 model_name="stub",
@@ -66,7 +70,7 @@ class QuireHost:
                 dtype="float32",
                 vocab_size=VOCAB,
                 eos_token_ids=(EOS,),
-                max_model_len=MAX_LEN,
+                max_model_len=max_len,
                 block_size=BLOCK_SIZE,
                 num_blocks=rows * blocks_per_row,
                 max_batch_tokens=max(rows, 8192),
@@ -88,7 +92,7 @@ class QuireHost:
             request = Request(
                 ("router", i),
                 self._rng.integers(EOS + 1, VOCAB, length),
-                SamplingParams(max_tokens=MAX_LEN - 128, seed=i + 1),
+                SamplingParams(max_tokens=max_len - 128, seed=i + 1),
                 source=1,
                 stream_id=i,
                 arrival_s=0.0,

@@ -20,18 +20,17 @@ from typing import Any
 from quire.bench import report
 from quire.bench.report import Bar, Spread, spread_json
 
-_KV_CACHE_GIB = 0.5
 GOAL_S = 10.0
 GOAL_MB = 500.0
 
 
-def child(checkpoint: str, dtype: str) -> None:
+def child(checkpoint: str, dtype: str, kv_cache_gib: float) -> None:
     """The process that is measured: prints one JSON line at its first token, and one at its end."""
     from quire.protos.wire import SamplingParams
     from quire.replica.engine import Engine
 
     with Engine(
-        model=checkpoint, dtype=dtype, max_model_len=2048, kv_cache_gib=_KV_CACHE_GIB
+        model=checkpoint, dtype=dtype, max_model_len=2048, kv_cache_gib=kv_cache_gib
     ) as engine:
         vocab, config = engine.config.vocab_size, engine.config
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -51,16 +50,17 @@ def child(checkpoint: str, dtype: str) -> None:
                     "peak_rss_bytes": 1024 * int(status.partition("VmHWM:")[2].split()[0]),
                     "weights_bytes": sum(p.numel() * p.element_size() for p in weights),
                     "cache_bytes": pool.data.numel() * pool.data.element_size(),
-                    "blocks_untouched": engine.load().blocks_free,
+                    "blocks_untouched": engine.call(lambda s: s.load().blocks_free).result(),
                 }
             ),
             flush=True,
         )
 
 
-def measure(checkpoint: str, dtype: str) -> dict[str, Any]:
+def measure(checkpoint: str, dtype: str, kv_cache_gib: float) -> dict[str, Any]:
     """One fresh process."""
-    command = [sys.executable, "-m", "quire.bench.startup", checkpoint, "--dtype", dtype, "--child"]
+    command = [sys.executable, "-m", "quire.bench.startup", checkpoint, "--dtype", dtype]
+    command += ["--kv-cache-gib", str(kv_cache_gib), "--child"]
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         lines = []
@@ -79,14 +79,18 @@ def main() -> None:
     )
     parser.add_argument("checkpoint")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-gib", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=report.RESULTS / "startup.json")
     options = parser.parse_args()
     if options.child:
-        child(options.checkpoint, options.dtype)
+        child(options.checkpoint, options.dtype, options.kv_cache_gib)
         return
-    found = [measure(options.checkpoint, options.dtype) for _ in range(options.rounds)]
+    found = [
+        measure(options.checkpoint, options.dtype, options.kv_cache_gib)
+        for _ in range(options.rounds)
+    ]
     first_s = Spread.of([one["first_token_s"] for one in found])
     extra_mb = [
         (one["peak_rss_bytes"] - one["weights_bytes"] - one["cache_bytes"]) / 1e6 for one in found

@@ -1,0 +1,77 @@
+"""The scaling benchmark fills caches with real blocks, and sees growth where there is some."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire.bench import cpu_workloads, scaling, startup
+from quire.bench.compare import Comparison, Turn
+from quire.bench.floor import Rates
+from quire.replica.embedded import CHECKPOINT
+
+
+def test_a_cache_is_filled_and_a_known_prompt_is_found_in_it():
+    host = scaling.CacheHost(300)
+    host.fill(300)
+    load = host.scheduler.load()
+    assert load.blocks_cached >= 300 and load.num_running == scaling.ROWS
+    before = load.queued_prefill_tokens
+    host._add_known()
+    plan = host.scheduler.plan(0.0)
+    # All but the last block: the last token must be computed.
+    assert before == 0 and plan.num_tokens == scaling.ROWS + scaling.BLOCK_SIZE
+    assert len(scaling.CacheHost(10).decode_ms(3)) == 3
+    host.scheduler.check()
+
+
+def test_growth_and_residuals():
+    line = [{"x": x, "median": 5.0 + 2.0 * x} for x in (8, 64, 128, 256)]
+    assert scaling.growth(line) == pytest.approx(517 / 21)
+    assert scaling.residual(line) == pytest.approx(0, abs=1e-9)
+    line[2]["median"] *= 1.5
+    assert scaling.residual(line) > 0.15
+
+
+def test_a_new_process_is_measured_from_outside():
+    found = startup.measure(str(CHECKPOINT), "float32", kv_cache_gib=0.01)
+    phases = found["startup_s"]
+    assert found["first_token_s"] > sum(phases.values()) > 0
+    # float32, about 0.9 M parameters; every block was written, so the cache is resident.
+    assert 3e6 < found["weights_bytes"] < 5e6 and found["cache_bytes"] > 1e7
+    assert found["blocks_untouched"] == 0
+    assert found["peak_rss_bytes"] > found["weights_bytes"] + found["cache_bytes"]
+
+
+def test_bars_are_of_what_was_run(tmp_path):
+    settings = {"engine": "x", "model": "m"}
+    found = Comparison({name: settings for name in ("quire", "transformers", "openvino")})
+    found.rates = [Rates(33.0, 410.0)]
+    for engine, seconds in (("quire", 20.0), ("transformers", 70.0), ("openvino", 18.0)):
+        found.turns.append(Turn(engine, "W1", 0, seconds, 0.0, 100.0))
+    found.turns.append(Turn("quire", "W5", 0, 8.0, 0.0, 100.0))
+    found.write(tmp_path / "turns")
+    config = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32_000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "result.json"
+    cpu_workloads.main([str(tmp_path / "turns"), "--checkpoint", str(tmp_path), "--out", str(out)])
+    bars = {bar["name"]: bar for bar in json.loads(out.read_text())["bars"]}
+    assert bars["cpu/W1_over_transformers"]["value"] == 3.5
+    assert bars["cpu/W1_over_transformers"]["holds"] is True  # at least 3
+    assert bars["cpu/W1_over_best_peer"]["value"] == 0.9
+    assert bars["cpu/W1_over_best_peer"]["details"]["peer"] == "openvino"
+    assert bars["cpu/W1_over_best_peer"]["holds"] is False
+    # The reference machine's floor of W1 is 13.8 s.
+    assert bars["cpu/W1_percent_of_floor"]["value"] == pytest.approx(69, abs=1)
+    assert not any("W3" in name for name in bars) and "cpu/W5_percent_of_floor" in bars
+    assert out.with_suffix(".png").exists()
