@@ -50,7 +50,7 @@ class Comparison:
     def write(self, path: Path) -> None:
         """Keep everything as JSON lines, for `read`: an engine, a turn, or rates each."""
         lines: list[dict[str, Any]] = [
-            {"engine": name, "settings": settings, "startup": self.startup.get(name, {})}
+            {"engine": name, "settings": settings, "startup": self.startup.get(name)}
             for name, settings in self.settings.items()
         ]
         lines += [{"turn": asdict(turn)} for turn in self.turns]
@@ -178,7 +178,8 @@ def read(paths: Sequence[Path]) -> Comparison:
                 name = row["engine"]
                 if found.settings.setdefault(name, row["settings"]) != row["settings"]:
                     raise ValueError(f"{path.name}: {name} has other settings than before")
-                found.startup.setdefault(name, row["startup"])
+                if row["startup"] is not None:
+                    found.startup.setdefault(name, row["startup"])
     return found
 
 

@@ -136,11 +136,10 @@ class VllmEngine:
     """vLLM on the CPU. Options: those of `vllm.LLM`. bench/README.md says how it is installed."""
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):
-        from vllm import LLM, SamplingParams
-
+        vllm = importlib.import_module("vllm")  # no dependency of Quire's
         chosen = {"max_model_len": 2048, "max_num_seqs": 64, **options}
-        self._params = SamplingParams
-        self._llm = LLM(
+        self._params = vllm.SamplingParams
+        self._llm = vllm.LLM(
             model=model,
             dtype=dtype,
             enable_prefix_caching=True,
@@ -172,9 +171,8 @@ class OpenVinoEngine:
     """
 
     def __init__(self, model: str, dtype: str, threads: int, options: dict[str, Any]):
-        import openvino
-        import openvino_genai
-
+        openvino = importlib.import_module("openvino")  # no dependency of Quire's
+        openvino_genai = importlib.import_module("openvino_genai")
         options = dict(options)
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = options.pop("cache_gib", 2)

@@ -40,7 +40,7 @@ def test_a_new_process_is_measured_from_outside():
     assert found["first_token_s"] > sum(phases.values()) > 0
     # float32, about 0.9 M parameters; every block was written, so the cache is resident.
     assert 3e6 < found["weights_bytes"] < 5e6 and found["cache_bytes"] > 1e7
-    assert found["blocks_untouched"] == 0
+    assert found["blocks_without_content"] <= 1
     assert found["peak_rss_bytes"] > found["weights_bytes"] + found["cache_bytes"]
 
 
