@@ -108,6 +108,12 @@ class SamplingParams:
 ROUTING_BLOCK_TOKENS = 64
 _U64 = np.uint64
 _MIN_WEIGHTS = 1 << 15
+_MIX_ADD = _U64(0x9E3779B97F4A7C15)
+_MIX_ROUNDS = (
+    (_U64(30), _U64(0xBF58476D1CE4E5B9)),
+    (_U64(27), _U64(0x94D049BB133111EB)),
+)
+_MIX_LAST = _U64(31)
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
@@ -115,22 +121,28 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 
     Of arrays, not of scalars: numpy wraps the former around in silence.
     """
-    x = x + _U64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return x ^ (x >> _U64(31))
+    x = x + _MIX_ADD
+    for shift, factor in _MIX_ROUNDS:
+        x ^= x >> shift
+        x *= factor
+    x ^= x >> _MIX_LAST
+    return x
 
 
 @functools.lru_cache(maxsize=8)
-def _weight_table(num_bits: int) -> np.ndarray:
-    """The first 2^num_bits weights, [2^num_bits / 64, 64] uint64: one table for all hashers of a process."""
+def _weight_table(num_bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first 2^num_bits weights, [2^num_bits / 64, 64] uint64, and their sums over each block, [2^num_bits / 64]
+    uint64: one table for all hashers of a process."""
     weights = _splitmix64(np.arange(1 << num_bits, dtype=_U64)) | _U64(1)
+    weights = weights.reshape(-1, ROUTING_BLOCK_TOKENS)
+    sums = weights.sum(axis=1, dtype=_U64)
     weights.setflags(write=False)
-    return weights.reshape(-1, ROUTING_BLOCK_TOKENS)
+    sums.setflags(write=False)
+    return weights, sums
 
 
-def _weights(num_tokens: int) -> np.ndarray:
-    """[blocks, 64] uint64, the weights of at least `num_tokens` positions."""
+def _weights(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """[blocks, 64] uint64, the weights of at least `num_tokens` positions, and [blocks] uint64, their sums."""
     return _weight_table((max(num_tokens, _MIN_WEIGHTS) - 1).bit_length())
 
 
@@ -150,11 +162,17 @@ def routing_block_sums(starts: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
     """
     if not len(starts):
         return np.empty(0, _U64)
-    weights = _weights(int(starts.max()) + ROUTING_BLOCK_TOKENS)
-    terms = token_ids.astype(_U64)
-    terms += _U64(1)
-    terms *= weights.take(starts // ROUTING_BLOCK_TOKENS, axis=0)
-    return terms.sum(axis=1, dtype=_U64)
+    weights, sums = _weights(int(starts.max()) + ROUTING_BLOCK_TOKENS)
+    rows = starts // ROUTING_BLOCK_TOKENS
+    return _block_sums(token_ids, weights.take(rows, axis=0), sums.take(rows))
+
+
+def _block_sums(token_ids: np.ndarray, weights: np.ndarray, weight_sums: np.ndarray) -> np.ndarray:
+    """[n] uint64: sum of w (t + 1) over a block, as sum of w t + sum of w. Of the ways to write it in numpy the one
+    that reads each operand once and writes no products: 5 us for 256 blocks, where multiply and sum take 8."""
+    sums = np.einsum("ij,ij->i", token_ids.astype(_U64), weights)
+    sums += weight_sums
+    return sums
 
 
 def routing_hashes(running_sums: np.ndarray, chain_seeds: np.ndarray) -> np.ndarray:
@@ -219,11 +237,14 @@ class RoutingHasher:
         if blocks == 0:
             return np.empty(0, _U64), running_sum
         tokens = blocks * ROUTING_BLOCK_TOKENS
-        starts = np.arange(start, start + tokens, ROUTING_BLOCK_TOKENS)
         ids = np.asarray(token_ids[:tokens]).reshape(blocks, ROUTING_BLOCK_TOKENS)
-        sums = routing_block_sums(starts, ids)
+        weights, weight_sums = _weights(start + tokens)
+        first = start // ROUTING_BLOCK_TOKENS
+        sums = _block_sums(
+            ids, weights[first : first + blocks], weight_sums[first : first + blocks]
+        )
         sums[:1] += running_sum
-        sums = np.cumsum(sums, dtype=_U64)
+        np.add.accumulate(sums, out=sums)
         return routing_hashes(sums, self.chain_seed), sums[-1]
 
 
