@@ -162,6 +162,11 @@ class PrefixIndex:
         """Confirmed routing blocks of the replica."""
         return self._holders[replica].num_blocks
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Distinct hashes that some replica holds in its `host` tier."""
+        return self._num_host
+
     def num_removed(self, replica: str) -> int:
         """Routing blocks that left the replica's `gpu` tier, by the events replayed in this epoch."""
         return self._holders[replica].num_removed
@@ -355,8 +360,6 @@ class PrefixIndex:
         blocks
             [rows] zeros; gets the counts.
         """
-        if not self._num_host:
-            return
         live = self._live
         for depth, routing_hash in enumerate(_as_list(hashes)[: int(depths.max(initial=0))]):
             mask = self._host_shards[routing_hash & _SHARD_MASK].get(routing_hash, 0) & live

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load
+from quire.router import columns
+from quire.router.columns import ReplicaColumns
 from quire.router.demand import DemandMeter, Followers
 from quire.router.index import Booking, PrefixIndex
 from quire.router.policy import Fleet, Ranking, prefill_work
@@ -96,24 +98,6 @@ class RequestBooking:
     ended: bool = False
 
 
-class _Column(enum.IntEnum):
-    """What the table keeps of each replica for `Fleet`, as rows of one array; float64."""
-
-    SEEN_S = 0  # last frame; -inf: takes no requests
-    REPORT_S = 1  # -inf: has never reported
-    QUEUED_TOKENS = 2
-    BOOKED_WORK = 3
-    UNANSWERED_WORK = 4
-    HEAD_WORK = 5
-    HEAD_S = 6
-    NUM_REQUESTS = 7
-    KV_TOKENS = 8
-    PREFILL_S_PER_WORK = 9
-    CACHE_AGE_S = 10
-    FREE_TOKENS = 11
-    USED_TOKENS = 12
-
-
 @dataclass(slots=True)
 class _Replica:
     name: str
@@ -123,7 +107,7 @@ class _Replica:
     load: Load = field(default_factory=Load)
     report_s: float | None = None  # when `load` arrived
     seen_s: float | None = None  # last frame of this attach stream
-    row: int = -1  # its column entries
+    row: int = -1  # in `ReplicaColumns`
     block_tokens: int = 0  # of its KV blocks; 0: not known
     bookings: dict[RequestBooking, None] = field(default_factory=dict)  # newer than the report
     unanswered: dict[RequestBooking, None] = field(default_factory=dict)  # without a first token
@@ -240,8 +224,7 @@ class ReplicaTable:
         self._host_copy_s_per_token = host_copy_s_per_token
         self._max_sessions = max_sessions
         self._replicas: dict[str, _Replica] = {}
-        self._names: list[str] = []  # by row
-        self._columns = np.zeros((len(_Column), 16))  # [column, row], rows beyond the names unused
+        self._columns = ReplicaColumns()
         self._median_s_per_work = 0.0
         self._median_of = 0  # replicas
         self._median_until_s = 0.0
@@ -265,11 +248,9 @@ class ReplicaTable:
         """
         entry = self._replicas.get(replica)
         if entry is None:
-            entry = self._replicas[replica] = _Replica(replica, epoch, row=len(self._names))
+            entry = self._replicas[replica] = _Replica(replica, epoch)
+            entry.row = self._columns.add(replica)
             entry.block_tokens = block_tokens
-            self._names.append(replica)
-            if entry.row == self._columns.shape[1]:
-                self._columns = np.hstack([self._columns, np.zeros_like(self._columns)])
             self.index.reset(replica, epoch, 0, _NO_HASHES)
             self.index.set_row(replica, entry.row)
             self._write_row(entry)
@@ -287,10 +268,9 @@ class ReplicaTable:
             return
         self.index.remove_replica(replica)
         self._num_ours -= entry.num_ours
-        name = self._names.pop()
-        if name != replica:  # the last row takes its place
+        name = self._columns.remove(entry.row)
+        if name is not None:
             moved = self._replicas[name]
-            self._names[entry.row] = name
             moved.row = entry.row
             self.index.set_row(name, entry.row)
             self._write_row(moved)
@@ -548,7 +528,7 @@ class ReplicaTable:
 
     def _share_of_requests(self) -> float:
         """Of the requests in flight, how many are this router's."""
-        known = self._columns[_Column.NUM_REQUESTS, : len(self._names)].sum()
+        known = self._columns.columns[columns.NUM_REQUESTS].sum()
         return min(1.0, (self._num_ours + 1) / (known + 1))
 
     # --------------------------------------------------------------------------------------- views
@@ -568,44 +548,36 @@ class ReplicaTable:
         avoid
             Replicas to leave out, unless that leaves none.
         """
-        n = len(self._names)
-        depths = np.zeros(n)
-        host = np.zeros(n)
-        longest = self.index.match_into(hashes, depths) if len(hashes) else 0
-        self.index.host_blocks_into(hashes, depths, host)
-        # The last prompt token is always computed: its logits give the first output token.
-        depths *= self._routing_block_tokens
-        np.minimum(depths, max(0, num_prompt_tokens - 1), out=depths)
-        host *= self._routing_block_tokens
-        np.minimum(host, depths, out=host)
-        depths -= host
+        names, rows = self._columns.names, self._columns.columns
+        depths, host, longest = self._held_tokens(hashes, num_prompt_tokens)
+        heard_s = now_s - self.lost_after_s
+        if avoid or rows[columns.SEEN_S].min(initial=math.inf) < heard_s:
+            out = rows[columns.SEEN_S] < heard_s
+            if avoid:
+                avoided = out | np.fromiter((name in avoid for name in names), bool, len(names))
+                out = out if avoided.all() else avoided
+            kept = (~out).nonzero()[0]
+            rows = [column[kept] for column in rows]
+            depths, host = depths[kept], host[kept]
+            names = [names[row] for row in kept.tolist()]
         prefix = int(hashes[longest - 1]) if longest else None
-        columns, names = self._columns[:, :n], self._names
-        out = columns[_Column.SEEN_S] < now_s - self.lost_after_s
-        if avoid:
-            avoided = out | np.fromiter((name in avoid for name in names), bool, n)
-            out = out if avoided.all() else avoided
-        if out.any():
-            rows = (~out).nonzero()[0]
-            columns, depths, host = columns[:, rows], depths[rows], host[rows]
-            names = [names[row] for row in rows]
         return Fleet(
             replicas=names,
             gpu_tokens=depths,
             host_tokens=host,
-            report_age_s=now_s - columns[_Column.REPORT_S],
-            reported_work=columns[_Column.QUEUED_TOKENS] * self._demand.work_per_token,
-            booked_work=columns[_Column.BOOKED_WORK],
-            unanswered_work=columns[_Column.UNANSWERED_WORK],
-            head_work=columns[_Column.HEAD_WORK],
-            head_age_s=now_s - columns[_Column.HEAD_S],
-            num_requests=columns[_Column.NUM_REQUESTS],
-            kv_tokens=columns[_Column.KV_TOKENS],
-            prefill_s_per_work=columns[_Column.PREFILL_S_PER_WORK],
-            host_copy_s_per_token=np.full(len(names), self._host_copy_s_per_token),
-            cache_age_s=columns[_Column.CACHE_AGE_S],
-            free_tokens=columns[_Column.FREE_TOKENS],
-            used_tokens=columns[_Column.USED_TOKENS],
+            report_age_s=now_s - rows[columns.REPORT_S],
+            reported_work=rows[columns.QUEUED_TOKENS] * self._demand.work_per_token,
+            booked_work=rows[columns.BOOKED_WORK],
+            unanswered_work=rows[columns.UNANSWERED_WORK],
+            head_work=rows[columns.HEAD_WORK],
+            head_age_s=now_s - rows[columns.HEAD_S],
+            num_requests=rows[columns.NUM_REQUESTS],
+            kv_tokens=rows[columns.KV_TOKENS],
+            prefill_s_per_work=rows[columns.PREFILL_S_PER_WORK],
+            host_copy_s_per_token=rows[columns.HOST_COPY_S_PER_TOKEN],
+            cache_age_s=rows[columns.CACHE_AGE_S],
+            free_tokens=rows[columns.FREE_TOKENS],
+            used_tokens=rows[columns.USED_TOKENS],
             median_s_per_work=self._median_speed(now_s),
             demand=self._demand.demand(max(1, len(names)), now_s),
             attention_context_tokens=self._attention_context_tokens,
@@ -614,11 +586,41 @@ class ReplicaTable:
             session_row=self._session_row(session, names),
         )
 
+    def _held_tokens(
+        self, hashes: Sequence[int] | np.ndarray, num_prompt_tokens: int
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """What each row holds of a prompt.
+
+        Returns
+        -------
+        [rows] float64, tokens on its device; [rows] float64, further ones in host memory; and the blocks of the
+        longest match.
+        """
+        depths = np.zeros(len(self._columns))
+        host = self._columns.none
+        longest = self.index.match_into(hashes, depths) if len(hashes) else 0
+        if not longest:
+            return depths, host, 0
+        block = self._routing_block_tokens
+        # The last prompt token is always computed: its logits give the first output token.
+        most = max(0, num_prompt_tokens - 1)
+        if self.index.num_host_blocks:
+            host = np.zeros(len(self._columns))
+            self.index.host_blocks_into(hashes, depths, host)
+            host *= block
+        depths *= block
+        if longest * block > most:
+            np.minimum(depths, most, out=depths)
+        if host is not self._columns.none:
+            np.minimum(host, depths, out=host)
+            depths -= host
+        return depths, host, longest
+
     def _median_speed(self, now_s: float) -> float:
         """Median seconds per unit of work, of those that are known; looked at once in a while."""
-        num_known = len(self._names)
+        num_known = len(self._columns)
         if now_s >= self._median_until_s or num_known != self._median_of:
-            speeds = self._columns[_Column.PREFILL_S_PER_WORK, :num_known]
+            speeds = self._columns.columns[columns.PREFILL_S_PER_WORK]
             speeds = speeds[speeds > 0]
             self._median_s_per_work = float(np.median(speeds)) if len(speeds) else 0.0
             self._median_of = num_known
@@ -638,7 +640,7 @@ class ReplicaTable:
         age_s = self.index.num_blocks(entry.name) / evicted_s if evicted_s > 1e-3 else math.inf
         block = entry.block_tokens
         free = (load.blocks_free + load.blocks_cached) * block if load.blocks_total else math.inf
-        self._columns[:, entry.row] = (
+        values = (
             entry.seen_s if _is_ready(entry) else -math.inf,
             -math.inf if entry.report_s is None else entry.report_s,
             load.queued_prefill_tokens,
@@ -652,7 +654,9 @@ class ReplicaTable:
             age_s,
             free if block else math.inf,
             load.blocks_in_use * block,
+            self._host_copy_s_per_token,
         )
+        self._columns.write(entry.row, values)
 
     def statuses(self, now_s: float) -> list[ReplicaStatus]:
         """Every replica, also those that take no requests."""

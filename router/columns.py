@@ -1,0 +1,80 @@
+"""What a policy may know of each replica, in columns that are written as frames and bookings come.
+
+    column                rows of the replicas: 0       1       2
+    SEEN_S                                      103.2   103.9   -inf
+    REPORT_S                                    103.2   103.9   97.0
+    ...
+
+A decision reads the columns where they lie: no replica is looked at by itself, and nothing is copied unless
+some replicas must be left out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+SEEN_S = 0  # last frame; -inf: takes no requests
+REPORT_S = 1  # -inf: has never reported
+QUEUED_TOKENS = 2
+BOOKED_WORK = 3
+UNANSWERED_WORK = 4
+HEAD_WORK = 5
+HEAD_S = 6
+NUM_REQUESTS = 7
+KV_TOKENS = 8
+PREFILL_S_PER_WORK = 9
+CACHE_AGE_S = 10
+FREE_TOKENS = 11
+USED_TOKENS = 12
+HOST_COPY_S_PER_TOKEN = 13
+NUM_COLUMNS = 14
+
+
+class ReplicaColumns:
+    """One row of float64 for each replica; rows are dense, so the last one moves when another goes.
+
+    Attributes
+    ----------
+    names
+        The replicas by row.
+    columns
+        `NUM_COLUMNS` arrays, [rows] float64 each; views of what `write` writes.
+    none
+        [rows] float64 zeros, read-only: for what no replica has.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._values = np.zeros((NUM_COLUMNS, 16))  # [column, row], rows beyond the names unused
+        self._view()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def add(self, name: str) -> int:
+        """The row of a replica that was not there."""
+        row = len(self.names)
+        self.names.append(name)
+        if row == self._values.shape[1]:
+            self._values = np.hstack([self._values, np.zeros_like(self._values)])
+        self._view()
+        return row
+
+    def remove(self, row: int) -> str | None:
+        """Give a row up; names the replica that has it now, for its row to be written, or None."""
+        last = self.names.pop()
+        self._view()
+        if row == len(self.names):
+            return None
+        self.names[row] = last
+        return last
+
+    def write(self, row: int, values: tuple[float, ...]) -> None:
+        """Set a replica's `NUM_COLUMNS` values, in their order."""
+        self._values[:, row] = values
+
+    def _view(self) -> None:
+        n = len(self.names)
+        self.columns = tuple(self._values[:, :n])
+        self.none = np.zeros(n)
+        self.none.setflags(write=False)
