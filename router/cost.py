@@ -144,11 +144,10 @@ class CostPolicy:
     def _speeds(self, fleet: Fleet) -> np.ndarray:
         """[n] seconds of a unit of work; who has not measured its own has the median."""
         median = fleet.median_s_per_work or self.fallback_prefill_s_per_work
-        ratio = fleet.prefill_s_per_work / median
-        noise = (ratio <= 0) | (np.abs(ratio - 1.0) <= self.speed_noise)
-        ratio[noise] = 1.0
-        ratio *= median
-        return ratio
+        speeds = fleet.prefill_s_per_work
+        noise = np.abs(speeds - median) <= self.speed_noise * median
+        noise |= speeds <= 0
+        return np.where(noise, median, speeds)
 
     def _wait(self, fleet: Fleet, speed: np.ndarray) -> np.ndarray:
         """W: what is still queued, by the report and by our own unanswered requests."""

@@ -176,14 +176,18 @@ def rank(
     n = len(cost)
     if n <= 1:
         return Ranking(policy, fleet, range(n), cost, terms)
-    ties = (cost <= cost.min() + tie).nonzero()[0]
-    first = int(ties[rng.randrange(len(ties)) if len(ties) > 1 else 0])
     if n > MAX_RANKED:
         best = cost.argpartition(MAX_RANKED)[:MAX_RANKED]
         best = best[cost[best].argsort(kind="stable")]
     else:
         best = cost.argsort(kind="stable")
-    others = [row for row in best.tolist() if row != first]
+    rows, bound = best.tolist(), cost[best[0]] + tie
+    if cost[rows[-1]] <= bound:
+        ties = (cost <= bound).nonzero()[0].tolist()  # perhaps more than are ranked
+    else:
+        ties = sorted(row for row in rows if cost[row] <= bound)
+    first = ties[rng.randrange(len(ties)) if len(ties) > 1 else 0]
+    others = [row for row in rows if row != first]
     return Ranking(policy, fleet, [first, *others[: MAX_RANKED - 1]], cost, terms)
 
 
