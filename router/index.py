@@ -5,15 +5,14 @@ prefix. The index maps a hash to the replicas that hold it, as the bits of an in
 
     confirmed   hash -> mask    what the replicas' own events say, in whichever tier
     host        hash -> mask    those of them that are in the replica's `host` tier
-    booked      hash -> mask    requests on their way or in prefill, counted by (replica, hash)
+    booked      hash -> mask    requests on their way or in prefill
 
     prompt      h0     h1     h2     h3
     mask        0b111  0b111  0b101  0b001      blocks matched: replica 0: 4, 1: 2, 2: 3
 
-Equal masks are one object (hash-consing), so a million blocks of the same holders cost a million
-dict entries and one int: about 110 bytes a block. The confirmed map is cut in shards: growing a
-dict of ten million entries would stop the event loop for a second, growing one of its 256 shards
-stops it for milliseconds.
+The first two are a `HolderMap` each: a prompt's blocks are looked up in one pass, and what is left to
+do is to look at the few places where the holders change. So the order in which a replica evicts does
+not matter, neither to the result nor to its time.
 
 Dropping a replica, or all it held, is O(1): its slot (bit number) leaves the live mask and a fresh
 one is given. The dead bits are swept a little after each later update; only then is the slot used
@@ -23,19 +22,20 @@ again.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from quire.protos.wire import CacheEvents, tier_digest
+from quire.router.bookings import BookedBlocks, Counts
+from quire.router.holder_map import HolderMap
 
-_NUM_SHARDS = 256
-_SHARD_MASK = _NUM_SHARDS - 1
-_SWEEP_ENTRIES = 4096  # scanned after one update, to whole shards: under a millisecond
 _FEW_BITS = 8  # more replicas than these are cheaper to write as an array
+_WINDOW = (
+    512  # blocks of a prompt that are looked up at a time: most prompts, and an end for the rest
+)
 _NO_HASHES = np.empty(0, np.uint64)
-_MAX_INTERNED_MASKS = 1 << 16  # beyond it sharing starts over; only memory is lost
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class _Holder:
     num_blocks: int = 0
     num_removed: int = 0  # evictions from its `gpu` tier that were replayed
     complete: bool = True  # False: a store was dropped at the memory bound
-    booked: dict[int, int] = field(default_factory=dict)  # hash -> number of bookings
+    booked: Counts = field(default_factory=dict)
     alive: bool = True
     row: int = -1  # where `match_into` writes
 
@@ -62,7 +62,7 @@ class Booking:
     """Optimistic entries of one request on one replica; given back with `PrefixIndex.unbook`."""
 
     holder: _Holder
-    hashes: list[int]
+    hashes: Sequence[int]
     active: bool = True
 
 
@@ -72,53 +72,38 @@ class PrefixIndex:
     Parameters
     ----------
     max_blocks
-        Bound on distinct confirmed hashes. At the bound a hash that no replica holds yet is not
-        stored: predictions are then too small, never too large, and `is_complete` is False for the
-        replica until its next snapshot.
+        Bound on distinct confirmed hashes, and so on the memory: 26 bytes each, and a set of holders
+        where the neighbours have others. At the bound a hash that no replica holds yet is not stored:
+        predictions are then too small, never too large, and `is_complete` is False for the replica
+        until its next snapshot.
     max_booked_blocks
         Bound on booked (replica, hash) pairs. At the bound only the first blocks of a request are
         booked.
-    leaf_first
-        The replicas promise to evict no block while they hold a longer prefix through it. `match`
-        then gallops and bisects: O(log blocks) look-ups for each distinct depth. Without the
-        promise it walks the chain, which is right for any order of eviction.
     """
 
-    def __init__(
-        self,
-        *,
-        max_blocks: int = 8_000_000,
-        max_booked_blocks: int = 1_000_000,
-        leaf_first: bool = False,
-    ):
+    def __init__(self, *, max_blocks: int = 8_000_000, max_booked_blocks: int = 1_000_000):
         for name, bound in (("max_blocks", max_blocks), ("max_booked_blocks", max_booked_blocks)):
             if bound < 1:
                 raise ValueError(f"{name} must be >= 1, got {bound}")
         self.max_blocks = max_blocks
         self.max_booked_blocks = max_booked_blocks
-        self._leaf_first = leaf_first
-        self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
-        self._host_shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
-        self._num_host = 0  # hashes in them
-        self._interned: dict[int, int] = {}
-        self._size = 0
-        self._booked: dict[int, int] = {}  # hash -> mask
-        self._num_booked = 0  # (replica, hash) pairs
+        self._confirmed = HolderMap(max_blocks)
+        self._host = HolderMap(max_blocks)
+        self._booked = BookedBlocks(max_booked_blocks)
         self._holders: dict[str, _Holder] = {}
         self._staged: dict[str, _Holder] = {}  # snapshots under way, not yet live
         self._by_slot: dict[int, _Holder] = {}
         self._row_by_slot = np.full(64, -1, np.int64)
         self._live = 0  # bits that `match` may see
-        self._num_incomplete = 0
         self._free_slots: list[int] = []  # heap
         self._num_slots = 0
         self._retired = 0  # dead bits that wait for the next sweep
         self._sweeping = 0  # dead bits of the sweep under way
-        self._sweep_shard = 0
+        self._unswept: list[HolderMap] = []
 
     def __len__(self) -> int:
         """Distinct confirmed hashes stored, dead ones that are not swept yet included."""
-        return self._size
+        return len(self._confirmed)
 
     # ---------------------------------------------------------------------------------- membership
 
@@ -141,9 +126,7 @@ class PrefixIndex:
         if holder is None:
             return
         holder.alive = False
-        for routing_hash in holder.booked:
-            self._clear_booked_bit(routing_hash, holder.bit)
-        self._num_booked -= len(holder.booked)
+        self._booked.drop(holder.booked, holder.bit)
         self._make_dead(holder)
 
     def epoch(self, replica: str) -> str:
@@ -165,7 +148,7 @@ class PrefixIndex:
     @property
     def num_host_blocks(self) -> int:
         """Distinct hashes that some replica holds in its `host` tier."""
-        return self._num_host
+        return len(self._host)
 
     def num_removed(self, replica: str) -> int:
         """Routing blocks that left the replica's `gpu` tier, by the events replayed in this epoch."""
@@ -194,10 +177,10 @@ class PrefixIndex:
         if events.cleared:
             self._clear(holder)
         holder.num_removed += len(events.removed)
-        holder.gpu_xor ^= self._remove(holder, events.removed.tolist())
-        self._remove_host(holder, events.host_removed.tolist())
-        holder.gpu_xor ^= self._store(holder, events.stored.tolist())
-        self._store_host(holder, events.host_stored.tolist())
+        holder.gpu_xor ^= self._remove(holder, events.removed)
+        self._remove_host(holder, events.host_removed)
+        holder.gpu_xor ^= self._store(holder, events.stored)
+        self._store_host(holder, events.host_stored)
         holder.seq = events.seq
         self._sweep_step()
         return True
@@ -235,8 +218,8 @@ class PrefixIndex:
     ) -> None:
         """Add one page of the snapshot under way."""
         staged = self._staged[replica]
-        staged.gpu_xor ^= self._store(staged, hashes.tolist())
-        self._store_host(staged, host_hashes.tolist())
+        staged.gpu_xor ^= self._store(staged, hashes)
+        self._store_host(staged, host_hashes)
 
     def commit_reset(self, replica: str) -> None:
         """Put the snapshot in the place of what was known."""
@@ -245,7 +228,7 @@ class PrefixIndex:
         if old is not None and old.epoch == staged.epoch:
             # The holder object stays, since bookings point to it; it takes over the slot and the
             # counts.
-            self._move_bookings(old, staged.bit)
+            self._booked.move(old.booked, old.bit, staged.bit)
             self._make_dead(old)
             for name in ("seq", "slot", "bit", "gpu_xor", "host_xor", "num_blocks", "complete"):
                 setattr(old, name, getattr(staged, name))
@@ -268,17 +251,8 @@ class PrefixIndex:
             The replica is not indexed.
         """
         holder = self._holders[replica]
-        taken: list[int] = []
-        for routing_hash in _as_list(hashes):
-            count = holder.booked.get(routing_hash, 0)
-            if not count:
-                if self._num_booked >= self.max_booked_blocks:
-                    break
-                self._num_booked += 1
-                self._booked[routing_hash] = self._booked.get(routing_hash, 0) | holder.bit
-            holder.booked[routing_hash] = count + 1
-            taken.append(routing_hash)
-        return Booking(holder, taken)
+        chain = hashes.tolist() if isinstance(hashes, np.ndarray) else list(hashes)
+        return Booking(holder, self._booked.add(holder.booked, holder.bit, chain))
 
     def unbook(self, booking: Booking) -> None:
         """Give a booking back; a second time, or after the replica went, does nothing."""
@@ -286,14 +260,7 @@ class PrefixIndex:
         if not booking.active or not holder.alive:
             return
         booking.active = False
-        for routing_hash in booking.hashes:
-            count = holder.booked[routing_hash] - 1
-            if count:
-                holder.booked[routing_hash] = count
-            else:
-                del holder.booked[routing_hash]
-                self._num_booked -= 1
-                self._clear_booked_bit(routing_hash, holder.bit)
+        self._booked.give_back(holder.booked, holder.bit, booking.hashes)
 
     # ------------------------------------------------------------------------------------ matching
 
@@ -360,168 +327,96 @@ class PrefixIndex:
         blocks
             [rows] zeros; gets the counts.
         """
-        live = self._live
-        for depth, routing_hash in enumerate(_as_list(hashes)[: int(depths.max(initial=0))]):
-            mask = self._host_shards[routing_hash & _SHARD_MASK].get(routing_hash, 0) & live
+        chain = np.asarray(hashes, np.uint64)[: int(depths.max(initial=0))]
+        numbers = self._host.numbers(chain)
+        for first, end, number in _runs(numbers):
+            mask = self._host.masks[number] & self._live
             while mask:
                 bit = mask & -mask
                 row = self._by_slot[bit.bit_length() - 1].row
-                if row >= 0 and depth < depths[row]:
-                    blocks[row] += 1
+                if row >= 0:
+                    blocks[row] += max(0, min(end, depths[row]) - first)
                 mask ^= bit
 
     def match_masks(self, hashes: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
         """As `match`, by slots: (blocks, mask of the replicas that match so many), ascending."""
-        chain = _as_list(hashes)
-        if self._leaf_first and not self._num_incomplete:
-            return self._match_bisect(chain)
-        return self._match_walk(chain)
-
-    def _mask_at(self, routing_hash: int) -> int:
-        confirmed = self._shards[routing_hash & _SHARD_MASK].get(routing_hash, 0)
-        return (confirmed | self._booked.get(routing_hash, 0)) & self._live
-
-    def _match_walk(self, chain: list[int]) -> list[tuple[int, int]]:
-        shards, booked = self._shards, self._booked
+        chain = np.asarray(hashes, np.uint64)
         groups: list[tuple[int, int]] = []
         alive = self._live
-        for depth, routing_hash in enumerate(chain):
-            mask = shards[routing_hash & _SHARD_MASK].get(routing_hash, 0)
-            if booked:
-                mask |= booked.get(routing_hash, 0)
-            mask &= alive
-            if mask != alive:
-                if depth:
-                    groups.append((depth, alive ^ mask))
-                alive = mask
-                if not alive:
-                    return groups
-        if chain and alive:
+        for start in range(0, len(chain), _WINDOW):
+            alive = self._walk(chain[start : start + _WINDOW], start, alive, groups)
+            if not alive:
+                return groups
+        if len(chain) and alive:
             groups.append((len(chain), alive))
         return groups
 
-    def _match_bisect(self, chain: list[int]) -> list[tuple[int, int]]:
-        """With leaf-first eviction masks only shrink, so between equal masks nothing changes."""
-        if not chain or not (mask := self._mask_at(chain[0])):
-            return []
-        # Gallop: intervals (low, high] with the masks at their ends, until nobody is left.
-        intervals: list[tuple[int, int, int, int]] = []
-        low, step = 0, 1
-        while mask:
-            high = min(low + step, len(chain))
-            high_mask = self._mask_at(chain[high]) if high < len(chain) else 0
-            intervals.append((low, mask, high, high_mask))
-            low, mask, step = high, high_mask, step * 2
-        groups: list[tuple[int, int]] = []
-        intervals.reverse()
-        while intervals:
-            low, low_mask, high, high_mask = intervals.pop()
-            if low_mask == high_mask:
-                continue
-            if high - low == 1:
-                groups.append((high, low_mask & ~high_mask))
-                continue
-            middle = (low + high) // 2
-            middle_mask = self._mask_at(chain[middle])
-            intervals.append((middle, middle_mask, high, high_mask))
-            intervals.append((low, low_mask, middle, middle_mask))
-        return groups
+    def _walk(
+        self, window: np.ndarray, start: int, alive: int, groups: list[tuple[int, int]]
+    ) -> int:
+        """Match blocks from `start` on against those who hold all before them.
+
+        Adds who stops where to the groups, and returns who is left.
+        """
+        masks, booked = self._confirmed.masks, self._booked.masks
+        for first, end, number in _runs(self._confirmed.numbers(window)):
+            confirmed = masks[number]
+            for depth in range(first, end):
+                lost = alive & ~confirmed
+                if not lost:
+                    break
+                # Within a run only a booking can end, or hold what an eviction has left open.
+                kept = lost & booked.get(int(window[depth]), 0) if booked else 0
+                if kept != lost:
+                    lost ^= kept
+                    if start + depth:
+                        groups.append((start + depth, lost))
+                    alive ^= lost
+                    if not alive:
+                        return 0
+        return alive
 
     # --------------------------------------------------------------------------------------- state
 
-    def _store(self, holder: _Holder, hashes: Iterable[int]) -> int:
+    def _store(self, holder: _Holder, hashes: np.ndarray) -> int:
         """Set the holder's bit for these hashes; returns the XOR of those for which it was not set."""
-        shards, interned, bit = self._shards, self._interned, holder.bit
-        if len(interned) > _MAX_INTERNED_MASKS:
-            interned.clear()
-        added_xor, added = 0, 0
-        for routing_hash in hashes:
-            shard = shards[routing_hash & _SHARD_MASK]
-            mask = shard.get(routing_hash, 0)
-            if mask & bit:
-                continue
-            if not mask:
-                if self._size >= self.max_blocks:
-                    self._mark_incomplete(holder)
-                    continue
-                self._size += 1
-            mask |= bit
-            shard[routing_hash] = interned.setdefault(mask, mask)
-            added_xor ^= routing_hash
-            added += 1
-        holder.num_blocks += added
-        return added_xor
+        change = self._confirmed.store(holder.bit, hashes)
+        holder.num_blocks += change.num_blocks
+        holder.complete &= change.has_room
+        return change.xor
 
-    def _remove(self, holder: _Holder, hashes: Iterable[int]) -> int:
+    def _remove(self, holder: _Holder, hashes: np.ndarray) -> int:
         """Clear the holder's bit for these hashes; returns the XOR of those for which it was set."""
-        removed_xor = 0
-        for routing_hash in hashes:
-            shard = self._shards[routing_hash & _SHARD_MASK]
-            mask = shard.get(routing_hash, 0)
-            if not mask & holder.bit:
-                continue
-            self._put(shard, routing_hash, mask ^ holder.bit)
-            removed_xor ^= routing_hash
-            holder.num_blocks -= 1
-        return removed_xor
+        change = self._confirmed.remove(holder.bit, hashes)
+        holder.num_blocks -= change.num_blocks
+        return change.xor
 
-    def _store_host(self, holder: _Holder, hashes: list[int]) -> None:
+    def _store_host(self, holder: _Holder, hashes: np.ndarray) -> None:
         """As `_store`, of the `host` tier."""
-        holder.host_xor ^= self._store(holder, hashes)
-        for routing_hash in hashes:
-            index = routing_hash & _SHARD_MASK
-            if self._shards[index].get(routing_hash, 0) & holder.bit:  # not dropped at the bound
-                shard = self._host_shards[index]
-                mask = shard.get(routing_hash, 0)
-                self._num_host += not mask
-                mask |= holder.bit
-                shard[routing_hash] = self._interned.setdefault(mask, mask)
-
-    def _remove_host(self, holder: _Holder, hashes: list[int]) -> None:
-        """As `_remove`, of the `host` tier."""
-        holder.host_xor ^= self._remove(holder, hashes)
-        for routing_hash in hashes:
-            self._put_host(self._host_shards[routing_hash & _SHARD_MASK], routing_hash, holder.bit)
-
-    def _put_host(self, shard: dict[int, int], routing_hash: int, without: int) -> None:
-        """Take holders out of an entry of the `host` tier."""
-        mask = shard.get(routing_hash, 0)
-        if not mask & without:
+        if not len(hashes):
             return
-        mask &= ~without
-        if mask:
-            shard[routing_hash] = self._interned.setdefault(mask, mask)
-        else:
-            del shard[routing_hash]
-            self._num_host -= 1
+        holder.host_xor ^= self._store(holder, hashes)
+        if not holder.complete:  # some may have been dropped at the bound
+            masks = self._confirmed.masks
+            kept = [masks[i] & holder.bit != 0 for i in self._confirmed.numbers(hashes).tolist()]
+            hashes = hashes[np.array(kept)]
+        self._host.store(holder.bit, hashes)
 
-    def _put(self, shard: dict[int, int], routing_hash: int, mask: int) -> None:
-        if mask:
-            shard[routing_hash] = self._interned.setdefault(mask, mask)
-        else:
-            del shard[routing_hash]
-            self._size -= 1
+    def _remove_host(self, holder: _Holder, hashes: np.ndarray) -> None:
+        """As `_remove`, of the `host` tier."""
+        if len(hashes):
+            holder.host_xor ^= self._remove(holder, hashes)
+            self._host.remove(holder.bit, hashes)
 
     def _clear(self, holder: _Holder) -> None:
         """The replica holds nothing any more; bookings stay, their blocks are still to come."""
         self._make_dead(holder)
         slot = self._take_slot()
-        self._move_bookings(holder, 1 << slot)
+        self._booked.move(holder.booked, holder.bit, 1 << slot)
         holder.slot, holder.bit = slot, 1 << slot
         holder.gpu_xor = holder.host_xor = holder.num_blocks = 0
         holder.complete = True
         self._make_live(holder)
-
-    def _move_bookings(self, holder: _Holder, bit: int) -> None:
-        for routing_hash in holder.booked:
-            self._booked[routing_hash] = self._booked[routing_hash] & ~holder.bit | bit
-
-    def _clear_booked_bit(self, routing_hash: int, bit: int) -> None:
-        mask = self._booked[routing_hash] & ~bit
-        if mask:
-            self._booked[routing_hash] = mask
-        else:
-            del self._booked[routing_hash]
 
     # --------------------------------------------------------------------------------------- slots
 
@@ -543,13 +438,11 @@ class PrefixIndex:
             self._row_by_slot = np.concatenate([self._row_by_slot, more])
         self._row_by_slot[holder.slot] = holder.row
         self._live |= holder.bit
-        self._num_incomplete += not holder.complete
 
     def _make_dead(self, holder: _Holder) -> None:
         """Retire the holder's slot; the holder may go on with another."""
         del self._by_slot[holder.slot]
         self._live &= ~holder.bit
-        self._num_incomplete -= not holder.complete
         self._retired |= holder.bit
 
     def _drop_staged(self, replica: str) -> None:
@@ -557,34 +450,25 @@ class PrefixIndex:
         if staged is not None:
             self._retired |= staged.bit
 
-    def _mark_incomplete(self, holder: _Holder) -> None:
-        if holder.complete:
-            holder.complete = False
-            self._num_incomplete += self._by_slot.get(holder.slot) is holder
-
     def _sweep_step(self) -> None:
-        """Clear the dead bits of the next shards; after the last one their slots are free again."""
-        scanned = 0
-        while scanned < _SWEEP_ENTRIES and (self._sweeping or self._retired):
-            if not self._sweeping:
-                self._sweeping, self._retired, self._sweep_shard = self._retired, 0, 0
-            dead = self._sweeping
-            shard = self._shards[self._sweep_shard]
-            scanned += len(shard)
-            for routing_hash, mask in [item for item in shard.items() if item[1] & dead]:
-                self._put(shard, routing_hash, mask & ~dead)
-            host = self._host_shards[self._sweep_shard]
-            scanned += len(host)
-            for routing_hash in [item[0] for item in host.items() if item[1] & dead]:
-                self._put_host(host, routing_hash, dead)
-            self._sweep_shard += 1
-            if self._sweep_shard == _NUM_SHARDS:
-                self._sweeping = 0
-                while dead:
-                    bit = dead & -dead
-                    heapq.heappush(self._free_slots, bit.bit_length() - 1)
-                    dead ^= bit
+        """Clear the dead bits of the next buckets; after the last ones their slots are free again."""
+        if not self._sweeping:
+            self._sweeping, self._retired = self._retired, 0
+            self._unswept = [self._host, self._confirmed] if self._sweeping else []
+        while self._unswept:
+            if not self._unswept[-1].sweep(self._sweeping):
+                return
+            self._unswept.pop()
+        dead, self._sweeping = self._sweeping, 0
+        while dead:
+            bit = dead & -dead
+            heapq.heappush(self._free_slots, bit.bit_length() - 1)
+            dead ^= bit
 
 
-def _as_list(hashes: Sequence[int] | np.ndarray) -> list[int]:
-    return hashes.tolist() if isinstance(hashes, np.ndarray) else list(hashes)
+def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """(first, end, number) of each run of equal numbers."""
+    if not len(numbers):
+        return iter(())
+    starts = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist()]
+    return zip(starts, [*starts[1:], len(numbers)], numbers[starts].tolist(), strict=True)

@@ -213,8 +213,8 @@ class LocalCluster:
                 await assert_idle(replica, self.router_id)
         assert self.bus._attempts == {}
         for entry in self.table._replicas.values():
-            assert entry.bookings == {} and entry.booked_tokens == 0
-        assert self.table.index._booked == {}
+            assert entry.bookings == {} and entry.booked_work == 0
+        assert self.table.index._booked.masks == {}
 
 
 async def assert_idle(replica: LocalReplica, router_id: str) -> None:

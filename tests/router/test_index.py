@@ -115,23 +115,26 @@ def test_index_equals_a_set_per_replica(data):
     for replica in REPLICAS:
         index.remove_replica(replica)
     index.reset("last", "x", 0, u64([]))  # any update sweeps what is dead
-    assert len(index) == 0 and not index._booked and index._num_booked == 0
+    assert len(index) == 0 and not index._booked.masks and len(index._booked) == 0
 
 
-@given(st.lists(st.integers(0, 40), max_size=8), st.integers(0, 40), st.integers(0, 5))
-def test_bisection_equals_the_walk_when_eviction_is_leaf_first(depths, length, num_booked):
-    chain = list(range(1000, 1000 + length))
-    walk, bisect = PrefixIndex(), PrefixIndex(leaf_first=True)
-    for index in (walk, bisect):
-        for i, depth in enumerate(depths):
-            index.reset(str(i), "x", 0, u64(chain[:depth]))
-            if i < num_booked:
-                index.book(str(i), chain[: depth + i])
-    expected = {
-        str(i): min(length, depth + (i if i < num_booked else 0)) for i, depth in enumerate(depths)
-    }
-    assert walk.match(chain) == bisect.match(chain)
-    assert walk.match(chain) == {name: depth for name, depth in expected.items() if depth}
+@given(st.data())
+def test_long_prompts_match_as_short_ones_do(data):
+    """Chains beyond a window, with what replicas evicted anywhere in them and what is booked."""
+    length = data.draw(st.integers(500, 1300))
+    chain = np.random.default_rng(length).integers(0, 2**64, length, dtype=np.uint64)
+    index, model = PrefixIndex(), Model()
+    for replica in REPLICAS:
+        depth = data.draw(st.sampled_from([length, 512, 513, 511, 30, 0]))
+        holes = data.draw(st.lists(st.integers(0, length - 1), max_size=4))
+        index.reset(replica, "x", 0, chain[:depth])
+        index.apply(replica, "x", batch(1, removed=chain[holes].tolist()))
+        model.add(replica, "x", 1, set(chain[:depth].tolist()) - set(chain[holes].tolist()))
+        if data.draw(st.booleans()):
+            booked = chain[: data.draw(st.integers(0, length))]
+            index.book(replica, booked)
+            model.bookings.append((replica, set(booked.tolist())))
+    check_equal(index, model, chain.tolist())
 
 
 def test_a_paged_snapshot_is_seen_only_when_complete():
@@ -172,7 +175,7 @@ def test_slots_are_used_again_and_come_back_clean():
 
 
 def test_at_the_bound_new_hashes_are_dropped_and_the_replica_is_incomplete():
-    index = PrefixIndex(max_blocks=3, leaf_first=True)
+    index = PrefixIndex(max_blocks=3)
     index.reset("a", "x", 0, u64([1, 2]))
     index.reset("b", "x", 0, u64([1, 2, 3, 4, 5]))
     assert index.is_complete("a") and not index.is_complete("b")
@@ -184,13 +187,28 @@ def test_at_the_bound_new_hashes_are_dropped_and_the_replica_is_incomplete():
     assert index.is_complete("b")
 
 
-def test_a_hole_left_by_the_bound_does_not_mislead_bisection():
-    index = PrefixIndex(max_blocks=3, leaf_first=True)
+def test_a_hole_left_by_the_bound_ends_the_match():
+    index = PrefixIndex(max_blocks=3)
     index.reset("a", "x", 0, u64([9]))
     index.reset("b", "x", 0, u64([1, 2, 3]))  # 3 is dropped
     index.apply("a", "x", batch(1, removed=[9]))
     index.apply("b", "x", batch(1, stored=[4]))
     assert index.match([1, 2, 3, 4]) == {"b": 2}
+
+
+def test_blocks_in_host_memory_are_counted_up_to_where_the_match_ends():
+    index = PrefixIndex()
+    chain = np.arange(1, 101, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    index.reset("a", "x", 0, chain[:40], chain[40:70])
+    index.reset("b", "x", 0, chain[10:], chain[:10])
+    index.reset("c", "x", 0, u64([]), chain[1:])  # its first block is gone
+    for row, replica in enumerate("abc"):
+        index.set_row(replica, row)
+    depths, host = np.zeros(3), np.zeros(3)
+    assert index.match_into(chain, depths) == 100
+    index.host_blocks_into(chain, depths, host)
+    assert depths.tolist() == [70, 100, 0] and host.tolist() == [30, 10, 0]
+    assert index.num_host_blocks == 100
 
 
 def test_booked_blocks_are_bounded():
@@ -232,13 +250,11 @@ def test_a_hash_is_found_in_whichever_tier_and_the_digest_tells_them_apart():
     assert (index.num_blocks("a"), index.digest("a")) == (2, tier_digest(9, 8))
 
 
-def test_many_replicas_of_one_hot_prefix_share_masks():
+def test_blocks_of_one_hot_prefix_share_their_set():
     index = PrefixIndex()
     rng = random.Random(0)
     chain = [rng.getrandbits(64) for _ in range(300)]
     for i in range(100):
         index.reset(str(i), "x", 0, u64(chain))
-    assert len(set(map(id, (index._mask_at(h) for h in chain)))) <= len(chain)
-    masks = [mask for shard in index._shards for mask in shard.values()]
-    assert len({id(mask) for mask in masks}) == 1
+    assert index._confirmed.num_sets == 2  # with the empty one
     assert index.match(chain) == {str(i): 300 for i in range(100)}

@@ -1,0 +1,288 @@
+"""A hash table of 64-bit hashes to small numbers, in numpy arrays, for millions of entries.
+
+A Python dict of such hashes takes 110 bytes an entry, stops the caller for as long as it takes to grow, and is asked
+one hash at a time. This one takes a quarter of that, grows a few buckets at a time, and answers for a whole prompt in
+one pass, in which the cache misses overlap.
+
+*Linear hashing* (Litwin 1980). The hashes are uniform as they are, so a bucket is the low bits of the hash; buckets are
+split one after the other, and the number of bits goes up when all are:
+
+    level = 4, split = 2        bucket   0   1 | 2   3 | 4   5
+                                        split  | not   | what left 0 and 1: bit 2 of the hash was set
+    keys  [bucket, 8] uint64    a bucket is one cache line; 0: an empty place
+    ids   [bucket, 8] int32     0: an empty place
+
+    bucket of a hash: its low 3 bits, or, when there is no such bucket yet, its low 2
+
+On average a bucket holds 4 of 8. What does not fit, about 2 in 100, is *spilled*: kept in a dict by bucket until the
+bucket is split. The arrays are as large as they will ever be; the system gives memory to the buckets in use only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+_PLACES = 8
+_SHIFT = 3
+_MEAN_FILL = 4
+_FIRST_BUCKETS = 64
+_LEAST_SPLIT = 64  # buckets: splitting them one at a time costs as much
+_U64 = np.uint64
+
+SPILLED = -1  # as a place
+
+
+class BlockTable:
+    """Hash -> positive number below 2^31, for at most `max_entries` hashes.
+
+    Places are positions in the arrays; adding an entry may move others.
+    """
+
+    def __init__(self, max_entries: int):
+        most = max(_FIRST_BUCKETS, -(-max_entries // _MEAN_FILL))
+        self._keys = np.zeros((most, _PLACES), _U64)
+        self._ids = np.zeros((most, _PLACES), np.int32)
+        self._has_spilled = np.zeros(most, bool)
+        self._spilled: dict[int, dict[int, int]] = {}  # bucket -> hash -> id
+        self._flat_keys, self._flat_ids = self._keys.reshape(-1), self._ids.reshape(-1)
+        # Reading one element of a memoryview takes half the time of one of an array.
+        self._key_view, self._id_view = memoryview(self._flat_keys), memoryview(self._flat_ids)
+        self._size = 0
+        self._set_size(_FIRST_BUCKETS)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def num_spilled(self) -> int:
+        """Entries that found their bucket full."""
+        return sum(map(len, self._spilled.values()))
+
+    # ----------------------------------------------------------------------------------- many hashes
+
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Look hashes up.
+
+        Parameters
+        ----------
+        hashes
+            [n] uint64.
+
+        Returns
+        -------
+        [n] int64 places, `SPILLED` for some, of no meaning for what is absent; [n] int32 ids, 0 where absent.
+        """
+        buckets = self._buckets(hashes)
+        hits = (self._keys.take(buckets, axis=0) == hashes[:, None]).ravel().nonzero()[0]
+        queries = hits >> _SHIFT
+        hits &= _PLACES - 1
+        hits += buckets.take(queries) << _SHIFT
+        ids = np.zeros(len(hashes), np.int32)
+        ids[queries] = self._flat_ids.take(hits)
+        places = np.zeros(len(hashes), np.int64)
+        places[queries] = hits
+        if self._spilled:
+            self._find_spilled(hashes, buckets, places, ids)
+        return places, ids
+
+    def _find_spilled(
+        self, hashes: np.ndarray, buckets: np.ndarray, places: np.ndarray, ids: np.ndarray
+    ) -> None:
+        maybe = self._has_spilled.take(buckets)
+        maybe &= ids == 0
+        for i in maybe.nonzero()[0].tolist():
+            found = self._spilled[int(buckets[i])].get(int(hashes[i]))
+            if found is not None:
+                places[i], ids[i] = SPILLED, found
+
+    def insert(self, hashes: np.ndarray, ids: np.ndarray) -> None:
+        """Add entries.
+
+        Parameters
+        ----------
+        hashes
+            [n] uint64, distinct and absent.
+        ids
+            [n] int32.
+        """
+        self._grow(len(hashes))
+        self._size += len(hashes)
+        is_key = hashes != 0
+        if not is_key.all():  # 0 marks an empty place
+            self._spill(hashes[~is_key], ids[~is_key])
+            hashes, ids = hashes[is_key], ids[is_key]
+        buckets = self._buckets(hashes)
+        while len(hashes):
+            empty = self._ids.take(buckets, axis=0) == 0
+            places = empty.argmax(axis=1)
+            is_full = ~empty[np.arange(len(places)), places]
+            if is_full.any():
+                self._spill(hashes[is_full], ids[is_full])
+                fits = ~is_full
+                hashes, ids, buckets = hashes[fits], ids[fits], buckets[fits]
+                places = places[fits]
+            places += buckets << _SHIFT
+            self._flat_keys[places] = hashes
+            # Of those that chose the same place one is there; the others choose again.
+            lost = (self._flat_keys.take(places) != hashes).nonzero()[0]
+            if not len(lost):
+                self._flat_ids[places] = ids
+                return
+            won = (self._flat_keys.take(places) == hashes).nonzero()[0]
+            self._flat_ids[places[won]] = ids[won]
+            hashes, ids, buckets = hashes[lost], ids[lost], buckets[lost]
+
+    def set_ids(self, hashes: np.ndarray, places: np.ndarray, ids: np.ndarray) -> None:
+        """Change entries to other ids, all > 0; arguments as `find` returned them."""
+        spilled = (places == SPILLED).nonzero()[0]
+        if len(spilled):
+            for i in spilled.tolist():
+                self.change(int(hashes[i]), SPILLED, int(ids[i]))
+            places, ids = np.delete(places, spilled), np.delete(ids, spilled)
+        self._flat_ids[places] = ids
+
+    def remove(self, hashes: np.ndarray, places: np.ndarray) -> None:
+        """Remove entries; arguments as `find` returned them."""
+        spilled = (places == SPILLED).nonzero()[0]
+        if len(spilled):
+            for i in spilled.tolist():
+                self.delete(int(hashes[i]), SPILLED)
+            places = np.delete(places, spilled)
+        self._flat_keys[places] = 0
+        self._flat_ids[places] = 0
+        self._size -= len(places)
+
+    # -------------------------------------------------------------------------------------- one hash
+
+    def locate(self, routing_hash: int) -> tuple[int, int]:
+        """Look one hash up.
+
+        Returns
+        -------
+        Its place, or the one for it, or `SPILLED`; and its id, 0 if it is absent.
+        """
+        bucket = routing_hash & self._high
+        if bucket >= self.num_buckets:
+            bucket &= self._low
+        start = bucket << _SHIFT
+        keys = self._key_view[start : start + _PLACES].tolist()
+        if routing_hash:
+            if routing_hash in keys:
+                place = start + keys.index(routing_hash)
+                return place, self._id_view[place]
+            place = start + keys.index(0) if 0 in keys else SPILLED
+        else:
+            place = SPILLED  # 0 marks an empty place
+        if bucket in self._spilled:
+            found = self._spilled[bucket].get(routing_hash)
+            if found is not None:
+                return SPILLED, found
+        return place, 0
+
+    def add(self, routing_hash: int, place: int, new_id: int) -> None:
+        """Add an entry that `locate` has just not found; the place is from it."""
+        if place >= 0:
+            self._key_view[place], self._id_view[place] = routing_hash, new_id
+        else:
+            bucket = self._bucket(routing_hash)
+            self._spilled.setdefault(bucket, {})[routing_hash] = new_id
+            self._has_spilled[bucket] = True
+        self._size += 1
+        if self._size > self._grows_above:
+            self._grow(0)
+
+    def change(self, routing_hash: int, place: int, new_id: int) -> None:
+        """Give an entry another id; the place is from `locate`."""
+        if place >= 0:
+            self._id_view[place] = new_id
+        else:
+            self._spilled[self._bucket(routing_hash)][routing_hash] = new_id
+
+    def delete(self, routing_hash: int, place: int) -> None:
+        """Remove an entry; the place is from `locate`."""
+        self._size -= 1
+        if place >= 0:
+            self._key_view[place] = self._id_view[place] = 0
+            return
+        bucket = self._bucket(routing_hash)
+        left = self._spilled[bucket]
+        del left[routing_hash]
+        if not left:
+            del self._spilled[bucket]
+            self._has_spilled[bucket] = False
+
+    # ---------------------------------------------------------------------------------------- a scan
+
+    def scan(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Entries of the buckets [first, last), as hashes, places and ids."""
+        start, stop = first << _SHIFT, last << _SHIFT
+        places = self._flat_ids[start:stop].nonzero()[0] + start
+        hashes, ids = self._flat_keys.take(places), self._flat_ids.take(places)
+        spilled = [
+            item
+            for bucket in (self._has_spilled[first:last].nonzero()[0] + first).tolist()
+            for item in self._spilled[bucket].items()
+        ]
+        if spilled:
+            hashes = np.append(hashes, np.array([item[0] for item in spilled], _U64))
+            places = np.append(places, np.full(len(spilled), SPILLED))
+            ids = np.append(ids, np.array([item[1] for item in spilled], np.int32))
+        return hashes, places, ids
+
+    # --------------------------------------------------------------------------------------- buckets
+
+    def _set_size(self, num_buckets: int) -> None:
+        self.num_buckets = num_buckets
+        self._level = 1 << (num_buckets.bit_length() - 1)
+        self._low, self._high = self._level - 1, 2 * self._level - 1
+        self._low_u64, self._high_u64 = _U64(self._low), _U64(self._high)
+        # The bound on the entries holds at the last bucket.
+        is_last = num_buckets == len(self._keys)
+        self._grows_above = math.inf if is_last else num_buckets * _MEAN_FILL
+
+    def _buckets(self, hashes: np.ndarray) -> np.ndarray:
+        """[n] int64."""
+        if self.num_buckets == self._level:
+            return (hashes & self._low_u64).view(np.int64)
+        buckets = (hashes & self._high_u64).view(np.int64)
+        return np.where(buckets < self.num_buckets, buckets, buckets & self._low)
+
+    def _bucket(self, routing_hash: int) -> int:
+        bucket = routing_hash & self._high
+        return bucket if bucket < self.num_buckets else routing_hash & self._low
+
+    def _spill(self, hashes: np.ndarray, ids: np.ndarray) -> None:
+        for routing_hash, new_id in zip(hashes.tolist(), ids.tolist(), strict=True):
+            bucket = self._bucket(routing_hash)
+            self._spilled.setdefault(bucket, {})[routing_hash] = new_id
+            self._has_spilled[bucket] = True
+
+    def _grow(self, num_new: int) -> None:
+        """Split buckets until they are no fuller than they should be with so many more entries."""
+        if self._size + num_new <= self._grows_above:
+            return
+        needed = (self._size + num_new) // _MEAN_FILL
+        needed = min(len(self._keys), max(needed, self.num_buckets + _LEAST_SPLIT))
+        while self.num_buckets < needed:
+            self._split(min(needed, 2 * self._level) - self.num_buckets)
+
+    def _split(self, num: int) -> None:
+        """Split the next buckets, not beyond the last of this level."""
+        first, level = self.num_buckets - self._level, self._level
+        old, new = slice(first, first + num), slice(first + level, first + level + num)
+        keys, ids = self._keys[old], self._ids[old]
+        moves = (keys & _U64(level)) != 0
+        np.multiply(keys, moves, out=self._keys[new])
+        np.multiply(ids, moves, out=self._ids[new])
+        np.logical_not(moves, out=moves)
+        keys *= moves
+        ids *= moves
+        self._set_size(self.num_buckets + num)
+        for bucket in (self._has_spilled[old].nonzero()[0] + first).tolist():
+            self._has_spilled[bucket] = False
+            again = self._spilled.pop(bucket)
+            self._size -= len(again)
+            for routing_hash, entry_id in again.items():
+                self.add(routing_hash, self.locate(routing_hash)[0], entry_id)

@@ -1,0 +1,73 @@
+"""Blocks that requests in flight will bring: counted by (holder, hash), seen as hash -> mask of holders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Counts = dict[int, int]
+"""One holder's booked blocks: hash -> number of bookings."""
+
+
+class BookedBlocks:
+    """Optimistic entries of all holders; who calls keeps each holder's counts and bit.
+
+    Parameters
+    ----------
+    max_pairs
+        Bound on (holder, hash) pairs. At the bound only the first blocks of a request are booked.
+
+    Attributes
+    ----------
+    masks
+        hash -> mask of the holders that have it booked, never 0.
+    """
+
+    def __init__(self, max_pairs: int):
+        self.masks: dict[int, int] = {}
+        self._max_pairs = max_pairs
+        self._num_pairs = 0
+
+    def __len__(self) -> int:
+        """(holder, hash) pairs."""
+        return self._num_pairs
+
+    def add(self, counts: Counts, bit: int, hashes: Sequence[int]) -> Sequence[int]:
+        """Book blocks for a holder; returns those that there was room for, the first ones."""
+        masks = self.masks
+        for num_taken, routing_hash in enumerate(hashes):
+            count = counts.get(routing_hash, 0)
+            if not count:
+                if self._num_pairs >= self._max_pairs:
+                    return hashes[:num_taken]
+                self._num_pairs += 1
+                masks[routing_hash] = masks.get(routing_hash, 0) | bit
+            counts[routing_hash] = count + 1
+        return hashes
+
+    def give_back(self, counts: Counts, bit: int, hashes: Sequence[int]) -> None:
+        """Undo an `add` of these blocks."""
+        for routing_hash in hashes:
+            count = counts[routing_hash] - 1
+            if count:
+                counts[routing_hash] = count
+            else:
+                del counts[routing_hash]
+                self._forget(routing_hash, bit)
+
+    def drop(self, counts: Counts, bit: int) -> None:
+        """Forget all that a holder has booked; its counts are of no use any more."""
+        for routing_hash in counts:
+            self._forget(routing_hash, bit)
+
+    def move(self, counts: Counts, bit: int, new_bit: int) -> None:
+        """A holder goes by another bit from now on."""
+        for routing_hash in counts:
+            self.masks[routing_hash] = self.masks[routing_hash] & ~bit | new_bit
+
+    def _forget(self, routing_hash: int, bit: int) -> None:
+        self._num_pairs -= 1
+        mask = self.masks[routing_hash] & ~bit
+        if mask:
+            self.masks[routing_hash] = mask
+        else:
+            del self.masks[routing_hash]

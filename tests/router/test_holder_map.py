@@ -1,0 +1,119 @@
+"""Sets of holders by hash, in the table that holds them, against a dict of masks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from quire.router import holder_map
+from quire.router.block_table import BlockTable
+from quire.router.holder_map import HolderMap
+
+
+def u64(hashes):
+    return np.array(list(hashes), dtype=np.uint64)
+
+
+class Model:
+    """hash -> mask, at most `max_blocks` of them."""
+
+    def __init__(self, max_blocks):
+        self.masks, self.max_blocks = {}, max_blocks
+
+    def store(self, bit, hashes):
+        xor, num_changed, has_room = 0, 0, True
+        for h in hashes:
+            mask = self.masks.get(h, 0)
+            if not mask and len(self.masks) >= self.max_blocks:
+                has_room = False
+            elif not mask & bit:
+                self.masks[h] = mask | bit
+                xor, num_changed = xor ^ h, num_changed + 1
+        return xor, num_changed, has_room
+
+    def remove(self, bit, hashes):
+        xor, num_changed = 0, 0
+        for h in hashes:
+            if self.masks.get(h, 0) & bit:
+                xor, num_changed = xor ^ h, num_changed + 1
+                self.masks[h] ^= bit
+                if not self.masks[h]:
+                    del self.masks[h]
+        return xor, num_changed, True
+
+    def sweep(self, dead):
+        self.masks = {h: mask & ~dead for h, mask in self.masks.items() if mask & ~dead}
+
+
+def universe(rng):
+    """Hashes, 0 among them; some share so many low bits that they crowd into a few buckets."""
+    crowded = rng.random() < 0.5
+    hashes = [rng.getrandbits(64) for _ in range(rng.choice([40, 3000]))]
+    return [0, *(h & (0xFFFF << 48 if crowded and h % 4 == 0 else -1) & 2**64 - 1 for h in hashes)]
+
+
+@pytest.mark.parametrize("few", [0, 16, 10_000], ids=["arrays", "both", "one_by_one"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_map_equals_a_dict_of_masks(seed, few, monkeypatch):
+    monkeypatch.setattr(holder_map, "_FEW", few)
+    rng = random.Random(seed)
+    hashes = universe(rng)
+    max_blocks = rng.choice([50, 1000, 10_000])
+    subject, model = HolderMap(max_blocks), Model(max_blocks)
+    for _ in range(60):
+        bit = 1 << rng.randrange(70)
+        batch = [rng.choice(hashes) for _ in range(rng.choice([0, 1, 5, 40, 400]))]
+        action = rng.random()
+        if action < 0.55:
+            assert subject.store(bit, u64(batch)) == model.store(bit, batch)
+        elif action < 0.95:
+            assert subject.remove(bit, u64(batch)) == model.remove(bit, batch)
+        else:
+            while not subject.sweep(bit):
+                pass
+            model.sweep(bit)
+        found = [subject.masks[number] for number in subject.numbers(u64(hashes)).tolist()]
+        assert found == [model.masks.get(h, 0) for h in hashes]
+        assert len(subject) == len(model.masks)
+        assert subject.num_sets == 1 + len(set(model.masks.values()))
+
+
+def test_a_set_without_blocks_leaves_nothing_behind():
+    subject = HolderMap(10_000)
+    for i in range(200):
+        batch = np.arange(1, 40, dtype=np.uint64) + np.uint64(i * 40)
+        subject.store(1 << i, batch)
+        subject.remove(1 << i, batch)
+    assert len(subject) == 0 and subject.num_sets == 1 and len(subject.masks) < 5
+
+
+def test_a_sweep_goes_on_where_it_was_while_the_map_grows():
+    rng = np.random.default_rng(0)
+    subject = HolderMap(100_000)
+    old = rng.integers(1, 2**64, 10_000, dtype=np.uint64)
+    subject.store(1, old)
+    subject.store(2, old[:5000])
+    steps = 0
+    while not subject.sweep(1):
+        steps += 1
+        subject.store(2, rng.integers(1, 2**64, 500, dtype=np.uint64))
+    assert steps > 10
+    assert len(subject) == 5000 + 500 * steps
+    assert {subject.masks[number] for number in subject.numbers(old).tolist()} == {0, 2}
+
+
+def test_most_entries_fit_into_their_buckets_and_the_rest_is_found():
+    rng = np.random.default_rng(1)
+    hashes = rng.integers(1, 2**64, 50_000, dtype=np.uint64)
+    ids = np.arange(1, 50_001, dtype=np.int32)
+    table = BlockTable(50_000)
+    for start in range(0, 50_000, 700):
+        table.insert(hashes[start : start + 700], ids[start : start + 700])
+        assert table.num_spilled <= 0.05 * len(table) + 8
+    assert 0 < table.num_spilled
+    assert table.num_buckets == 12_500  # four entries a bucket, also at the bound
+    assert (table.find(hashes)[1] == ids).all()
+    assert [table.locate(int(h))[1] for h in hashes[:1000]] == ids[:1000].tolist()
+    assert not table.find(rng.integers(1, 2**64, 1000, dtype=np.uint64))[1].any()
