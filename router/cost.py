@@ -117,27 +117,28 @@ class CostPolicy:
         speed = self._speeds(fleet)  # seconds of a unit of work
         cached = fleet.gpu_tokens + fleet.host_tokens
         missing = request.num_prompt_tokens - cached
-        prefill = speed * prefill_work(missing, cached, fleet.attention_context_tokens)
+        prefill = prefill_work(missing, cached, fleet.attention_context_tokens)
+        prefill *= speed
         wait = self._wait(fleet, speed)
+        cost = wait + prefill
         terms = {
             "wait_s": wait,
             "prefill_s": prefill,
             "host_copy_s": fleet.host_tokens * fleet.host_copy_s_per_token,
             "interference_s": fleet.num_requests * (self.eta * prefill),
-            "later_s": self._later(fleet, wait, prefill),
+            "later_s": self._later(fleet, cost, prefill),
             "decode_s": self._decode(fleet, request),
             "eviction_s": self._eviction(fleet, missing * speed),
             "memory_s": self._memory(fleet, missing),
             "copy_value_s": self._copy_value(fleet, cached),
         }
-        cost = wait + prefill
         for name in _LATER_TERMS:
             cost += terms[name]
         if fleet.session_row >= 0:
             cost[fleet.session_row] -= self.stickiness * prefill[fleet.session_row]
         stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]
         if len(stale) > 2:
-            out = stale[rng.sample(range(len(stale)), len(stale) - 2)]
+            out = np.delete(stale, rng.sample(range(len(stale)), 2))
             cost[out] += 1.0 + cost.max()  # behind all others, in their order
         return rank(self.name, fleet, cost, rng, self.tie_s, **terms)
 
@@ -151,33 +152,47 @@ class CostPolicy:
 
     def _wait(self, fleet: Fleet, speed: np.ndarray) -> np.ndarray:
         """W: what is still queued, by the report and by our own unanswered requests."""
-        elapsed = np.minimum(fleet.report_age_s, self.max_decay_s)
-        reported = np.maximum(fleet.reported_work * speed - elapsed, 0.0)
+        reported = fleet.reported_work * speed
+        reported -= np.minimum(fleet.report_age_s, self.max_decay_s)
+        np.maximum(reported, 0.0, out=reported)
+        reported += fleet.booked_work * speed
         # Prefill is first come, first served: only the oldest can be partly done.
-        head_done = np.minimum(_HEAD_DONE * fleet.head_work * speed, fleet.head_age_s)
-        return np.maximum(
-            reported + fleet.booked_work * speed, fleet.unanswered_work * speed - head_done
-        )
+        head_done = fleet.head_work * speed
+        head_done *= _HEAD_DONE
+        np.minimum(head_done, fleet.head_age_s, out=head_done)
+        ours = fleet.unanswered_work * speed
+        ours -= head_done
+        return np.maximum(reported, ours, out=ours)
 
-    def _later(self, fleet: Fleet, wait: np.ndarray, prefill: np.ndarray) -> np.ndarray:
-        """Q: delay of those who arrive later."""
+    def _later(self, fleet: Fleet, window: np.ndarray, prefill: np.ndarray) -> np.ndarray:
+        """Q: delay of those who arrive later, behind a window of W + P."""
         demand = fleet.demand
-        window = wait + prefill
         if demand.mean_prefill_s <= 0:
             return np.zeros(len(fleet))
         price = self.kappa * demand.arrivals_per_s / (1.0 - min(_MAX_SHARE, demand.prefill_share))
-        bounded = window / (1.0 + window / (self.window_prefills * demand.mean_prefill_s))
-        return price * prefill * bounded
+        bounded = window * (1.0 / (self.window_prefills * demand.mean_prefill_s))
+        bounded += 1.0
+        np.divide(window, bounded, out=bounded)
+        bounded *= prefill
+        bounded *= price
+        return bounded
 
     def _decode(self, fleet: Fleet, request: RouteRequest) -> np.ndarray:
         """delta D: this request's steps read the others' KV, theirs read its own."""
         demand = fleet.demand
         seconds = self.delta * demand.output_tokens * demand.decode_s_per_kv_token
-        return seconds * (fleet.kv_tokens + fleet.num_requests * request.num_prompt_tokens)
+        read = fleet.num_requests * float(request.num_prompt_tokens)
+        read += fleet.kv_tokens
+        read *= seconds
+        return read
 
     def _eviction(self, fleet: Fleet, recompute: np.ndarray) -> np.ndarray:
         """E: as much cache as the request adds goes, and would be computed again when reused."""
-        return self.eviction * recompute * np.exp(fleet.cache_age_s / -self.reuse_s)
+        reuse = fleet.cache_age_s * (-1.0 / self.reuse_s)
+        np.exp(reuse, out=reuse)  # the chance of it
+        reuse *= recompute
+        reuse *= self.eviction
+        return reuse
 
     def _memory(self, fleet: Fleet, missing: np.ndarray) -> np.ndarray:
         """M: running requests give their memory back over the time of one output."""

@@ -82,7 +82,7 @@ def prefill_work(
     num_tokens: np.ndarray | float, context: np.ndarray | float, attention_context_tokens: float
 ) -> np.ndarray | float:
     """Work of prefilling tokens after a context: sum of 1 + c / A over their positions c."""
-    return num_tokens * (1.0 + (context + num_tokens * 0.5) / attention_context_tokens)
+    return num_tokens * (1.0 + (context + num_tokens * 0.5) * (1.0 / attention_context_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +178,18 @@ def rank(
         return Ranking(policy, fleet, range(n), cost, terms)
     if n > MAX_RANKED:
         best = cost.argpartition(MAX_RANKED)[:MAX_RANKED]
-        best = best[cost[best].argsort(kind="stable")]
+        costs = cost.take(best)
+        order = costs.argsort(kind="stable")
+        best, costs = best.take(order), costs.take(order).tolist()
     else:
         best = cost.argsort(kind="stable")
-    rows, bound = best.tolist(), cost[best[0]] + tie
-    if cost[rows[-1]] <= bound:
+        costs = cost.take(best).tolist()
+    rows, bound = best.tolist(), costs[0] + tie
+    if costs[-1] <= bound:
         ties = (cost <= bound).nonzero()[0].tolist()  # perhaps more than are ranked
     else:
-        ties = sorted(row for row in rows if cost[row] <= bound)
-    first = ties[rng.randrange(len(ties)) if len(ties) > 1 else 0]
+        ties = sorted(row for row, row_cost in zip(rows, costs, strict=True) if row_cost <= bound)
+    first = ties[rng.randrange(len(ties))] if len(ties) > 1 else ties[0]
     others = [row for row in rows if row != first]
     return Ranking(policy, fleet, [first, *others[: MAX_RANKED - 1]], cost, terms)
 
