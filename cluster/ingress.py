@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import secrets
 import time
 from pathlib import Path
@@ -65,6 +66,9 @@ class Router(GrpcApi):
             slow_client_timeout_s=app.router.slow_client_timeout_s,
         )
         self.service = _service(app, checkpoint, router_id, table, self._bus)
+        # What is loaded stays: no collection walks Ray and the tokenizer again while streams wait.
+        gc.collect()
+        gc.freeze()
         self._bus.start()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
