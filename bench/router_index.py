@@ -1,20 +1,27 @@
 """Speed of one routing decision and of the index: scaling in replicas and blocks.
 
 A decision is what `RouterService` does for each request: hash the prompt's tokens, match them in the
-index, score every replica, rank. Times are of the wall clock: what else the machine does is in them, most of all in the
-tail, and the load average stands in the result.
+index, score every replica, rank. Bookings go on between the decisions, as they do in a router; their time
+stands beside. The prompts are more than the processor's caches hold, so that a decision finds its blocks in memory.
+
+Times are of the wall clock: what else the machine does is in them, most of all in the tail, and the load average
+stands in the result. `python -m quire.bench router_index --plot FILE` draws a result.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import multiprocessing
 import random
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +29,14 @@ from quire.bench.report import RESULTS, Bar, write
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load, RoutingHasher
 from quire.router.index import PrefixIndex
 from quire.router.policy import RouteRequest, make_policy
-from quire.router.replicas import ReplicaTable
+from quire.router.replicas import ReplicaTable, RequestBooking
 
-_BATCH = 4096  # hashes in one event batch
+_BATCHES = (1, 4, 16, 64, 256, 4096)  # blocks of one report: a decode step's to a snapshot's
 _PROMPT_TOKENS = 16_384
+_MAX_PROMPTS = 2500  # of which we keep the tokens: 160 MB
+_IN_FLIGHT = 64  # requests without a first token
+_FLEETS = (4, 32, 256)
+_PARTS = ("hash", "match", "score", "decision", "book")
 
 
 class Filled:
@@ -36,81 +47,97 @@ class Filled:
 
     def __init__(self, num_replicas: int, num_blocks: int, copies: int = 3):
         self.rng = np.random.default_rng(0)
-        self.table = ReplicaTable(
-            PrefixIndex(max_blocks=2 * num_blocks, leaf_first=True), lost_after_s=1e9
-        )
+        self.table = ReplicaTable(PrefixIndex(max_blocks=2 * num_blocks), lost_after_s=1e9)
         self.hasher = RoutingHasher("model")
         self.names = [f"replica-{i}" for i in range(num_replicas)]
+        self._seq = dict.fromkeys(self.names, 0)
         for i, name in enumerate(self.names):
             self.table.add(name, "e", 32)
-            load = Load(
-                num_running=int(self.rng.integers(1, 64)),
-                queued_prefill_tokens=int(self.rng.integers(0, 20_000)),
-                num_decode_tokens=int(self.rng.integers(1000, 500_000)),
-                blocks_free=1000,
-                blocks_in_use=1000,
-                blocks_total=2000,
-                prefill_s_per_token=1e-4,
-                decode_step_s=0.01,
-                num_steps=i,
-            )
-            self.table.on_frame(name, Frame("e", load=load), 0.0)
-        self._seq = dict.fromkeys(self.names, 0)
+            self.table.on_frame(name, Frame("e", load=self._load(i)), 0.0)
         chain = _PROMPT_TOKENS // ROUTING_BLOCK_TOKENS
-        pick = random.Random(0)
+        num_chains = -(-num_blocks // chain)
         self.prompts: list[np.ndarray] = []  # [tokens] int32, of the chains that are known
-        before = _resident_bytes()
-        for i in range(0, num_blocks, chain):
-            if i % (64 * chain) == 0:
+        pick = random.Random(0)
+        every = -(-num_chains // _MAX_PROMPTS)
+        took_bytes = 0
+        for i in range(num_chains):
+            if i % every == 0:
                 tokens = self.rng.integers(0, 100_000, _PROMPT_TOKENS, dtype=np.int32)
                 self.prompts.append(tokens)
+                took_bytes += tokens.nbytes
                 hashes = self.hasher.hashes(tokens)
             else:
-                hashes = self.rng.integers(0, 2**63, chain, dtype=np.int64).astype(np.uint64)
+                hashes = self.rng.integers(0, 2**64, chain, dtype=np.uint64)
+            if i == 0:
+                before = _resident_bytes() - took_bytes
             for copy, name in enumerate(pick.sample(self.names, min(copies, num_replicas))):
-                self._store(name, hashes[: chain - copy * pick.randrange(chain // copies)])
+                self._replay(name, hashes[: chain - copy * pick.randrange(chain // copies)])
         gc.collect()
-        self.bytes_per_block = (_resident_bytes() - before) / max(1, len(self.table.index))
+        taken = _resident_bytes() - before - took_bytes
+        self.bytes_per_block = taken / max(1, len(self.table.index))
 
-    def _store(self, name: str, hashes: np.ndarray) -> None:
+    def _load(self, i: int) -> Load:
+        return Load(
+            num_running=int(self.rng.integers(1, 64)),
+            queued_prefill_tokens=int(self.rng.integers(0, 20_000)),
+            num_decode_tokens=int(self.rng.integers(1000, 500_000)),
+            blocks_free=1000,
+            blocks_in_use=1000,
+            blocks_total=2000,
+            prefill_s_per_token=1e-4,
+            decode_step_s=0.01,
+            num_steps=i,
+        )
+
+    def _replay(self, name: str, stored: np.ndarray = (), removed: np.ndarray = ()) -> None:
         self._seq[name] += 1
-        events = CacheEvents(self._seq[name], hashes, np.empty(0, np.uint64))
+        events = CacheEvents(
+            self._seq[name], np.asarray(stored, np.uint64), np.asarray(removed, np.uint64)
+        )
         self.table.index.apply(name, "e", events)
 
     def decisions(self, num: int) -> dict[str, np.ndarray]:
-        """[num] microseconds of each part of a decision, and of all of it."""
+        """[num] microseconds of each part of a decision, of all of it, and of its booking until its end."""
         policy, rng = make_policy("slo"), random.Random(1)
-        taken: dict[str, list[float]] = {"hash": [], "match": [], "score": [], "decision": []}
+        order = random.Random(2).sample(self.prompts, len(self.prompts))
+        taken: dict[str, list[float]] = {name: [] for name in _PARTS}
+        in_flight: deque[RequestBooking] = deque()
+        gc.collect()
+        gc.freeze()  # as a router does once it has started
         for i in range(num):
-            tokens = self.prompts[i % len(self.prompts)]
+            tokens, now_s = order[i % len(order)], 0.1 + 1e-4 * i
             times = [time.perf_counter()]
             hashes = self.hasher.hashes(tokens)
             times.append(time.perf_counter())
-            fleet = self.table.fleet(hashes, len(tokens), 0.1)
+            fleet = self.table.fleet(hashes, len(tokens), now_s)
             times.append(time.perf_counter())
-            policy.choose(RouteRequest(len(tokens)), fleet, 0.1, rng)[0]
+            ranking = policy.choose(RouteRequest(len(tokens)), fleet, now_s, rng)
+            ranking.names()
             times.append(time.perf_counter())
-            for name, then, now in zip(taken, times, times[1:], strict=False):
-                taken[name].append(now - then)
-            taken["decision"].append(times[-1] - times[0])
+            in_flight.append(self.table.book(ranking, hashes, len(tokens), now_s))
+            if len(in_flight) > _IN_FLIGHT:
+                self.table.end(in_flight.popleft(), now_s, 200)
+            times.append(time.perf_counter())
+            parts = np.diff(times)
+            for name, seconds in zip(("hash", "match", "score", "book"), parts, strict=True):
+                taken[name].append(seconds)
+            taken["decision"].append(times[3] - times[0])
+        gc.unfreeze()
+        for booking in in_flight:
+            self.table.end(booking, now_s)
         return {name: np.array(seconds) * 1e6 for name, seconds in taken.items()}
 
-    def events_per_s(self) -> float:
-        """Stored and removed blocks a second, on an index of this size."""
-        fresh = self.rng.integers(0, 2**63, 50 * _BATCH, dtype=np.int64).astype(np.uint64)
-        none, name = np.empty(0, np.uint64), self.names[0]
-
-        def replay(stored: np.ndarray, removed: np.ndarray) -> None:
-            self._seq[name] += 1
-            self.table.index.apply(name, "e", CacheEvents(self._seq[name], stored, removed))
-
-        batches = np.split(fresh, 50)
+    def events_per_s(self, batch: int) -> float:
+        """Stored and removed blocks a second, in reports of so many, on an index of this size."""
+        num_batches = max(1, min(2000, 200_000 // batch))
+        fresh = self.rng.integers(0, 2**64, num_batches * batch, dtype=np.uint64)
+        batches, name = np.split(fresh, num_batches), self.names[0]
 
         def all_of_them() -> None:
-            for batch in batches:
-                replay(batch, none)
-            for batch in batches:
-                replay(none, batch)
+            for stored in batches:
+                self._replay(name, stored)
+            for removed in batches:
+                self._replay(name, removed=removed)
 
         return 2 * len(fresh) / min(_timed(all_of_them) for _ in range(3))
 
@@ -128,16 +155,72 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(num_replicas: int, num_blocks: int, num_decisions: int) -> dict[str, float]:
+def measure(num_replicas: int, num_blocks: int, num_decisions: int) -> dict[str, Any]:
+    """One row of the curve: what a fleet and an index of this size take."""
     filled = Filled(num_replicas, num_blocks)
-    taken = filled.decisions(num_decisions)
-    row = {"replicas": num_replicas, "blocks": len(filled.table.index)}
-    for name, micros in taken.items():
-        row[f"{name}_p50_us"] = round(float(np.percentile(micros, 50)), 1)
-        row[f"{name}_p99_us"] = round(float(np.percentile(micros, 99)), 1)
+    filled.decisions(min(200, num_decisions))  # what is done once is done
+    row: dict[str, Any] = {"replicas": num_replicas, "blocks": len(filled.table.index)}
+    for name, micros in filled.decisions(num_decisions).items():
+        for percentile in (50, 99):
+            value = float(np.percentile(micros, percentile))
+            row[f"{name}_p{percentile}_us"] = round(value, 1)
     row["bytes_per_block"] = round(filled.bytes_per_block, 1)
-    row["events_per_s"] = round(filled.events_per_s())
+    row["events_per_s"] = {str(batch): round(filled.events_per_s(batch)) for batch in _BATCHES}
     return row
+
+
+def bars(last: dict[str, Any]) -> list[Bar]:
+    """The goals of the largest index and fleet."""
+    events = last["events_per_s"]
+    return [
+        Bar("router/decision_p50_us", last["decision_p50_us"], "us", 100),
+        Bar("router/decision_p99_us", last["decision_p99_us"], "us", 500),
+        Bar("router/index_bytes_per_block", last["bytes_per_block"], "B", 120),
+        Bar(
+            "router/block_events_per_s",
+            events["4096"],
+            "/s",
+            1e6,
+            at_most=False,
+            details={"by_blocks_in_a_report": events},
+        ),
+    ]
+
+
+def plot(curve: list[dict[str, Any]], path: Path) -> None:
+    """A decision's parts over replicas and over blocks, and events a second over the size of a report."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4))
+    fewest, most = curve[0]["blocks"], max(row["replicas"] for row in curve)
+    _plot_parts(axes[0], [row for row in curve if row["blocks"] == fewest], "replicas")
+    axes[0].set_title(f"one decision, {fewest:,} blocks")
+    _plot_parts(axes[1], [row for row in curve if row["replicas"] == most], "blocks")
+    axes[1].set_title(f"one decision, {most:,} replicas")
+    for row in curve[-1:]:
+        sizes = [int(size) for size in row["events_per_s"]]
+        axes[2].plot(sizes, [rate / 1e6 for rate in row["events_per_s"].values()], marker="o")
+        axes[2].set_title(f"events, {row['blocks']:,} blocks")
+    axes[2].set(xscale="log", xlabel="blocks in a report", ylabel="million blocks a second", ylim=0)
+    axes[2].axhline(1, color="grey", linestyle=":")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _plot_parts(axis: Any, rows: list[dict[str, Any]], column: str) -> None:
+    sizes = [row[column] for row in rows]
+    for part in ("hash", "match", "score", "decision"):
+        axis.plot(sizes, [row[f"{part}_p50_us"] for row in rows], marker="o", label=f"{part}, p50")
+    axis.plot(
+        sizes, [row["decision_p99_us"] for row in rows], marker="o", ls="--", label="decision, p99"
+    )
+    axis.axhline(100, color="grey", linestyle=":")
+    axis.set(xscale="log", yscale="log", xlabel=column, ylabel="microseconds")
+    axis.legend(fontsize=7)
 
 
 def main() -> int:
@@ -146,28 +229,23 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=1000, help="in the largest fleet")
     parser.add_argument("--decisions", type=int, default=5000)
     parser.add_argument("--out", type=Path, default=RESULTS / "router_index.json")
+    parser.add_argument("--plot", type=Path, help="only draw the result that is there")
     options = parser.parse_args()
+    if options.plot is not None:
+        plot(json.loads(options.out.read_text())["curve"], options.plot)
+        return 0
     small = min(100_000, options.blocks)
-    shapes = [(n, small) for n in (4, 32, 256) if n < options.replicas]
+    shapes = [(n, small) for n in _FLEETS if n < options.replicas]
     shapes += [(options.replicas, n) for n in (small, 1_000_000) if n < options.blocks]
     shapes.append((options.replicas, options.blocks))
     curve = []
-    for shape in shapes:
-        curve.append(measure(*shape, options.decisions))
-        print(curve[-1], file=sys.stderr, flush=True)
-        gc.collect()
-    last = curve[-1]
-    write(
-        options.out,
-        f"python -m quire.bench router_index --blocks {options.blocks}",
-        [
-            Bar("router/decision_p50_us", last["decision_p50_us"], "us", 100),
-            Bar("router/decision_p99_us", last["decision_p99_us"], "us", 500),
-            Bar("router/index_bytes_per_block", last["bytes_per_block"], "B", 120),
-            Bar("router/block_events_per_s", last["events_per_s"], "/s", 1e6, at_most=False),
-        ],
-        curve=curve,
-    )
+    # A process for each, or the memory that one gave back would be taken by the next unseen.
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for shape in shapes:
+            curve.append(pool.apply(measure, (*shape, options.decisions)))
+            print(curve[-1], file=sys.stderr, flush=True)
+    command = f"python -m quire.bench router_index --blocks {options.blocks}"
+    write(options.out, command, bars(curve[-1]), curve=curve)
     return 0
 
 
