@@ -36,7 +36,7 @@ class ReplicaColumns:
     Attributes
     ----------
     names
-        The replicas by row.
+        The replicas by row. A change makes another list: a decision goes on naming those that it was about.
     columns
         `NUM_COLUMNS` arrays, [rows] float64 each; views of what `write` writes.
     none
@@ -54,7 +54,7 @@ class ReplicaColumns:
     def add(self, name: str) -> int:
         """The row of a replica that was not there."""
         row = len(self.names)
-        self.names.append(name)
+        self.names = [*self.names, name]
         if row == self._values.shape[1]:
             self._values = np.hstack([self._values, np.zeros_like(self._values)])
         self._view()
@@ -62,12 +62,13 @@ class ReplicaColumns:
 
     def remove(self, row: int) -> str | None:
         """Give a row up; names the replica that has it now, for its row to be written, or None."""
-        last = self.names.pop()
+        *names, last = self.names
+        moved = None
+        if row < len(names):
+            names[row] = moved = last
+        self.names = names
         self._view()
-        if row == len(self.names):
-            return None
-        self.names[row] = last
-        return last
+        return moved
 
     def write(self, row: int, values: tuple[float, ...]) -> None:
         """Set a replica's `NUM_COLUMNS` values, in their order."""

@@ -8,11 +8,7 @@ starts nothing and reads no clock. The life of a replica here:
               │  └──gap, other digest─────┤
               └──add── LOST ◀──set_lost───┘
 
-Synchronising. A new attach stream brings a snapshot by itself; after a gap in seq, or when our
-digest is not the replica's, `on_frame` says from where to ask for a resync. The answer is the
-missed batches or a snapshot in pages, and it may come after frames with newer batches: while it is
-awaited all batches are kept. The stale index goes on answering, since after a gap it is nearly
-right. A new epoch starts from nothing.
+How the replay comes to agree, and what is asked of the replica when it does not: `router/replay.py`.
 """
 
 from __future__ import annotations
@@ -25,18 +21,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load
+from quire.protos.wire import ROUTING_BLOCK_TOKENS, Frame, Load
 from quire.router import columns
 from quire.router.columns import ReplicaColumns
 from quire.router.demand import DemandMeter, Followers
 from quire.router.index import Booking, PrefixIndex
 from quire.router.policy import Fleet, Ranking, prefill_work
+from quire.router.replay import Replay
 from quire.router.types import ReplicaStatus
 
 _EVICTION_HORIZON_S = 10.0
 _SPEED_HORIZON_S = 30.0
 _MEDIAN_PERIOD_S = 0.2
-_NO_HASHES = np.empty(0, np.uint64)
 
 
 class ReplicaState(enum.Enum):
@@ -58,9 +54,6 @@ _TRANSITIONS: dict[ReplicaState, frozenset[ReplicaState]] = {
 }
 
 
-SNAPSHOT = -1  # as `FrameAction.resync_from`: no batches will do
-
-
 @dataclass(frozen=True, slots=True)
 class FrameAction:
     """What the caller has to do after a frame.
@@ -70,7 +63,7 @@ class FrameAction:
     became_ready
         The replica takes requests from now on: this is the first frame of its attach stream.
     resync_from
-        Ask the replica for the event batches after this one (`SNAPSHOT`: for a snapshot), or None.
+        Ask the replica for the event batches after this one (`replay.SNAPSHOT`: for a snapshot), or None.
     new_epoch
         The engine behind the replica is another one: requests sent to the old one get no answer.
     reason
@@ -102,6 +95,7 @@ class RequestBooking:
 class _Replica:
     name: str
     epoch: str
+    replay: Replay
     state: ReplicaState = ReplicaState.SYNCING
     draining: bool = False  # stays so over a loss of its stream
     load: Load = field(default_factory=Load)
@@ -122,10 +116,6 @@ class _Replica:
     prefill_s_per_work: float = 0.0  # 0: not yet known
     removed_per_s: float = 0.0  # routing blocks that its cache evicts
     num_removed: int = 0  # of them, by the last report
-    awaits_resync: bool = True  # the attach stream begins with a snapshot
-    in_snapshot: bool = False  # some of its pages are there, others follow
-    asked_s: float | None = None  # when a resync was asked for last
-    kept: dict[int, CacheEvents] = field(default_factory=dict)  # by seq, while a resync is awaited
 
     def move_to(self, state: ReplicaState) -> None:
         if state is self.state:
@@ -139,13 +129,8 @@ class _Replica:
     def resume(self) -> None:
         """A new attach stream: a snapshot is on its way."""
         self.move_to(ReplicaState.DRAINING if self.draining else ReplicaState.SYNCING)
-        self.seen_s = self.asked_s = None
-        self.await_resync()
-
-    def await_resync(self) -> None:
-        self.awaits_resync = True
-        self.in_snapshot = False
-        self.kept.clear()
+        self.seen_s = None
+        self.replay.begin_stream()
 
     def take_speed(self, s_per_token: float, elapsed_s: float) -> None:
         """Average the measured speed, per unit of work, over a time long enough for many prompts."""
@@ -248,10 +233,11 @@ class ReplicaTable:
         """
         entry = self._replicas.get(replica)
         if entry is None:
-            entry = self._replicas[replica] = _Replica(replica, epoch)
+            replay = Replay(self.index, replica, self._max_kept_batches, self._resync_interval_s)
+            entry = self._replicas[replica] = _Replica(replica, epoch, replay)
             entry.row = self._columns.add(replica)
             entry.block_tokens = block_tokens
-            self.index.reset(replica, epoch, 0, _NO_HASHES)
+            replay.begin_epoch(epoch)
             self.index.set_row(replica, entry.row)
             self._write_row(entry)
             return
@@ -322,27 +308,28 @@ class ReplicaTable:
             entry.resume()
         was_ready = _is_ready(entry)
         if entry.seen_s is None:
-            entry.asked_s = now_s  # the snapshot that opens an attach stream needs no asking
+            entry.replay.on_first_frame(now_s)
         entry.seen_s = now_s
         new_epoch = frame.epoch != entry.epoch
         if new_epoch:
             self._begin_epoch(entry, frame.epoch)
-            entry.awaits_resync = False  # this stream has had its snapshot; batches count from 1
+            entry.replay.expect_no_snapshot()
         self._take_report(entry, frame.load, now_s)
-        reason, resync_from = self._take_events(entry, frame)
+        found = entry.replay.take(frame, now_s)
+        if found.agrees and entry.state is ReplicaState.SYNCING:
+            entry.move_to(ReplicaState.ATTACHED)
+        elif found.reason and entry.state is ReplicaState.ATTACHED:
+            entry.move_to(ReplicaState.SYNCING)
         self._write_row(entry)
-        if reason and not self._lose_sync(entry, frame, now_s):
-            resync_from = None
-        return FrameAction(_is_ready(entry) and not was_ready, resync_from, new_epoch, reason)
+        became_ready = _is_ready(entry) and not was_ready
+        return FrameAction(became_ready, found.resync_from, new_epoch, found.reason)
 
     def _begin_epoch(self, entry: _Replica, epoch: str) -> None:
-        """Another engine: nothing of the old one holds. Its batches count from 1."""
+        """Another engine: nothing of the old one holds."""
         entry.epoch = epoch
-        entry.asked_s = None
-        entry.await_resync()
+        entry.replay.begin_epoch(epoch)
         self._num_ours -= entry.num_ours
         entry.forget_bookings()
-        self.index.reset(entry.name, epoch, 0, _NO_HASHES)
 
     def _take_report(self, entry: _Replica, load: Load, now_s: float) -> None:
         if entry.report_s is not None and now_s > entry.report_s:
@@ -367,66 +354,6 @@ class ReplicaTable:
         if len(entry.bookings) != num_bookings:
             entry.sum_bookings()
 
-    def _take_events(self, entry: _Replica, frame: Frame) -> tuple[str, int | None]:
-        """Bring the index up to the frame; see `_compare`."""
-        if entry.awaits_resync:
-            entry.kept.update((batch.seq, batch) for batch in frame.events)
-            if len(entry.kept) > self._max_kept_batches:
-                entry.kept.clear()
-            if frame.snapshot is not None:
-                self._take_page(entry, frame)
-            if entry.in_snapshot:
-                return "", None
-            while (batch := entry.kept.get(self.index.seq(entry.name) + 1)) is not None:
-                self.index.apply(entry.name, frame.epoch, batch)
-        else:
-            # A page here is of a snapshot that something faster has made superfluous.
-            for batch in frame.events:
-                self.index.apply(entry.name, frame.epoch, batch)
-        return self._compare(entry, frame)
-
-    def _take_page(self, entry: _Replica, frame: Frame) -> None:
-        if not entry.in_snapshot:
-            self.index.begin_reset(entry.name, frame.epoch, frame.events_seq)
-            entry.in_snapshot = True
-        self.index.extend_reset(entry.name, frame.snapshot, frame.host_snapshot)
-        if not frame.snapshot_more:
-            self.index.commit_reset(entry.name)
-            entry.in_snapshot = False
-
-    def _compare(self, entry: _Replica, frame: Frame) -> tuple[str, int | None]:
-        """Whether our replay agrees with what the replica says of itself.
-
-        Returns
-        -------
-        Why not, or an empty string; and the batch from which a resync would heal it.
-        """
-        seq = self.index.seq(entry.name)
-        if frame.events_seq < seq:  # it carries a snapshot, or a resync was faster than it
-            return "", None
-        if frame.events_seq > seq:
-            return f"replica is at batch {frame.events_seq}, replay at {seq}", seq
-        complete = self.index.is_complete(entry.name)
-        if complete and self.index.digest(entry.name) != frame.digest:
-            return f"digest differs at batch {seq}", SNAPSHOT
-        entry.awaits_resync = False
-        entry.kept.clear()
-        if entry.state is ReplicaState.SYNCING:
-            entry.move_to(ReplicaState.ATTACHED)
-        return "", None
-
-    def _lose_sync(self, entry: _Replica, frame: Frame, now_s: float) -> bool:
-        """Our replay is not the replica's cache; whether it is time to ask for a resync."""
-        if entry.state is ReplicaState.ATTACHED:
-            entry.move_to(ReplicaState.SYNCING)
-        if not entry.awaits_resync:
-            entry.await_resync()
-            entry.kept.update((batch.seq, batch) for batch in frame.events)
-        if entry.asked_s is not None and now_s - entry.asked_s < self._resync_interval_s:
-            return False
-        entry.asked_s = now_s
-        return True
-
     # ------------------------------------------------------------------------------------ bookings
 
     def book(
@@ -445,7 +372,8 @@ class ReplicaTable:
         """
         best, fleet = ranking[0], ranking.fleet
         cached = best.cached_tokens + best.host_tokens
-        booking = self._book(best.replica, hashes, num_prompt_tokens, cached, now_s)
+        to_come = hashes[cached // self._routing_block_tokens :]  # the others it holds already
+        booking = self._book(best.replica, to_come, num_prompt_tokens, cached, now_s)
         missing, work = booking.prefill_tokens, booking.work
         self._demand.on_decision(best.prefill_s, missing, work, self._share_of_requests(), now_s)
         if fleet.longest_prefix is not None:
@@ -528,7 +456,7 @@ class ReplicaTable:
 
     def _share_of_requests(self) -> float:
         """Of the requests in flight, how many are this router's."""
-        known = self._columns.columns[columns.NUM_REQUESTS].sum()
+        known = float(self._columns.columns[columns.NUM_REQUESTS].sum())
         return min(1.0, (self._num_ours + 1) / (known + 1))
 
     # --------------------------------------------------------------------------------------- views

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load
 from quire.router.index import PrefixIndex
 from quire.router.policy import LeastLoaded, RouteRequest
-from quire.router.replicas import SNAPSHOT, ReplicaState, ReplicaTable
+from quire.router.replay import SNAPSHOT
+from quire.router.replicas import ReplicaState, ReplicaTable
 
 
 def u64(hashes):
@@ -342,6 +343,32 @@ def test_blocks_in_host_memory_are_counted_apart():
     assert tokens() == [0.0, 0.0]
     table.index.reset("r", "e1", 6, u64([1]), u64([2]))
     assert tokens() == [64.0, 64.0]
+
+
+def test_a_fleet_goes_on_naming_the_replicas_that_it_was_asked_for():
+    table = ReplicaTable(PrefixIndex())
+    for name in "abc":
+        table.add(name, "e1")
+        table.on_frame(name, FakeReplica().frame(), 0.0)
+    fleet = table.fleet([], 1, 0.0)
+    table.remove("a")
+    table.add("d", "e1")
+    table.on_frame("d", FakeReplica().frame(), 0.0)
+    assert fleet.replicas == ["a", "b", "c"]
+    assert table.fleet([], 1, 0.0).replicas == ["c", "b", "d"]
+
+
+def test_only_the_blocks_that_a_replica_lacks_are_booked():
+    table, _ = attached()
+    table.index.apply("r", "e1", CacheEvents(1, u64([1, 2, 3]), u64([])))
+    booking = book(table, [1, 2, 3, 4, 5], 321, 0.0)
+    assert booking.index_booking.hashes == [4, 5]
+    assert matched(table, [1, 2, 3, 4, 5, 6]) == {"r": 5}
+    again = book(table, [1, 2, 3, 4, 5, 6], 385, 0.0)
+    assert again.index_booking.hashes == [6]
+    table.end(booking, 0.1)
+    table.end(again, 0.1)
+    assert matched(table, [1, 2, 3, 4, 5, 6]) == {"r": 3}
 
 
 def test_replicas_to_avoid_are_left_out_unless_they_are_all():
