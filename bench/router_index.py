@@ -105,7 +105,8 @@ class Filled:
         gc.collect()
         gc.freeze()  # as a router does once it has started
         for i in range(num):
-            tokens, now_s = order[i % len(order)], 0.1 + 1e-4 * i
+            now_s = 0.1 + 1e-4 * i
+            tokens = order[i % len(order)].copy()  # the tokeniser has just written them
             times = [time.perf_counter()]
             hashes = self.hasher.hashes(tokens)
             times.append(time.perf_counter())

@@ -196,8 +196,9 @@ class CostPolicy:
 
     def _memory(self, fleet: Fleet, missing: np.ndarray) -> np.ndarray:
         """M: running requests give their memory back over the time of one output."""
-        short = np.maximum(missing - fleet.free_tokens, 0.0)
-        if not short.any():
+        short = missing - fleet.free_tokens
+        np.maximum(short, 0.0, out=short)
+        if not short.max():
             return short
         demand = fleet.demand
         output_s = demand.output_tokens * demand.decode_s_per_kv_token * fleet.kv_tokens
@@ -209,11 +210,11 @@ class CostPolicy:
         if fleet.followers <= 0 or longest <= 0:
             return np.zeros(len(fleet))
         demand = fleet.demand
-        k = int((cached == longest).sum())
+        k = np.count_nonzero(cached == longest)
         busy = 1.0 - min(_MAX_SHARE, demand.prefill_share)
         queue_s = demand.arrivals_per_s * demand.mean_square_prefill_s2 / (2.0 * busy)
         saved_s = self.copies * fleet.followers * queue_s / (k * (k + 1))
-        return (cached / longest - 1.0) * saved_s
+        return (cached - longest) * (saved_s / longest)
 
 
 def e2e_policy(**weights: float) -> CostPolicy:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 
@@ -360,26 +361,45 @@ class PrefixIndex:
         """
         masks, booked = self._confirmed.masks, self._booked.masks
         for first, end, number in _runs(self._confirmed.numbers(window)):
-            confirmed = masks[number]
-            for depth in range(first, end):
-                lost = alive & ~confirmed
-                if not lost:
+            lost = alive & ~masks[number]
+            if not lost:
+                continue
+            kept = lost & booked.get(int(window[first]), 0) if booked else 0
+            if kept != lost and start + first:
+                groups.append((start + first, lost ^ kept))
+            alive ^= lost ^ kept
+            if kept:  # by bookings alone, which may end within the run
+                later = window[first + 1 : end].tolist()
+                alive = self._walk_booked(later, start + first + 1, alive, kept, groups)
+            if not alive:
+                return 0
+        return alive
+
+    def _walk_booked(
+        self,
+        chain: list[int],
+        start: int,
+        alive: int,
+        only_booked: int,
+        groups: list[tuple[int, int]],
+    ) -> int:
+        """As `_walk`, where some hold nothing but what they have booked, and all others everything."""
+        for depth, mask in enumerate(map(self._booked.masks.get, chain, repeat(0)), start):
+            kept = only_booked & mask
+            if kept != only_booked:
+                groups.append((depth, only_booked ^ kept))
+                alive ^= only_booked ^ kept
+                if not kept:
                     break
-                # Within a run only a booking can end, or hold what an eviction has left open.
-                kept = lost & booked.get(int(window[depth]), 0) if booked else 0
-                if kept != lost:
-                    lost ^= kept
-                    if start + depth:
-                        groups.append((start + depth, lost))
-                    alive ^= lost
-                    if not alive:
-                        return 0
+                only_booked = kept
         return alive
 
     # --------------------------------------------------------------------------------------- state
 
     def _store(self, holder: _Holder, hashes: np.ndarray) -> int:
         """Set the holder's bit for these hashes; returns the XOR of those for which it was not set."""
+        if not len(hashes):
+            return 0
         change = self._confirmed.store(holder.bit, hashes)
         holder.num_blocks += change.num_blocks
         holder.complete &= change.has_room
@@ -387,6 +407,8 @@ class PrefixIndex:
 
     def _remove(self, holder: _Holder, hashes: np.ndarray) -> int:
         """Clear the holder's bit for these hashes; returns the XOR of those for which it was set."""
+        if not len(hashes):
+            return 0
         change = self._confirmed.remove(holder.bit, hashes)
         holder.num_blocks -= change.num_blocks
         return change.xor
