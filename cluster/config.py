@@ -379,6 +379,48 @@ class RouterArgs(_Section):
         le=600,
         description="Seconds for which a stream that has lost its replica looks for another one.",
     )
+    max_wait_s: float = Field(
+        30.0,
+        gt=0,
+        le=3600,
+        description="Seconds that a request may have to wait for its first token, by the measured speeds and "
+        "what is queued before it: beyond that it is refused at once (HTTP 429) with the time after which to "
+        "try again. One that can go at once is never refused.",
+    )
+    dispatch_window_s: float = Field(
+        0.5,
+        gt=0,
+        le=60,
+        description="Seconds of prefill that a replica has queued while requests go there at once; beyond "
+        "it they wait at the router, where tenants share fairly. Smaller is fairer, too small lets "
+        "replicas run dry between two reports.",
+    )
+    max_replica_waiting_requests: int = Field(
+        32,
+        ge=0,
+        le=65536,
+        description="Requests that wait at a replica, for memory or a place, while others still go there.",
+    )
+    max_queued_requests: int = Field(
+        1024,
+        ge=0,
+        le=1_000_000,
+        description="Most requests that wait at one router. A tenant (`cache_salt`) may have as many of "
+        "them as are still free: one alone half, two a third each.",
+    )
+    max_queued_tokens: int = Field(
+        4 * 1024**2,
+        ge=0,
+        le=2**40,
+        description="Most prompt tokens of those that wait at one router, shared like max_queued_requests.",
+    )
+    fairness_quantum_tokens: int = Field(
+        1024,
+        ge=1,
+        le=1_000_000,
+        description="By so many tokens, a generated one counting as two, a tenant may be ahead of the others "
+        "before it is their turn. Smaller is fairer over short times.",
+    )
     drain_timeout_s: float = Field(
         45.0,
         ge=0,
@@ -411,6 +453,15 @@ class RouterArgs(_Section):
     tokenizer_threads: int = Field(
         2, ge=1, le=64, description="Threads that tokenise prompts, off the event loop."
     )
+
+    @model_validator(mode="after")
+    def _window_within_wait(self) -> RouterArgs:
+        if self.dispatch_window_s > self.max_wait_s:
+            raise ValueError(
+                f"dispatch_window_s ({self.dispatch_window_s}) must be at most max_wait_s "
+                f"({self.max_wait_s})"
+            )
+        return self
 
 
 class ReplicaResources(_Section):

@@ -17,6 +17,7 @@ from quire.cluster.grpc_api import GrpcApi
 from quire.cluster.live_update import router_section
 from quire.cluster.metrics import ServeObserver
 from quire.replica.checkpoint import resolve_checkpoint
+from quire.router.admission import AdmissionLimits
 from quire.router.bus import Bus
 from quire.router.chat_template import ChatTemplate
 from quire.router.index import PrefixIndex
@@ -110,6 +111,14 @@ def _service(
         max_migrations=limits.max_migrations,
         budget=MigrationBudget(limits.migration_refill_s, limits.migration_burst),
         ready_timeout_s=limits.ready_timeout_s,
+        admission=AdmissionLimits(
+            max_wait_s=limits.max_wait_s,
+            max_queued_requests=limits.max_queued_requests,
+            max_queued_tokens=limits.max_queued_tokens,
+            dispatch_window_s=limits.dispatch_window_s,
+            max_replica_waiting_requests=limits.max_replica_waiting_requests,
+            quantum_tokens=limits.fairness_quantum_tokens,
+        ),
     )
 
 

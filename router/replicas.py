@@ -112,6 +112,7 @@ class _Column(enum.IntEnum):
     CACHE_AGE_S = 10
     FREE_TOKENS = 11
     USED_TOKENS = 12
+    NUM_WAITING = 13
 
 
 @dataclass(slots=True)
@@ -606,6 +607,7 @@ class ReplicaTable:
             cache_age_s=columns[_Column.CACHE_AGE_S],
             free_tokens=columns[_Column.FREE_TOKENS],
             used_tokens=columns[_Column.USED_TOKENS],
+            num_waiting=columns[_Column.NUM_WAITING],
             median_s_per_work=self._median_speed(now_s),
             demand=self._demand.demand(max(1, len(names)), now_s),
             attention_context_tokens=self._attention_context_tokens,
@@ -652,6 +654,7 @@ class ReplicaTable:
             age_s,
             free if block else math.inf,
             load.blocks_in_use * block,
+            load.num_waiting,
         )
 
     def statuses(self, now_s: float) -> list[ReplicaStatus]:
