@@ -354,6 +354,7 @@ class RouterService:
             add_special_tokens,
             max_model_len=hello.max_model_len,
             field="prompt" if request.messages is None else "messages",
+            tenant=request.tenant,
         )
 
     def _hasher(self, hello: Hello, tenant: str) -> RoutingHasher:
