@@ -2,10 +2,10 @@
 
     python -m quire.bench router_admission [--out FILE]
 
-A real `RouterService` and `Bus` over replicas that never answer: the first requests fill them, a thousand of a hundred
-tenants wait, and then more arrive with prompts of 20,000 characters. *Refused* is the time from `generate` to its
-`Overloaded`, with the queue's own work going on beside it. *Pass* is the time the gate adds to a request when nobody
-waits, with 4 and with 1000 replicas, beyond the ranking that every request needs.
+A real `RouterService` and `Bus` over replicas that never answer: the first requests fill them, some nine hundred of a
+hundred tenants wait, and then more arrive with prompts of 20,000 characters. *Refused* is the time from `generate` to
+its `Overloaded`, with the queue's own work going on beside it. *Pass* is the time the gate adds to a request when
+nobody waits, with 4 and with 1000 replicas, beyond the ranking that every request needs.
 """
 
 from __future__ import annotations

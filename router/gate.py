@@ -140,6 +140,8 @@ class AdmissionGate:
         )
         if error is not None:
             raise error
+        if view.is_open:
+            self._wake.set()  # its turn may be at once
         await self._wait(arrival, view.prefill_s)
 
     def charge(self, tenant: str, tokens: float) -> None:
