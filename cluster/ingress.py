@@ -66,6 +66,7 @@ class Router(GrpcApi):
             slow_client_timeout_s=app.router.slow_client_timeout_s,
         )
         self.service = _service(app, checkpoint, router_id, table, self._bus)
+        self._bus.queued_prefill_s = self.service.gate.queued_prefill_s
         self._bus.start()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -100,7 +101,9 @@ def _service(
         _facts(facts, limits, defaults),
         router_id=router_id,
         tokenizer=AsyncTokenizer(
-            TextTokenizer.load(checkpoint), num_threads=limits.tokenizer_threads
+            TextTokenizer.load(checkpoint),
+            num_threads=limits.tokenizer_threads,
+            cache_bytes=limits.tokenizer_cache_bytes,
         ),
         template=ChatTemplate.load(checkpoint, app.chat_template),
         table=table,

@@ -118,6 +118,11 @@ class FairQueue:
         """Prompt tokens that wait."""
         return self._tokens
 
+    @property
+    def prefill_s(self) -> float:
+        """Seconds of prefill that wait."""
+        return sum(tenant.prefill_s for tenant in self._turns)
+
     def of_tenant(self, name: str) -> tuple[int, int]:
         """Requests and prompt tokens of one tenant that wait."""
         tenant = self._tenants.get(name)

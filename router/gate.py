@@ -99,6 +99,10 @@ class AdmissionGate:
         """To be read only."""
         return self._queue
 
+    def queued_prefill_s(self) -> float:
+        """Seconds of prefill that wait here."""
+        return self._queue.prefill_s
+
     def check(self, tenant: str, priority: int) -> None:
         """Refuse what would be refused whatever its prompt, before work is done for it.
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 from local_serve import LocalCluster, LocalReplica, start_replica, until
 
+from quire.cluster.autoscaling import KV_IN_USE, NUM_REQUESTS, QUEUED_PREFILL_S
 from quire.protos.errors import DeadlineExceeded, Overloaded
 from quire.protos.wire import Submit
 from quire.replica.embedded import CHECKPOINT
+from quire.router import bus
 from quire.router.admission import AdmissionLimits
 from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits
@@ -268,5 +270,31 @@ def test_the_choices_of_a_request_wait_as_one_and_stay_together(runner, replicas
             sent = [request for request in stack.sent if request.request_id == "choices"]
             assert [request.fork_of for request in sent] == [None] + 2 * [sent[0].stream_id]
             assert "gone" not in {request.request_id for request in stack.sent}
+
+    runner.run(run())
+
+
+def test_replicas_report_what_autoscaling_counts_with_their_share_of_what_waits_here(
+    runner, replicas, monkeypatch
+):
+    async def run() -> None:
+        monkeypatch.setattr(bus, "LEASE_S", 0.2)
+        _, b = replicas
+        async with stack_of([b]) as stack:
+            await stack.answer("warm")
+            stack.cluster.bus.queued_prefill_s = stack.service.gate.queued_prefill_s
+            idle = b.actor.record_autoscaling_stats()
+            assert set(idle) == {QUEUED_PREFILL_S, KV_IN_USE, NUM_REQUESTS}
+            assert idle[NUM_REQUESTS] == idle[KV_IN_USE] == 0
+            async with held(b):
+                tasks = [stack.start(f"{i}", prompt=f"{i} " * 50) for i in range(5)]
+                await until(lambda: len(stack.service.gate.queue) == 4)
+                waiting_s = stack.service.gate.queued_prefill_s()
+                assert waiting_s > 0
+                await until(
+                    lambda: b.actor.record_autoscaling_stats()[QUEUED_PREFILL_S] >= waiting_s
+                )
+            assert await asyncio.gather(*tasks) == [4] * 5
+            await until(lambda: b.actor.record_autoscaling_stats()[QUEUED_PREFILL_S] == 0)
 
     runner.run(run())
