@@ -23,6 +23,8 @@ BENCHMARKS = {
     "bus_overhead": "Python per token on both sides of the bus",
     "gpu_kernels": "the Triton kernels on a GPU against its roof and other libraries; --rehearse without one",
     "routersim": "the routing policies in a simulated cluster, against a pooled oracle",
+    "router_tokenizer": "tokenising the next turn of a chat, with and without what is remembered",
+    "router_admission": "what admission costs: a request that passes, and one that is refused",
     "router_index": "speed of a routing decision and of the prefix index",
 }
 

@@ -28,6 +28,7 @@ from quire.replica.attachments import Attachments
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.replica.loop import LoopOutput
 from quire.replica.request import DeltaBatch
+from quire.router.admission import AdmissionLimits
 from quire.router.bus import Bus
 from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits
@@ -121,6 +122,8 @@ class RouterSide:
             table=table,
             policy=make_policy("slo"),
             transport=self.bus,
+            # Nobody answers before all are sent.
+            admission=AdmissionLimits(dispatch_window_s=1e9, max_wait_s=1e9),
         )
         self.num_sent = 0
         self.tasks = [asyncio.create_task(self._answer(i)) for i in range(streams)]

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from quire.cluster.config import AppConfig, ReplicaResources, RouterResources
 from quire.cluster.http_api import build_app
@@ -50,7 +50,7 @@ def build(args: dict[str, Any]) -> Application:
     replica = serve.deployment(
         Replica,
         name="Replica",
-        num_replicas=config.replicas,
+        **_num_replicas(config),
         max_ongoing_requests=max_calls,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
@@ -74,7 +74,7 @@ def build(args: dict[str, Any]) -> Application:
         serve.ingress(http_app)(Router),
         name="Router",
         num_replicas=config.routers,
-        max_ongoing_requests=config.replicas * max_calls,
+        max_ongoing_requests=config.max_replicas * max_calls,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.router.drain_timeout_s,
@@ -83,6 +83,33 @@ def build(args: dict[str, Any]) -> Application:
         ray_actor_options=_actor_options(config.router_resources, 0),
     )
     return router.bind(replica, config.model_dump())
+
+
+def _num_replicas(config: AppConfig) -> dict[str, Any]:
+    """Deployment options: a number, or the policy that finds it."""
+    scaling = config.autoscaling
+    if scaling is None:
+        return {"num_replicas": config.replicas}
+    policy = AutoscalingPolicy(
+        policy_function="quire.cluster.autoscaling:ScaleOnEngineLoad",
+        policy_kwargs={
+            "target_queued_prefill_s": scaling.target_queued_prefill_s,
+            "target_kv_in_use": scaling.target_kv_in_use,
+            "target_requests": scaling.target_requests,
+        },
+    )
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=scaling.min_replicas,
+            initial_replicas=config.replicas,
+            max_replicas=scaling.max_replicas,
+            upscale_delay_s=scaling.upscale_delay_s,
+            downscale_delay_s=scaling.downscale_delay_s,
+            look_back_period_s=scaling.look_back_s,
+            metrics_interval_s=scaling.report_interval_s,
+            policy=policy,
+        )
+    }
 
 
 def _device(config: AppConfig) -> str:
@@ -111,7 +138,7 @@ def _engine_args(config: AppConfig, device: str) -> EngineArgs:
     if limits["num_threads"] is None and device == "cpu":
         # Replicas on one node would otherwise each start a thread per core and preempt one another.
         cores = ray.cluster_resources().get("CPU", 1)
-        limits["num_threads"] = max(1, int(cores) // config.replicas)
+        limits["num_threads"] = max(1, int(cores) // config.max_replicas)
     return EngineArgs(
         model=config.model,
         revision=config.revision,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -108,7 +109,10 @@ def problems_from(
 def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
     """Names of the fields of the nested model at `loc`."""
     for part in loc:
-        model = model.model_fields[str(part)].annotation
+        annotation = model.model_fields[str(part)].annotation
+        # A section that may be absent is annotated `Section | None`.
+        sections = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+        model = sections[0] if sections else annotation
     return [*model.model_fields, *model.aliases]
 
 
@@ -379,6 +383,48 @@ class RouterArgs(_Section):
         le=600,
         description="Seconds for which a stream that has lost its replica looks for another one.",
     )
+    max_wait_s: float = Field(
+        30.0,
+        gt=0,
+        le=3600,
+        description="Seconds that a request may have to wait for its first token, by the measured speeds and "
+        "what is queued before it: beyond that it is refused at once (HTTP 429) with the time after which to "
+        "try again. One that can go at once is never refused.",
+    )
+    dispatch_window_s: float = Field(
+        0.5,
+        gt=0,
+        le=60,
+        description="Seconds of prefill that a replica has queued while requests go there at once; beyond "
+        "it they wait at the router, where tenants share fairly. Smaller is fairer, too small lets "
+        "replicas run dry between two reports.",
+    )
+    max_replica_waiting_requests: int = Field(
+        32,
+        ge=0,
+        le=65536,
+        description="Requests that wait at a replica, for memory or a place, while others still go there.",
+    )
+    max_queued_requests: int = Field(
+        1024,
+        ge=0,
+        le=1_000_000,
+        description="Most requests that wait at one router. A tenant (`cache_salt`) may have as many of "
+        "them as are still free: one alone half, two a third each.",
+    )
+    max_queued_tokens: int = Field(
+        4 * 1024**2,
+        ge=0,
+        le=2**40,
+        description="Most prompt tokens of those that wait at one router, shared like max_queued_requests.",
+    )
+    fairness_quantum_tokens: int = Field(
+        1024,
+        ge=1,
+        le=1_000_000,
+        description="By so many tokens, a generated one counting as two, a tenant may be ahead of the others "
+        "before it is their turn. Smaller is fairer over short times.",
+    )
     drain_timeout_s: float = Field(
         45.0,
         ge=0,
@@ -411,6 +457,80 @@ class RouterArgs(_Section):
     tokenizer_threads: int = Field(
         2, ge=1, le=64, description="Threads that tokenise prompts, off the event loop."
     )
+    tokenizer_cache_bytes: int = Field(
+        64 * 1024**2,
+        ge=0,
+        le=2**40,
+        description="Most bytes of tokenised text that a router remembers, by the parts that begin at special "
+        "tokens: of a chat's next turn only the new part is tokenised. 0 turns it off.",
+    )
+
+    @model_validator(mode="after")
+    def _window_within_wait(self) -> RouterArgs:
+        if self.dispatch_window_s > self.max_wait_s:
+            raise ValueError(
+                f"dispatch_window_s ({self.dispatch_window_s}) must be at most max_wait_s "
+                f"({self.max_wait_s})"
+            )
+        return self
+
+
+class AutoscalingArgs(_Section):
+    """How many replicas there are, by what the engines have to do (`cluster/autoscaling.py`)."""
+
+    min_replicas: int = Field(1, ge=1, le=1024, description="Fewest replicas.")
+    max_replicas: int = Field(4, ge=1, le=1024, description="Most replicas.")
+    target_queued_prefill_s: float | None = Field(
+        2.0,
+        gt=0,
+        le=3600,
+        description="Seconds of prefill queued for one replica, there and at the routers, above which more "
+        "replicas are wanted. null: does not count.",
+    )
+    target_kv_in_use: float | None = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="Fraction (0 to 1) of a replica's KV cache held by requests above which more replicas are "
+        "wanted. null: does not count.",
+    )
+    target_requests: float | None = Field(
+        None,
+        gt=0,
+        description="Requests on one replica, running and waiting, above which more replicas are wanted: for "
+        "decoding that gets too slow. Default: does not count.",
+    )
+    upscale_delay_s: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        description="Seconds for which more replicas must be wanted until they are started.",
+    )
+    downscale_delay_s: float = Field(
+        300.0,
+        ge=0,
+        le=86400,
+        description="Seconds for which fewer replicas must be wanted until some are drained: a cache is lost "
+        "with each.",
+    )
+    look_back_s: float = Field(
+        10.0, ge=1, le=3600, description="Seconds over which replicas' reports are averaged."
+    )
+    report_interval_s: float = Field(
+        2.0, ge=0.1, le=600, description="Seconds between two reports of a replica to Serve."
+    )
+
+    @model_validator(mode="after")
+    def _some_target(self) -> AutoscalingArgs:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas ({self.min_replicas}) must be at most max_replicas "
+                f"({self.max_replicas})"
+            )
+        targets = (self.target_queued_prefill_s, self.target_kv_in_use, self.target_requests)
+        if targets == (None, None, None):
+            raise ValueError("at least one target_* must be given")
+        return self
 
 
 class ReplicaResources(_Section):
@@ -478,6 +598,11 @@ class AppConfig(_Section):
     )
     replicas: int = Field(2, ge=1, le=1024, description="Copies of the engine, one device each.")
     routers: int = Field(2, ge=1, le=64, description="Copies of the HTTP and gRPC front end.")
+    autoscaling: AutoscalingArgs | None = Field(
+        None,
+        description="Let Serve change the number of replicas with the load; `replicas` is then the number "
+        "to begin with. Default: there are always `replicas`.",
+    )
     engine: EngineArgs = Field(EngineArgs(), description="Limits of each replica's engine.")
     router: RouterArgs = Field(RouterArgs(), description="Limits of each router.")
     replica_resources: ReplicaResources = Field(
@@ -498,6 +623,12 @@ class AppConfig(_Section):
             raise ValueError(
                 f"revision {self.revision!r} needs a Hugging Face id, but model is {self.model!r}"
             )
+        scaling = self.autoscaling
+        if scaling and not scaling.min_replicas <= self.replicas <= scaling.max_replicas:
+            raise ValueError(
+                f"replicas must be from autoscaling.min_replicas ({scaling.min_replicas}) to "
+                f"autoscaling.max_replicas ({scaling.max_replicas}), got {self.replicas}"
+            )
         if self.device == "cpu" and self.replica_resources.num_gpus:
             raise ValueError(
                 f"replica_resources.num_gpus must be 0 with device 'cpu', got "
@@ -511,6 +642,11 @@ class AppConfig(_Section):
     def is_folder(self) -> bool:
         """Whether `model` is a path; a relative one is written with a leading './' or '../'."""
         return self.model.startswith(("/", "./", "../", "~"))
+
+    @property
+    def max_replicas(self) -> int:
+        """The most replicas that there can be."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
     @property
     def model_name(self) -> str:

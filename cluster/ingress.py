@@ -18,6 +18,7 @@ from quire.cluster.grpc_api import GrpcApi
 from quire.cluster.live_update import router_section
 from quire.cluster.metrics import ServeObserver
 from quire.replica.checkpoint import resolve_checkpoint
+from quire.router.admission import AdmissionLimits
 from quire.router.bus import Bus
 from quire.router.chat_template import ChatTemplate
 from quire.router.index import PrefixIndex
@@ -66,6 +67,7 @@ class Router(GrpcApi):
             slow_client_timeout_s=app.router.slow_client_timeout_s,
         )
         self.service = _service(app, checkpoint, router_id, table, self._bus)
+        self._bus.queued_prefill_s = self.service.gate.queued_prefill_s
         # What is loaded stays: no collection walks Ray and the tokenizer again while streams wait.
         gc.collect()
         gc.freeze()
@@ -103,7 +105,9 @@ def _service(
         _facts(facts, limits, defaults),
         router_id=router_id,
         tokenizer=AsyncTokenizer(
-            TextTokenizer.load(checkpoint), num_threads=limits.tokenizer_threads
+            TextTokenizer.load(checkpoint),
+            num_threads=limits.tokenizer_threads,
+            cache_bytes=limits.tokenizer_cache_bytes,
         ),
         template=ChatTemplate.load(checkpoint, app.chat_template),
         table=table,
@@ -114,6 +118,14 @@ def _service(
         max_migrations=limits.max_migrations,
         budget=MigrationBudget(limits.migration_refill_s, limits.migration_burst),
         ready_timeout_s=limits.ready_timeout_s,
+        admission=AdmissionLimits(
+            max_wait_s=limits.max_wait_s,
+            max_queued_requests=limits.max_queued_requests,
+            max_queued_tokens=limits.max_queued_tokens,
+            dispatch_window_s=limits.dispatch_window_s,
+            max_replica_waiting_requests=limits.max_replica_waiting_requests,
+            quantum_tokens=limits.fairness_quantum_tokens,
+        ),
     )
 
 

@@ -76,6 +76,7 @@ class Replica:
         )
         self._arrivals = Arrivals()
         self._engine.watch(self._end_process)
+        self._router_queues: dict[str, float] = {}  # seconds of prefill, by router
         self._leases = Leases(LEASE_S)
         self._reaper = asyncio.create_task(self._reap())
         self._metrics = ReplicaMetrics(self._engine.load)
@@ -139,8 +140,18 @@ class Replica:
             self._finished.pop(key, None)
             self._leases.end(key)
 
-    async def renew(self, router_id: str, stream_ids: list[int], *, route: list[str]) -> None:
-        """The router lives and wants these streams for another `LEASE_S`."""
+    async def renew(
+        self,
+        router_id: str,
+        stream_ids: list[int],
+        queued_prefill_s: float = 0.0,
+        *,
+        route: list[str],
+    ) -> None:
+        """The router lives and wants these streams for another `LEASE_S`; so many seconds of prefill that wait
+        there are this replica's share."""
+        if router_id in self._attachments:
+            self._router_queues[router_id] = queued_prefill_s
         self._leases.renew(router_id, stream_ids, time.monotonic())
 
     async def grant(self, router_id: str, credit: dict[int, int], *, route: list[str]) -> bool:
@@ -173,6 +184,16 @@ class Replica:
             "epoch": self._engine.epoch,
             "model": config.model_name,
             "blocks": config.num_blocks,
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `cluster/autoscaling.py` scales on; Serve asks a few times in its look-back period."""
+        load = self._engine.load()
+        queued_s = load.queued_prefill_tokens * load.prefill_s_per_token
+        return {
+            "queued_prefill_s": queued_s + sum(self._router_queues.values()),
+            "kv_in_use": load.blocks_in_use / load.blocks_total if load.blocks_total else 0.0,
+            "num_requests": float(load.num_running + load.num_waiting),
         }
 
     def check_health(self) -> None:
@@ -226,6 +247,7 @@ class Replica:
 
     def _on_detach(self, router_id: str) -> None:
         """A router is gone: nobody can read its streams any more."""
+        self._router_queues.pop(router_id, None)
         for key in list(self._finished):
             if key[0] == router_id:
                 self._engine.abort(key)

@@ -21,7 +21,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
@@ -97,6 +97,8 @@ class Bus:
         self._stream_ids = itertools.count((secrets.randbits(30) << 32) + 1)
         self._background: set[asyncio.Task[Any]] = set()  # the loop itself holds tasks weakly
         self._closed = False
+        # What waits at the router, as the replicas report it to Serve's autoscaler.
+        self.queued_prefill_s: Callable[[], float] = lambda: 0.0
 
     def start(self) -> None:
         """Follow the membership from now on."""
@@ -333,8 +335,11 @@ class Bus:
             for attempt in self._attempts.values():
                 if attempt.placed and attempt.replica in wanted:
                     wanted[attempt.replica].append(attempt.stream_id)
+            share_s = self.queued_prefill_s() / max(1, len(wanted))
             for replica, ids in wanted.items():
-                self._spawn(self._call("renew", self._router_id, ids + unplaced, route=[replica]))
+                self._spawn(
+                    self._call("renew", self._router_id, ids + unplaced, share_s, route=[replica])
+                )
 
     def _on_frame(self, replica: str, frame: Frame) -> None:
         action = self._table.on_frame(replica, frame, time.monotonic())

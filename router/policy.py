@@ -67,6 +67,7 @@ class Fleet:
     cache_age_s: np.ndarray  # [n] float64, for how long a block stays cached; inf: nothing evicted
     free_tokens: np.ndarray  # [n] float64, of KV memory, evictable ones included; inf: not known
     used_tokens: np.ndarray  # [n] float64, of KV memory of running requests
+    num_waiting: np.ndarray  # [n] float64, requests that wait there, by the last report
     median_s_per_work: float = 0.0  # of those that are known; 0: none is
     demand: Demand = field(default_factory=Demand)
     attention_context_tokens: float = 30_000.0

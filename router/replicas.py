@@ -506,6 +506,7 @@ class ReplicaTable:
             cache_age_s=rows[columns.CACHE_AGE_S],
             free_tokens=rows[columns.FREE_TOKENS],
             used_tokens=rows[columns.USED_TOKENS],
+            num_waiting=rows[columns.NUM_WAITING],
             median_s_per_work=self._median_speed(now_s),
             demand=self._demand.demand(max(1, len(names)), now_s),
             attention_context_tokens=self._attention_context_tokens,
@@ -583,6 +584,7 @@ class ReplicaTable:
             free if block else math.inf,
             load.blocks_in_use * block,
             self._host_copy_s_per_token,
+            load.num_waiting,
         )
         self._columns.write(entry.row, values)
 

@@ -48,11 +48,14 @@ from quire.protos.wire import (
     TokenLogprob,
 )
 from quire.router import params, resume
+from quire.router.admission import AdmissionLimits
 from quire.router.chat_template import ChatTemplate
 from quire.router.choices import ChoicesStream
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
+from quire.router.fair_queue import TOKENS_PER_GENERATED
+from quire.router.gate import AdmissionGate, Arrival
 from quire.router.migration_budget import MigrationBudget
-from quire.router.policy import Policy, RouteRequest
+from quire.router.policy import Policy, Ranking, RouteRequest
 from quire.router.replicas import ReplicaTable, RequestBooking
 from quire.router.stop import StopMatcher
 from quire.router.suspicion import MAX_INCIDENTS, Standing, Suspicion
@@ -123,6 +126,8 @@ class RouterService:
         What all requests together may move; None: without a bound.
     ready_timeout_s
         A replica that has work and has not finished a step for so long does not count as ready.
+    admission
+        Bounds of those who wait here; None for the defaults.
     """
 
     def __init__(
@@ -140,6 +145,7 @@ class RouterService:
         max_migrations: int = MAX_MIGRATIONS,
         budget: MigrationBudget | None = None,
         ready_timeout_s: float = math.inf,
+        admission: AdmissionLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -153,6 +159,7 @@ class RouterService:
         self.budget = budget
         self.ready_timeout_s = ready_timeout_s
         self.clock = clock
+        self.gate = AdmissionGate(admission or AdmissionLimits(), clock, max_away_s=max_move_s)
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
         self._detokenizers = DetokenizerFactory(tokenizer.tokenizer.backend)
@@ -186,6 +193,7 @@ class RouterService:
             )
         params.check(request, self.facts.limits)
         hello = self._hello()
+        self.gate.check(request.tenant, request.priority)
         prompt_ids = await self._prompt_ids(request, hello)
         self._check_prompt_len(len(prompt_ids))
         sampling = params.resolve(
@@ -346,6 +354,7 @@ class RouterService:
             add_special_tokens,
             max_model_len=hello.max_model_len,
             field="prompt" if request.messages is None else "messages",
+            tenant=request.tenant,
         )
 
     def _hasher(self, hello: Hello, tenant: str) -> RoutingHasher:
@@ -425,6 +434,9 @@ class RequestStream:
         self._lost_attempts: list[
             tuple[str, int]
         ] = []  # replica and stream id, not looked into yet
+        self._full: set[str] = set()  # replicas that had no place for it
+        self._refused: Overloaded | None = None  # by one of them
+        self._sent = asyncio.Event()  # to some replica, or closed before that
         self._num_lost = 0  # attempts that a replica did not end as it should
         self._must_pay = False  # the next attempt is a move, not yet taken from the budget
         self._homeless_s: float | None = None  # since when it has been without a replica that works
@@ -468,16 +480,35 @@ class RequestStream:
 
     # -- attempts ----------------------------------------------------------------------------------------
 
-    async def _begin_attempt(self) -> Attempt:
-        """Submit; a request that was accepted once waits for a replica when there is none."""
+    async def _begin_attempt(self) -> None:
+        """Submit. The first attempt passes the gate, the later ones of an accepted request do not; they wait for
+        a replica when there is none."""
+        if self.explain.attempts == 0 and self._lead is None:
+            await self._service.gate.enter(self._arrival())
+            return
+        if self._lead is not None:
+            await self._lead._sent.wait()
         await self._wait_for_budget()
         while True:
             try:
-                return self._submit()
+                self._send(None if self._parent() is not None else self._rank())
+                return
             except Unavailable:
                 if self._homeless_s is None or self._has_waited_enough():
                     raise
             await asyncio.sleep(MOVE_POLL_S)
+
+    def _arrival(self) -> Arrival:
+        request = self._request
+        deadline_s = request.deadline_s
+        return Arrival(
+            tenant=request.tenant,
+            tokens=len(self._prompt_ids),
+            priority=request.priority,
+            deadline_s=None if deadline_s is None else self._arrived_s + deadline_s,
+            rank=self._rank,
+            send=self._send,
+        )
 
     async def _wait_for_budget(self) -> None:
         budget = self._service.budget
@@ -495,12 +526,21 @@ class RequestStream:
         service = self._service
         return service.clock() - self._homeless_s >= service.max_move_s
 
-    def _submit(self) -> Attempt:
+    def _rank(self) -> Ranking:
+        """The replicas, best first; raises Unavailable when there is none."""
         service, now = self._service, self._service.clock()
         num_prompt_tokens = len(self._prompt_ids) + len(self._emitted)
         fleet = service.table.fleet(
-            self._hashes, num_prompt_tokens, now, self._request.session, self._failed_on
+            self._hashes,
+            num_prompt_tokens,
+            now,
+            self._request.session,
+            self._failed_on | self._full,
         )
+        if self._refused is not None and not (self._full | self._failed_on).isdisjoint(
+            fleet.replicas
+        ):
+            raise self._refused  # nobody is left: it was left out as long as there was another
         if self._failed_on.issuperset(fleet.replicas):
             # Better a replica that failed this request once than none at all: all of them in turn.
             self._failed_on.clear()
@@ -508,27 +548,34 @@ class RequestStream:
             raise Unavailable(
                 "no replica is ready to serve the model", retry_after_s=NO_REPLICA_RETRY_S
             )
+        return service.policy.choose(
+            RouteRequest(num_prompt_tokens, self._request.session, self._request.priority),
+            fleet,
+            now,
+            service.rng,
+        )
+
+    def _send(self, ranking: Ranking | None) -> None:
+        """Book and submit the next attempt; a fork goes where its lead is, without a ranking."""
+        service, now = self._service, self._service.clock()
+        num_prompt_tokens = len(self._prompt_ids) + len(self._emitted)
         deadline_s = self._request.deadline_s
         if deadline_s is not None:
             deadline_s -= now - self._arrived_s
             if deadline_s <= 0:
                 raise DeadlineExceeded("the request's deadline passed before it was sent")
         parent = self._parent()
-        if parent is not None:
+        if ranking is None:
             self._route, num_cached = self._lead._route, num_prompt_tokens - 1
             self._booking = service.table.book_fork(self._lead._booking, now)
         else:
-            ranking = service.policy.choose(
-                RouteRequest(num_prompt_tokens, self._request.session, self._request.priority),
-                fleet,
-                now,
-                service.rng,
-            )
             self._route, num_cached = ranking.names(), ranking[0].cached_tokens
             self._booking = service.table.book(
                 ranking, self._hashes, num_prompt_tokens, now, self._request.session
             )
         self.explain.attempts += 1
+        if self.explain.attempts == 1:
+            service.gate.charge(self._request.tenant, num_prompt_tokens - num_cached)
         self.explain.replica = self._route[0]
         self.explain.predicted_cached_tokens = num_cached
         self.explain.runner_up = self._route[1] if len(self._route) > 1 else ""
@@ -547,7 +594,8 @@ class RequestStream:
             fork_of=None if parent is None else parent.stream_id,
             alone=self._suspicion.begin(len(self._emitted)),
         )
-        return service.transport.submit(submit, self._route)
+        self._attempt = service.transport.submit(submit, self._route)
+        self._sent.set()
 
     def _params(self) -> SamplingParams:
         """Those of the next attempt: what has been told of the prompt is not computed again."""
@@ -582,6 +630,8 @@ class RequestStream:
         if not self._closed:
             self._closed = True
             self._release_attempt()
+            self._sent.set()
+            self._service.gate.notify()
             self._service.observer.on_end(self.usage, self.explain)
 
     # -- events ------------------------------------------------------------------------------------------
@@ -589,7 +639,7 @@ class RequestStream:
     async def _next_delta(self) -> OutputDelta:
         while True:
             if self._attempt is None:
-                self._attempt = await self._begin_attempt()
+                await self._begin_attempt()
             event = await self._attempt.next()
             if isinstance(event, TokenDelta):
                 try:
@@ -640,6 +690,7 @@ class RequestStream:
                 new_ids = new_ids[: i + 1]
                 break
         self.usage.completion_tokens = len(self._emitted)
+        self._service.gate.charge(self._request.tenant, TOKENS_PER_GENERATED * len(new_ids))
         ends = matched is not None or event.finish_reason is not None
         if ends and self._told is not None:
             self._told.check_end(len(self._emitted))
@@ -722,6 +773,7 @@ class RequestStream:
             observer.on_inter_token(now - self._last_delta_s)
         else:
             observer.on_first_token(now - self._arrived_s)
+            self._on_place(event.num_cached_tokens)
             self.usage.cached_tokens = event.num_cached_tokens
             self.usage.host_cached_tokens = event.num_host_cached_tokens
             self.explain.cached_tokens = event.num_cached_tokens
@@ -730,6 +782,17 @@ class RequestStream:
             self.explain.replica = self._attempt.replica
             self._service.table.answered(self._booking, now)
         self._last_delta_s = now
+
+    def _on_place(self, num_cached_tokens: int) -> None:
+        """The first token: a replica has taken the request and found so much in its cache."""
+        self._full.clear()
+        self._refused = None
+        gate = self._service.gate
+        if self.explain.attempts == 1:
+            # What was charged when it was sent rested on the prediction.
+            wrong = self.explain.predicted_cached_tokens - num_cached_tokens
+            gate.charge(self._request.tenant, wrong)
+        gate.notify()
 
     async def _on_failure(self, completion: Completion) -> None:
         """The replica ended the request: refused, failed, or going away."""
@@ -745,6 +808,11 @@ class RequestStream:
             self._suspicion.incident()
             self._leave()
             self._check_standing(error.message)
+        elif isinstance(error, Overloaded):
+            # Another may have a place; `_rank` gives up when none is left.
+            self._full.add(self._attempt.replica)
+            self._refused = error
+            self._release_attempt()
         else:
             raise error
 

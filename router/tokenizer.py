@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
+from quire.router.token_cache import TokenCache, piece_pattern, split
 
 # Texts up to this length are encoded where they are. Measured with byte-level BPE on one busy core:
 # 0.17 us a character, so 90 us for 512; the way to a thread and back adds 50 to 80 us.
 INLINE_CHARS = 512
+# Texts up to this length are searched for special tokens where they are: 1 ns a character.
+INLINE_SPLIT_CHARS = 128 * 1024
 MAX_BYTES_PER_TOKEN = (
     16  # a longer text is refused unseen; prose has 3 to 5, the densest code about 8
 )
 
+_T = TypeVar("_T")
 _NAMED_SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -51,6 +56,8 @@ class TextTokenizer:
         Ids that `decode` leaves out when special tokens are skipped.
     special_tokens
         Named special tokens of the checkpoint, `bos_token` and so on, as chat templates use them.
+    piece_pattern
+        Where a text may be cut (`token_cache.py`); None: nowhere.
     """
 
     def __init__(self, backend: Tokenizer, special_tokens: dict[str, str]):
@@ -60,6 +67,7 @@ class TextTokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._detokenizers = DetokenizerFactory(backend)
+        self.piece_pattern = piece_pattern(backend)
 
     @classmethod
     def load(cls, folder: str | Path) -> TextTokenizer:
@@ -113,6 +121,11 @@ class TextTokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return np.array(encoding.ids, dtype=np.int32)
 
+    def encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each piece of a text, [tokens] int32 each, without BOS and the like."""
+        encodings = self.backend.encode_batch_fast(list(pieces), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences to forbid so that the output does not contain `words` (vLLM's rule).
 
@@ -145,12 +158,17 @@ class TextTokenizer:
 class AsyncTokenizer:
     """Encodes in a bounded thread pool, so that a long prompt does not stop the streams of others.
 
+    What was encoded before is remembered by the pieces that begin at special tokens, so that of a chat's next turn
+    only what is new is encoded; see `token_cache.py`.
+
     Parameters
     ----------
     num_threads
         Threads that encode.
     max_pending
         Texts that wait or are encoded; one more is refused.
+    cache_bytes
+        Memory for what was encoded; 0: nothing is remembered.
     """
 
     def __init__(
@@ -159,8 +177,11 @@ class AsyncTokenizer:
         *,
         num_threads: int = 2,
         max_pending: int = 256,
+        cache_bytes: int = 64 * 1024**2,
     ):
         self.tokenizer = tokenizer
+        self.cache = TokenCache(cache_bytes)
+        self._pattern = tokenizer.piece_pattern if cache_bytes else None
         self._max_pending = max_pending
         self._num_pending = 0
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
@@ -172,6 +193,7 @@ class AsyncTokenizer:
         *,
         max_model_len: int,
         field: str = "prompt",
+        tenant: str = "",
     ) -> np.ndarray:
         """As `TextTokenizer.encode`.
 
@@ -181,6 +203,8 @@ class AsyncTokenizer:
             Tokens; a text of more than 16 bytes for each is refused before it is looked at.
         field
             Name of the request's field, for errors.
+        tenant
+            Whose text it is: what it is made of is remembered for this tenant only.
 
         Raises
         ------
@@ -201,6 +225,35 @@ class AsyncTokenizer:
             )
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens)
+        # What BOS and the like are depends on the whole text.
+        if self._pattern is not None and not add_special_tokens:
+            return await self._encode_pieces(self._pattern, text, tenant)
+        return await self._in_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    async def _encode_pieces(self, pattern: re.Pattern[str], text: str, tenant: str) -> np.ndarray:
+        """[tokens] int32, with as much from the cache as is there."""
+        if len(text) <= INLINE_SPLIT_CHARS:
+            pieces = split(pattern, text)
+        else:
+            pieces = await self._in_thread(split, pattern, text)
+        found = self.cache.find(tenant, pieces)
+        missing = dict.fromkeys(
+            piece for piece, ids in zip(pieces, found, strict=True) if ids is None
+        )
+        if missing:
+            if sum(map(len, missing)) <= INLINE_CHARS:
+                encoded = self.tokenizer.encode_pieces(tuple(missing))
+            else:
+                encoded = await self._in_thread(self.tokenizer.encode_pieces, tuple(missing))
+            new = dict(zip(missing, encoded, strict=True))
+            for piece, ids in new.items():
+                self.cache.put(tenant, piece, ids)
+            found = [
+                new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)
+            ]
+        return np.concatenate(found)
+
+    async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
         if self._num_pending >= self._max_pending:
             raise Overloaded(
                 f"{self._num_pending} prompts are waiting to be tokenised, the limit is"
@@ -208,7 +261,7 @@ class AsyncTokenizer:
                 retry_after_s=1.0,
             )
         self._num_pending += 1
-        future = self._pool.submit(self.tokenizer.encode, text, add_special_tokens)
+        future = self._pool.submit(function, *args)
         loop = asyncio.get_running_loop()
         # A cancelled request gives up waiting, but its text goes on filling a thread: count the
         # work.

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from quire.cluster import serve_config
 from quire.cluster.config import (
     AppConfig,
+    AutoscalingArgs,
     ConfigError,
     EngineArgs,
     ReplicaResources,
@@ -33,7 +34,7 @@ from quire.replica.config import EngineArgs as ReplicaEngineArgs
 
 ROOT = Path(__file__).parents[2]
 CLUSTER_YAML = (ROOT / "cluster.yaml").read_text()
-SECTIONS = (AppConfig, EngineArgs, RouterArgs, ReplicaResources, RouterResources)
+SECTIONS = (AppConfig, AutoscalingArgs, EngineArgs, RouterArgs, ReplicaResources, RouterResources)
 FIELDS = [(model, name) for model in SECTIONS for name in model.model_fields]
 FIELD_IDS = [f"{model.__name__}.{name}" for model, name in FIELDS]
 
@@ -66,6 +67,9 @@ COUNTS = (
     "replicas",
     "routers",
     "max_migrations",
+    "min_replicas",
+    "max_replicas",
+    "target_requests",
     "migration_burst",
 )
 # Names that the field's engines share; the description states the unit.
@@ -73,6 +77,7 @@ STANDARD_TERMS = {
     "block_size": "Tokens",
     "max_model_len": "tokens",
     "max_memory_percent": "Fraction",
+    "target_kv_in_use": "Fraction",
     "safety_margin": "Fraction",
     "resume_margin": "Fraction",
     "max_tokens_default": "tokens",

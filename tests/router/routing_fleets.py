@@ -25,6 +25,7 @@ _IDLE = {
     "cache_age_s": math.inf,
     "free_tokens": math.inf,
     "used_tokens": 0.0,
+    "num_waiting": 0.0,
 }
 
 
@@ -66,6 +67,7 @@ ROWS = st.fixed_dictionaries(
         "cache_age_s": st.one_of(_SECONDS, st.just(math.inf)),
         "free_tokens": st.one_of(_TOKENS, st.just(math.inf)),
         "used_tokens": _TOKENS,
+        "num_waiting": _TOKENS,
     }
 )
 FLEETS = st.lists(ROWS, max_size=20)

@@ -1,0 +1,148 @@
+"""Whether a request may wait at a router, and when one that may not should come again. Pure.
+
+    the time it would wait for its first token  =  W + B / r + P
+
+    W  seconds of prefill queued at the replica that has least
+    B  seconds of prefill that wait at this router and go before it (`FairQueue.prefill_s_ahead`)
+    r  seconds of prefill that leave the router's queue in a second, as measured: the number of replicas
+       while prefill is what they are busy with, less when decoding or memory holds them up
+    P  seconds of its own prefill
+
+A request that can go at once is never refused: later it would take as long. One that would wait longer than
+`max_wait_s` is, and so is one that finds its tenant's share of the queue taken. That share is as much as is still free
+(the dynamic threshold of Choudhury and Hahne 1998, alpha = 1): a single tenant may fill half of the queue, two a third
+each, and however many there are, a newcomer finds room. B is counted in the order of the fair queue, so a tenant that
+floods the router is refused and the others are not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from quire.protos.errors import Overloaded
+from quire.router.fair_queue import FairQueue
+
+_RATE_HORIZON_S = 10.0
+_PRIOR_S = 2.0  # seconds of measurement that the expected rate counts for
+MAX_RETRY_AFTER_S = 300.0
+_LEAST_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """The bounds of one router's queue.
+
+    Attributes
+    ----------
+    max_wait_s
+        For the first token, by the estimate above.
+    max_queued_requests, max_queued_tokens
+        That wait at the router.
+    dispatch_window_s
+        Prefill that a replica has queued while requests go there at once. What waits there is served in the
+        replica's order, what waits here in the fair one; so it is as small as keeps the replica busy.
+    max_replica_waiting_requests
+        Requests that wait at a replica, by its last report, while others still go there. Bounds what
+        `dispatch_window_s` does not: short prompts that wait for memory.
+    quantum_tokens
+        See `FairQueue`.
+    """
+
+    max_wait_s: float = 30.0
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4 * 1024**2
+    dispatch_window_s: float = 0.5
+    max_replica_waiting_requests: int = 32
+    quantum_tokens: int = 1024
+
+
+class DrainRate:
+    """Seconds of prefill that leave the queue in a second, while somebody waits."""
+
+    def __init__(self) -> None:
+        self._released_s = 0.0
+        self._elapsed_s = 0.0
+
+    def on_release(self, prefill_s: float) -> None:
+        """A request left the queue for a replica."""
+        self._released_s += prefill_s
+
+    def on_time(self, elapsed_s: float) -> None:
+        """So much time passed while the queue held somebody."""
+        keep = math.exp(-elapsed_s / _RATE_HORIZON_S)
+        self._released_s *= keep
+        self._elapsed_s = self._elapsed_s * keep + elapsed_s
+
+    def rate(self, num_replicas: int) -> float:
+        """The measured rate; the number of replicas counts for the first two seconds of it."""
+        expected = max(1, num_replicas)
+        return (self._released_s + _PRIOR_S * expected) / (self._elapsed_s + _PRIOR_S)
+
+
+def expected_wait_s(
+    queue: FairQueue, *, tenant: str, priority: int, queued_s: float, prefill_s: float, rate: float
+) -> float:
+    """Seconds until the first token: the estimate above.
+
+    Parameters
+    ----------
+    queued_s, prefill_s, rate
+        W, P and r.
+    """
+    ahead_s = queue.prefill_s_ahead(tenant, priority, prefill_s)
+    return queued_s + ahead_s / rate + prefill_s
+
+
+def refusal(
+    limits: AdmissionLimits,
+    queue: FairQueue,
+    *,
+    tenant: str,
+    tokens: int,
+    wait_s: float,
+    queued_s: float,
+    prefill_s: float,
+) -> Overloaded | None:
+    """The error for a request that may not wait; None if it may.
+
+    Parameters
+    ----------
+    tokens
+        Of its prompt.
+    wait_s
+        By `expected_wait_s`.
+    queued_s, prefill_s
+        W and P.
+    """
+    if wait_s > limits.max_wait_s:
+        # When the excess is gone; but a long prompt need not wait for longer than until it can go at once.
+        before_s = wait_s - prefill_s
+        after_s = min(wait_s - limits.max_wait_s, before_s - limits.dispatch_window_s)
+        return _overloaded(
+            f"the first token would take {wait_s:.1f} s, {queued_s:.1f} s of it for what is queued at "
+            f"every replica; the limit is {limits.max_wait_s:g} s (router.max_wait_s)",
+            after_s,
+        )
+    own_requests, own_tokens = queue.of_tenant(tenant)
+    free_requests = limits.max_queued_requests - len(queue)
+    if own_requests + 1 > free_requests:
+        return _overloaded(
+            f"{len(queue)} requests wait at this router, {own_requests} of them this tenant's, which may have as "
+            f"many as are still free of {limits.max_queued_requests} (router.max_queued_requests)",
+            wait_s / 2,
+        )
+    free_tokens = limits.max_queued_tokens - queue.tokens
+    if own_tokens + tokens > free_tokens:
+        return _overloaded(
+            f"prompts of {queue.tokens} tokens wait at this router, {own_tokens} of them this tenant's; with "
+            f"{tokens} more it would have more than are still free of {limits.max_queued_tokens} "
+            "(router.max_queued_tokens)",
+            wait_s / 2,
+        )
+    return None
+
+
+def _overloaded(message: str, retry_after_s: float) -> Overloaded:
+    bounded_s = min(max(retry_after_s, _LEAST_RETRY_S), MAX_RETRY_AFTER_S)
+    return Overloaded(message, retry_after_s=bounded_s)

@@ -1,0 +1,283 @@
+"""Where requests wait for their turn: the running part of admission. Plain asyncio, no Ray.
+
+    arrives ──a replica is open, nobody waits──────────────────────────────▶ sent
+       │                                                                      ▲
+       ├──would wait too long, its share is taken──▶ Overloaded               │ its turn, a replica is open
+       └──▶ fair queue ──┬───────────────────────────────────────────────────┘
+                         ├──deadline passed──▶ DeadlineExceeded
+                         ├──no replica for `max_away_s`──▶ Unavailable
+                         └──its client has gone──▶ removed
+
+A replica is *open* while it has less than `dispatch_window_s` of prefill queued and few requests waiting. So the
+replicas are kept busy, and the order is decided here, as late as it can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.protos.errors import DeadlineExceeded, Overloaded, Unavailable
+from quire.router.admission import AdmissionLimits, DrainRate, expected_wait_s, refusal
+from quire.router.fair_queue import FairQueue, Ticket
+from quire.router.policy import Ranking
+
+POLL_S = 0.01  # the queue looks for an open replica so often; frames come once a step
+_BATCH = 32  # requests sent in one go before the event loop gets its turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request at the gate.
+
+    Attributes
+    ----------
+    rank
+        The replicas as they are now, for this request; raises Unavailable when there is none.
+    send
+        Submit and book it; what it raises goes to who waits in `enter`.
+    deadline_s
+        On the gate's clock.
+    """
+
+    tenant: str
+    tokens: int
+    priority: int
+    deadline_s: float | None
+    rank: Callable[[], Ranking]
+    send: Callable[[Ranking], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    arrival: Arrival
+    done: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a ranking says of the fleet."""
+
+    is_open: bool
+    queued_s: float  # W of the replica that has least
+    prefill_s: float  # P on the best
+    num_replicas: int
+
+
+class AdmissionGate:
+    """Lets requests through to the replicas, in fair order.
+
+    Parameters
+    ----------
+    max_away_s
+        Who waits while there is no replica at all gives up after so long.
+    """
+
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        clock: Callable[[], float],
+        *,
+        max_away_s: float = 30.0,
+    ):
+        self.limits = limits
+        self._clock = clock
+        self._max_away_s = max_away_s
+        self._queue = FairQueue(limits.quantum_tokens)
+        self._waiters: dict[Ticket, _Waiter] = {}
+        self._rate = DrainRate()
+        self._last = _View(True, 0.0, 0.0, 1)
+        self._pump: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def queue(self) -> FairQueue:
+        """To be read only."""
+        return self._queue
+
+    def queued_prefill_s(self) -> float:
+        """Seconds of prefill that wait here."""
+        return self._queue.prefill_s
+
+    def check(self, tenant: str, priority: int) -> None:
+        """Refuse what would be refused whatever its prompt, before work is done for it.
+
+        Raises
+        ------
+        Overloaded
+        """
+        if self._queue:
+            view = self._last
+            error = self._refusal(tenant, priority, 0, view.queued_s, 0.0, view.num_replicas)
+            if error is not None:
+                raise error
+
+    async def enter(self, arrival: Arrival) -> None:
+        """Send a request, now or when it is its turn.
+
+        Raises
+        ------
+        Overloaded
+            It would wait too long, or its tenant has too many waiting.
+        DeadlineExceeded
+            Its deadline passed while it waited.
+        Unavailable
+            There has been no replica for too long.
+        """
+        ranking = arrival.rank()
+        view = self._view(ranking)
+        if view.is_open and not self._queue:
+            arrival.send(ranking)
+            return
+        self._last = view
+        error = self._refusal(
+            arrival.tenant,
+            arrival.priority,
+            arrival.tokens,
+            view.queued_s,
+            view.prefill_s,
+            view.num_replicas,
+        )
+        if error is not None:
+            raise error
+        if view.is_open:
+            self._wake.set()  # its turn may be at once
+        await self._wait(arrival, view.prefill_s)
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """Tokens were computed for a tenant; negative ones were charged before and were not."""
+        self._queue.charge(tenant, tokens)
+
+    def notify(self) -> None:
+        """A request moved on: a replica may be open again."""
+        if self._queue:
+            self._wake.set()
+
+    def _refusal(
+        self,
+        tenant: str,
+        priority: int,
+        tokens: int,
+        queued_s: float,
+        prefill_s: float,
+        num_replicas: int,
+    ) -> Overloaded | None:
+        wait_s = expected_wait_s(
+            self._queue,
+            tenant=tenant,
+            priority=priority,
+            queued_s=queued_s,
+            prefill_s=prefill_s,
+            rate=self._rate.rate(num_replicas),
+        )
+        return refusal(
+            self.limits,
+            self._queue,
+            tenant=tenant,
+            tokens=tokens,
+            wait_s=wait_s,
+            queued_s=queued_s,
+            prefill_s=prefill_s,
+        )
+
+    async def _wait(self, arrival: Arrival, prefill_s: float) -> None:
+        ticket = Ticket(
+            arrival.tenant, arrival.tokens, prefill_s, arrival.priority, arrival.deadline_s
+        )
+        waiter = _Waiter(arrival, asyncio.get_running_loop().create_future())
+        self._queue.push(ticket)
+        self._waiters[ticket] = waiter
+        if self._pump is None:
+            # In a context of its own: Serve cancels what was started in that of a request with it.
+            self._pump = asyncio.get_running_loop().create_task(
+                self._run(), context=contextvars.Context()
+            )
+        try:
+            await waiter.done
+        finally:
+            if self._waiters.pop(ticket, None) is not None and ticket in self._queue:
+                self._queue.remove(ticket)
+
+    async def _run(self) -> None:
+        """Send who waits, until nobody does."""
+        seen_s = away_s = self._clock()
+        try:
+            while self._queue:
+                now_s = self._clock()
+                self._rate.on_time(now_s - seen_s)
+                seen_s = now_s
+                for ticket in self._queue.expire(now_s):
+                    self._end(
+                        ticket,
+                        DeadlineExceeded(
+                            "the request's deadline passed while it waited to be sent"
+                        ),
+                    )
+                num_sent = self._send_some()
+                if num_sent is not None:
+                    away_s = now_s
+                elif now_s - away_s > self._max_away_s:
+                    self._end_all(Unavailable("no replica is ready to serve the model"))
+                if num_sent == _BATCH:
+                    await asyncio.sleep(0)
+                    continue
+                self._wake.clear()
+                try:
+                    await asyncio.wait_for(self._wake.wait(), POLL_S)
+                except TimeoutError:
+                    pass
+        finally:
+            self._pump = None
+
+    def _send_some(self) -> int | None:
+        """Send those whose turn it is while a replica is open; None when there is none at all."""
+        for num_sent in range(_BATCH):
+            ticket = self._queue.next()
+            if ticket is None:
+                return num_sent
+            arrival = self._waiters[ticket].arrival
+            try:
+                ranking = arrival.rank()
+            except Unavailable:
+                return None
+            self._last = view = self._view(ranking)
+            if not view.is_open:
+                return num_sent
+            self._queue.take(ticket)
+            self._rate.on_release(ticket.prefill_s)
+            try:
+                arrival.send(ranking)
+            except Exception as error:
+                self._end(ticket, error)
+            else:
+                self._end(ticket, None)
+        return _BATCH
+
+    def _end(self, ticket: Ticket, error: Exception | None) -> None:
+        waiter = self._waiters.pop(ticket, None)
+        if ticket in self._queue:
+            self._queue.remove(ticket)
+        if waiter is not None and not waiter.done.done():
+            if error is None:
+                waiter.done.set_result(None)
+            else:
+                waiter.done.set_exception(error)
+
+    def _end_all(self, error: Exception) -> None:
+        for ticket in list(self._waiters):
+            self._end(ticket, error)
+
+    def _view(self, ranking: Ranking) -> _View:
+        """Of a policy that does not price the queue only the waiting requests count."""
+        fleet = ranking.fleet
+        best = ranking[0]
+        wait_s = ranking.terms.get("wait_s")
+        if wait_s is None:
+            wait_s = np.zeros(len(fleet))
+        few = fleet.num_waiting <= self.limits.max_replica_waiting_requests
+        is_open = bool((few & (wait_s <= self.limits.dispatch_window_s)).any())
+        return _View(is_open, float(wait_s.min()), best.prefill_s, len(fleet))

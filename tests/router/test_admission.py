@@ -1,0 +1,302 @@
+"""The bounds of a router's queue, and the gate that keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from routing_fleets import fleet_of, idle
+
+from quire.protos.errors import DeadlineExceeded, Overloaded, Unavailable
+from quire.router.admission import (
+    MAX_RETRY_AFTER_S,
+    AdmissionLimits,
+    DrainRate,
+    expected_wait_s,
+    refusal,
+)
+from quire.router.fair_queue import FairQueue, Ticket
+from quire.router.gate import AdmissionGate, Arrival
+from quire.router.policy import Ranking, RouteRequest, make_policy
+
+LIMITS = AdmissionLimits(max_wait_s=10, max_queued_requests=90, max_queued_tokens=9000)
+SPEED = 1e-3  # seconds a token
+
+
+def ask(
+    queue: FairQueue,
+    tenant: str,
+    tokens: int = 10,
+    prefill_s: float = 0.01,
+    queued_s: float = 0.0,
+    rate: float = 1.0,
+    limits: AdmissionLimits = LIMITS,
+) -> Overloaded | None:
+    wait_s = expected_wait_s(
+        queue, tenant=tenant, priority=0, queued_s=queued_s, prefill_s=prefill_s, rate=rate
+    )
+    return refusal(
+        limits,
+        queue,
+        tenant=tenant,
+        tokens=tokens,
+        wait_s=wait_s,
+        queued_s=queued_s,
+        prefill_s=prefill_s,
+    )
+
+
+def test_who_would_wait_too_long_is_told_when_to_come_again():
+    queue = FairQueue()
+    for _ in range(15):
+        queue.push(Ticket("a", 100, 1.0))
+    error = ask(queue, "a", prefill_s=1.0, queued_s=0.5)
+    assert error.retry_after_s == pytest.approx(16.5 - 10)
+    assert "16.5 s" in error.message and "10 s (router.max_wait_s)" in error.message
+    assert ask(queue, "a", prefill_s=1.0, queued_s=0.5, rate=2.0) is None
+    assert ask(queue, "b", prefill_s=1.0, queued_s=0.5) is None, "the others are not punished"
+
+
+def test_a_prompt_that_takes_longer_than_the_bound_comes_again_when_it_can_go_at_once():
+    error = ask(FairQueue(), "a", prefill_s=40.0, queued_s=1.5)
+    assert error.retry_after_s == pytest.approx(1.5 - LIMITS.dispatch_window_s)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 3000)), min_size=1, max_size=300
+    )
+)
+def test_the_queue_keeps_its_bounds_and_has_room_for_newcomers(arrivals):
+    limits = AdmissionLimits(max_wait_s=1e9, max_queued_requests=90, max_queued_tokens=9000)
+    queue = FairQueue()
+    for tenant, tokens in arrivals:
+        error = ask(queue, tenant, tokens, limits=limits)
+        if error is None:
+            queue.push(Ticket(tenant, tokens, tokens * SPEED))
+        else:
+            assert 0 < error.retry_after_s <= MAX_RETRY_AFTER_S
+            assert "router.max_queued_" in error.message
+        assert len(queue) <= limits.max_queued_requests
+        assert queue.tokens <= limits.max_queued_tokens
+    tenants = {t.tenant for t in queue}
+    for tenant in tenants:
+        requests, tokens = queue.of_tenant(tenant)
+        assert requests <= limits.max_queued_requests // 2
+    # With k tenants at least 1 / (k + 1) is free.
+    free = limits.max_queued_requests - len(queue)
+    assert free >= limits.max_queued_requests // (len(tenants) + 1)
+    assert ask(queue, "new", 0, limits=limits) is None
+
+
+def test_the_rate_begins_as_the_number_of_replicas_and_becomes_what_was_measured():
+    rate = DrainRate()
+    assert rate.rate(4) == 4
+    for _ in range(1000):  # 0.2 s of prefill in a second
+        rate.on_release(0.02)
+        rate.on_time(0.1)
+    assert rate.rate(4) == pytest.approx((0.2 * 10 + 2 * 4) / (10 + 2), rel=0.05)
+
+
+class Fleet:
+    """Replicas whose queues the test sets, and what was sent to them."""
+
+    def __init__(self, *queued_tokens: float):
+        self.rows = [self.row(tokens) for tokens in queued_tokens]
+        self.sent: list[object] = []
+        self.policy = make_policy("slo")
+        self.rng = random.Random(1)
+        self.now_s = 0.0
+
+    @staticmethod
+    def row(queued_tokens: float = 0.0, **columns) -> dict:
+        return idle(reported_work=queued_tokens, prefill_s_per_work=SPEED, **columns)
+
+    def rank(self, tokens: int) -> Ranking:
+        if not self.rows:
+            raise Unavailable("no replica is ready to serve the model")
+        fleet = fleet_of(self.rows, tokens)
+        return self.policy.choose(RouteRequest(tokens), fleet, self.now_s, self.rng)
+
+    def arrival(self, name: object, tenant="a", tokens=100, **fields) -> Arrival:
+        def send(ranking: Ranking) -> None:
+            self.sent.append(name)
+
+        fields = {"priority": 0, "deadline_s": None, "send": send} | fields
+        return Arrival(tenant=tenant, tokens=tokens, rank=lambda: self.rank(tokens), **fields)
+
+    def gate(self, **limits) -> AdmissionGate:
+        return AdmissionGate(AdmissionLimits(**limits), lambda: self.now_s, max_away_s=30)
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_nothing_waits_while_a_replica_is_open():
+    async def run() -> None:
+        fleet = Fleet(5000, 0)
+        gate = fleet.gate()
+        for i in range(3):
+            await gate.enter(fleet.arrival(i))
+        assert fleet.sent == [0, 1, 2]
+        assert not gate.queue
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("full", [Fleet.row(5000), Fleet.row(num_waiting=33)], ids=["W", "waiting"])
+def test_requests_wait_until_a_replica_is_open_and_then_go_by_turns(full):
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.rows = [full, full]
+        gate = fleet.gate(quantum_tokens=1)
+
+        def arrive(tenant: str, i: int) -> asyncio.Task:
+            def send(ranking: Ranking) -> None:
+                fleet.sent.append((tenant, i))
+                gate.charge(tenant, 1)
+
+            return asyncio.create_task(gate.enter(fleet.arrival(i, tenant, send=send)))
+
+        tasks = [*(arrive("flood", i) for i in range(4)), arrive("small", 0), arrive("small", 1)]
+        await asyncio.sleep(0.05)
+        assert len(gate.queue) == 6 and not fleet.sent
+        fleet.rows[1] = Fleet.row(0)
+        await asyncio.gather(*tasks)
+        assert [tenant for tenant, _ in fleet.sent[:4]].count("small") == 2
+        assert [i for tenant, i in fleet.sent if tenant == "flood"] == [0, 1, 2, 3]
+
+    asyncio.run(run())
+
+
+def test_a_newcomer_does_not_overtake_who_waits():
+    async def run() -> None:
+        fleet = Fleet(5000)
+        gate = fleet.gate()
+        first = asyncio.create_task(gate.enter(fleet.arrival("first")))
+        await turns()
+        fleet.rows[0] = Fleet.row(0)
+        await gate.enter(fleet.arrival("second"))
+        await first
+        assert fleet.sent == ["first", "second"]
+
+    asyncio.run(run())
+
+
+def test_a_request_whose_deadline_passes_is_never_sent():
+    async def run() -> None:
+        fleet = Fleet(5000)
+        gate = fleet.gate()
+        late = asyncio.create_task(gate.enter(fleet.arrival("late", deadline_s=5.0)))
+        patient = asyncio.create_task(gate.enter(fleet.arrival("patient", deadline_s=500.0)))
+        await turns()
+        fleet.now_s = 6.0
+        with pytest.raises(DeadlineExceeded, match="while it waited to be sent"):
+            await late
+        fleet.rows[0] = Fleet.row(0)
+        await patient
+        assert fleet.sent == ["patient"]
+
+    asyncio.run(run())
+
+
+def test_who_has_gone_is_not_sent_and_leaves_nothing():
+    async def run() -> None:
+        fleet = Fleet(5000)
+        gate = fleet.gate()
+        gone = [asyncio.create_task(gate.enter(fleet.arrival(i))) for i in range(10)]
+        stays = asyncio.create_task(gate.enter(fleet.arrival("stays")))
+        await turns()
+        for task in gone:
+            task.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        assert len(gate.queue) == 1
+        fleet.rows[0] = Fleet.row(0)
+        await stays
+        assert fleet.sent == ["stays"]
+        assert not gate.queue and not gate._waiters
+
+    asyncio.run(run())
+
+
+def test_a_refusal_comes_before_the_prompt_is_looked_at():
+    async def run() -> None:
+        fleet = Fleet(5000)
+        gate = fleet.gate(max_wait_s=7.0)
+        waiting = []
+        for i in range(2):  # 5 s at the replica and 1.5 s each
+            waiting.append(asyncio.create_task(gate.enter(fleet.arrival(i, tokens=1500))))
+            await turns()
+        assert len(gate.queue) == 1, "5 + 1.5 + 1.5 s is beyond the bound"
+        with pytest.raises(Overloaded, match=r"router\.max_wait_s"):
+            await waiting[1]
+        waiting.append(asyncio.create_task(gate.enter(fleet.arrival("small", tokens=400))))
+        await turns()
+        gate.check("a", 0)
+        fleet.rows[0] = Fleet.row(6500)
+        await asyncio.sleep(0.05)  # the queue sees it
+        with pytest.raises(Overloaded, match=r"router\.max_wait_s") as caught:
+            gate.check("a", 0)
+        assert caught.value.retry_after_s > 0
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        gate.check("a", 0)
+
+    asyncio.run(run())
+
+
+def test_who_waits_outlives_a_moment_without_replicas_but_not_a_long_one():
+    async def run() -> None:
+        fleet = Fleet(5000)
+        gate = fleet.gate()
+        first = asyncio.create_task(gate.enter(fleet.arrival("first")))
+        await turns()
+        fleet.rows = []
+        await asyncio.sleep(0.05)
+        fleet.rows = [Fleet.row(0)]
+        await first
+        fleet.rows = [Fleet.row(5000)]
+        second = asyncio.create_task(gate.enter(fleet.arrival("second")))
+        await turns()
+        fleet.rows = []
+        await asyncio.sleep(0.05)
+        fleet.now_s += 31
+        with pytest.raises(Unavailable):
+            await second
+        with pytest.raises(Unavailable):
+            await gate.enter(fleet.arrival("third"))
+        assert fleet.sent == ["first"]
+
+    asyncio.run(run())
+
+
+def test_a_submit_that_fails_fails_its_own_request_only():
+    async def run() -> None:
+        fleet = Fleet(5000)
+        gate = fleet.gate()
+
+        def fail(ranking: Ranking) -> None:
+            raise ValueError("broken")
+
+        bad = asyncio.create_task(gate.enter(fleet.arrival("bad", send=fail)))
+        good = asyncio.create_task(gate.enter(fleet.arrival("good")))
+        await turns()
+        fleet.rows[0] = Fleet.row(0)
+        await good
+        with pytest.raises(ValueError, match="broken"):
+            await bad
+
+    asyncio.run(run())

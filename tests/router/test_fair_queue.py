@@ -1,0 +1,258 @@
+"""Deficit round robin: nobody is starved, nobody gets far ahead, nothing idle waits."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from quire.router.fair_queue import OLDEST_EVERY, FairQueue, Ticket
+
+TENANTS = "abcdef"
+QUANTUM = 100
+
+
+def ticket(tenant: str = "a", tokens: int = 10, **fields) -> Ticket:
+    return Ticket(tenant, tokens, tokens / 1000, **fields)
+
+
+def take(queue: FairQueue) -> Ticket:
+    first = queue.next()
+    assert first is not None
+    queue.take(first)
+    return first
+
+
+class Machine(RuleBasedStateMachine):
+    """Any sequence of operations against a plain list of what waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = FairQueue(QUANTUM)
+        self.waiting: list[Ticket] = []
+        self.now_s = 0.0
+
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        tokens=st.integers(0, 1000),
+        priority=st.integers(-2, 2),
+        in_s=st.none() | st.integers(1, 20),
+    )
+    def push(self, tenant, tokens, priority, in_s):
+        deadline_s = None if in_s is None else self.now_s + in_s
+        new = ticket(tenant, tokens, priority=priority, deadline_s=deadline_s)
+        self.queue.push(new)
+        self.waiting.append(new)
+
+    @precondition(lambda self: self.waiting)
+    @rule(cost=st.integers(0, 5000))
+    def take_next(self, cost):
+        """Work conservation: whatever the balances, somebody goes."""
+        first = self.queue.next()
+        assert first in self.waiting
+        assert self.queue.next() is first
+        self.queue.take(first)
+        self.waiting.remove(first)
+        self.queue.charge(first.tenant, cost)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data):
+        gone = data.draw(st.sampled_from(self.waiting))
+        self.queue.remove(gone)
+        self.waiting.remove(gone)
+
+    @rule(tenant=st.sampled_from(TENANTS), tokens=st.integers(-500, 20_000))
+    def charge(self, tenant, tokens):
+        self.queue.charge(tenant, tokens)
+
+    @rule(by_s=st.integers(1, 10))
+    def pass_time(self, by_s):
+        self.now_s += by_s
+        expired = self.queue.expire(self.now_s)
+        late = [t for t in self.waiting if t.deadline_s is not None and t.deadline_s <= self.now_s]
+        assert set(map(id, expired)) == set(map(id, late))
+        self.waiting = [t for t in self.waiting if t not in late]
+
+    @invariant()
+    def counts_what_waits(self):
+        assert len(self.queue) == len(self.waiting)
+        assert set(map(id, self.queue)) == set(map(id, self.waiting))
+        assert self.queue.tokens == sum(t.tokens for t in self.waiting)
+        for tenant in TENANTS:
+            own = [t for t in self.waiting if t.tenant == tenant]
+            assert self.queue.of_tenant(tenant) == (len(own), sum(t.tokens for t in own))
+            ahead_s = self.queue.prefill_s_ahead(tenant, 10, 0.0)
+            assert ahead_s <= sum(t.prefill_s for t in self.waiting) + 1e-9
+        if not self.waiting:
+            assert self.queue.next() is None
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_tenants_that_always_wait_get_the_same_within_the_stated_bound(data):
+    """Whatever single requests cost, and although most of the cost is charged long after they went."""
+    queue = FairQueue(QUANTUM)
+    tenants = TENANTS[: data.draw(st.integers(2, 5))]
+    most = {t: data.draw(st.integers(1, 3000), label=f"largest of {t}") for t in tenants}
+    charged: Counter[str] = Counter()
+    late: list[tuple[str, int]] = []
+    history = [Counter(charged)]
+    for tenant in tenants:
+        for _ in range(2):
+            queue.push(ticket(tenant))
+    for _ in range(data.draw(st.integers(50, 200))):
+        first = take(queue)
+        queue.push(ticket(first.tenant))
+        cost = data.draw(st.integers(1, most[first.tenant]))
+        at_once = cost // 3
+        queue.charge(first.tenant, at_once)
+        charged[first.tenant] += at_once
+        late.append((first.tenant, cost - at_once))
+        if len(late) > 2:  # three run at a time
+            tenant, rest = late.pop(0)
+            queue.charge(tenant, rest)
+            charged[tenant] += rest
+        history.append(Counter(charged))
+    # A tenant that may go can have four requests' costs charged before it is below zero and stops.
+    bound = 3 * QUANTUM + 2 * 4 * max(most.values())
+    begin = data.draw(st.integers(0, len(history) - 1))
+    served = {t: history[-1][t] - history[begin][t] for t in tenants}
+    assert max(served.values()) - min(served.values()) <= bound
+
+
+def test_the_share_is_equal_although_one_tenant_sends_ten_times_as_much_and_larger():
+    queue = FairQueue(QUANTUM)
+    for _ in range(1000):
+        queue.push(ticket("greedy", 50))
+    for _ in range(100):
+        queue.push(ticket("modest", 10))
+    served = Counter()
+    while queue.of_tenant("modest")[0]:
+        first = take(queue)
+        queue.charge(first.tenant, first.tokens)
+        served[first.tenant] += first.tokens
+    assert abs(served["greedy"] - served["modest"]) <= 2 * QUANTUM + 50
+
+
+@settings(max_examples=60, deadline=None)
+@given(costs=st.lists(st.integers(1, 2000), min_size=1, max_size=5), debt=st.integers(0, 5000))
+def test_nobody_waits_longer_than_the_others_can_be_served_until_its_turn(costs, debt):
+    queue = FairQueue(QUANTUM)
+    others = [f"other{i}" for i in range(len(costs))]
+    for name in others:
+        for _ in range(3):
+            queue.push(ticket(name))
+    queue.push(ticket("x"))
+    queue.charge("x", debt)
+    rounds = debt // QUANTUM + 1
+    served = 0
+    while True:
+        first = take(queue)
+        if first.tenant == "x":
+            break
+        queue.push(ticket(first.tenant))
+        cost = costs[others.index(first.tenant)]
+        queue.charge(first.tenant, cost)
+        served += cost
+    assert served <= len(costs) * ((rounds + 1) * QUANTUM + max(costs))
+
+
+def test_priority_rules_within_a_tenant_and_not_beyond_it():
+    queue = FairQueue(1)
+    for priority in (3, 1, 2):
+        queue.push(ticket("a", priority=priority))
+    queue.push(ticket("b", priority=100))
+    order = []
+    while len(queue):
+        first = take(queue)
+        queue.charge(first.tenant, 1)
+        order.append((first.tenant, first.priority))
+    assert [p for tenant, p in order if tenant == "a"] == [1, 2, 3]
+    assert ("b", 100) in order[:2]
+
+
+def test_a_deadline_decides_among_equal_priorities():
+    queue = FairQueue()
+    queue.push(ticket(deadline_s=None))
+    queue.push(ticket(deadline_s=9.0))
+    queue.push(ticket(deadline_s=5.0))
+    assert [take(queue).deadline_s for _ in range(3)] == [5.0, 9.0, None]
+
+
+def test_a_patient_request_goes_although_more_urgent_ones_keep_coming():
+    queue = FairQueue()
+    patient = ticket(priority=5)
+    queue.push(patient)
+    for i in range(OLDEST_EVERY):
+        queue.push(ticket(priority=0))
+        if take(queue) is patient:
+            assert i == OLDEST_EVERY - 1
+            return
+    pytest.fail("the patient request was never the oldest")
+
+
+def test_debt_is_paid_by_the_rounds_that_pass_while_its_tenant_is_away():
+    queue = FairQueue(QUANTUM)
+    for _ in range(100):
+        queue.push(ticket("b", 10))
+    queue.push(ticket("a"))
+    queue.charge("a", 10 * QUANTUM)
+    queue.remove(next(t for t in queue if t.tenant == "a"))
+    for _ in range(12 * QUANTUM // 10):  # twelve rounds of b
+        if queue.of_tenant("b")[0] < 2:
+            queue.push(ticket("b", 10))
+        take(queue)
+        queue.charge("b", 10)
+        queue.push(ticket("b", 10))
+    queue.push(ticket("a"))
+    ahead = 0
+    while take(queue).tenant != "a":
+        queue.push(ticket("b", 10))
+        queue.charge("b", 10)
+        ahead += 10
+    assert ahead <= 2 * QUANTUM
+
+
+def test_debts_are_forgiven_when_nobody_waits():
+    queue = FairQueue(QUANTUM)
+    queue.push(ticket("a"))
+    queue.charge("a", 1e9)
+    take(queue)
+    queue.charge("a", 1e9)  # nobody waits: it costs nobody anything
+    queue.push(ticket("a"))
+    queue.push(ticket("b"))
+    assert {take(queue).tenant, take(queue).tenant} == {"a", "b"}
+
+
+def test_of_the_others_only_as_much_is_ahead_as_the_rounds_give_them():
+    queue = FairQueue()
+    for _ in range(100):
+        queue.push(Ticket("flood", 1000, 1.0))
+    queue.push(Ticket("small", 100, 0.1))
+    assert queue.prefill_s_ahead("flood", 0, 1.0) == pytest.approx(100.1)
+    assert queue.prefill_s_ahead("new", 0, 0.5) == pytest.approx(0.5 + 0.1)
+    assert queue.prefill_s_ahead("small", 0, 0.1) == pytest.approx(0.1 + 0.2)
+    assert queue.prefill_s_ahead("flood", -1, 1.0) == pytest.approx(1.0 * 0 + 0.1)
+
+
+def test_a_deep_debt_costs_no_loop():
+    queue = FairQueue(1)
+    for tenant in TENANTS:
+        queue.push(ticket(tenant))
+        queue.charge(tenant, 1e12)
+    assert queue.next() is not None  # with one round at a time: 10^12 of them
+    assert math.isfinite(queue.tokens)
+
+
+def test_a_quantum_must_be_positive():
+    with pytest.raises(ValueError, match="quantum_tokens must be at least 1, got 0"):
+        FairQueue(0)
