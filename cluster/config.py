@@ -379,6 +379,13 @@ class RouterArgs(_Section):
         le=600,
         description="Seconds for which a stream that has lost its replica looks for another one.",
     )
+    max_explained_decisions: int = Field(
+        256,
+        ge=0,
+        le=1_000_000,
+        description="Last decisions that each router remembers for GET /v1/router/explain; each takes "
+        "about 200 bytes per replica.",
+    )
     drain_timeout_s: float = Field(
         45.0,
         ge=0,

@@ -22,6 +22,7 @@ from quire.router.chat_template import ChatTemplate
 from quire.router.index import PrefixIndex
 from quire.router.migration_budget import MigrationBudget
 from quire.router.params import GenerationDefaults, Limits
+from quire.router.peers import Peers
 from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaTable
 from quire.router.service import ModelFacts, RouterService
@@ -64,7 +65,9 @@ class Router(GrpcApi):
             credit_tokens=app.router.stream_credit_tokens,
             slow_client_timeout_s=app.router.slow_client_timeout_s,
         )
-        self.service = _service(app, checkpoint, router_id, table, self._bus)
+        context = serve.get_replica_context()
+        peers = Peers(serve.get_deployment_handle(context.deployment, context.app_name))
+        self.service = _service(app, checkpoint, router_id, table, self._bus, peers)
         self._bus.start()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -81,6 +84,12 @@ class Router(GrpcApi):
             ready_timeout_s=limits.ready_timeout_s,
         )
 
+    async def own_decisions(
+        self, request_id: str | None, limit: int
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """For `Peers`: this router's id and what it remembers."""
+        return self.service.router_id, self.service.own_decisions(request_id, limit)
+
     async def __del__(self) -> None:
         bus = getattr(self, "_bus", None)
         if bus is not None:
@@ -88,7 +97,7 @@ class Router(GrpcApi):
 
 
 def _service(
-    app: AppConfig, checkpoint: Path, router_id: str, table: ReplicaTable, bus: Bus
+    app: AppConfig, checkpoint: Path, router_id: str, table: ReplicaTable, bus: Bus, peers: Peers
 ) -> RouterService:
     limits = app.router
     defaults = GenerationDefaults.load(checkpoint)
@@ -109,6 +118,8 @@ def _service(
         max_move_s=limits.max_move_s,
         max_migrations=limits.max_migrations,
         budget=MigrationBudget(limits.migration_refill_s, limits.migration_burst),
+        max_explained_decisions=limits.max_explained_decisions,
+        peers=peers.decisions,
         ready_timeout_s=limits.ready_timeout_s,
     )
 

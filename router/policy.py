@@ -114,7 +114,8 @@ class Ranking(Sequence[Score]):
     rows
         [ranked] rows of `fleet`, best first.
     cost_s
-        [n] what was compared.
+        [n] what was compared; like the terms, arrays of their own: a decision is asked about long
+        after the fleet's columns have changed (`router/decisions.py`).
     terms
         Name -> [n], in the order in which they are explained.
     """
@@ -208,7 +209,7 @@ class LeastLoaded:
     def choose(
         self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
     ) -> Ranking:
-        return rank("least_loaded", replicas, replicas.num_requests, rng)
+        return rank("least_loaded", replicas, replicas.num_requests.copy(), rng)
 
 
 class PowerOfTwo:
@@ -219,7 +220,7 @@ class PowerOfTwo:
     ) -> Ranking:
         n = len(replicas)
         if n <= 2:
-            return rank("power_of_two", replicas, replicas.num_requests, rng)
+            return rank("power_of_two", replicas, replicas.num_requests.copy(), rng)
         drawn = rng.sample(range(n), 2)
         # The rest are fall-backs for when both refuse.
         cost = replicas.num_requests + (1.0 + replicas.num_requests.max())

@@ -267,7 +267,7 @@ class ReplicaTable:
         if entry is None:
             entry = self._replicas[replica] = _Replica(replica, epoch, row=len(self._names))
             entry.block_tokens = block_tokens
-            self._names.append(replica)
+            self._names = [*self._names, replica]  # a new list: decisions hold the old one
             if entry.row == self._columns.shape[1]:
                 self._columns = np.hstack([self._columns, np.zeros_like(self._columns)])
             self.index.reset(replica, epoch, 0, _NO_HASHES)
@@ -287,10 +287,11 @@ class ReplicaTable:
             return
         self.index.remove_replica(replica)
         self._num_ours -= entry.num_ours
-        name = self._names.pop()
+        *names, name = self._names
+        self._names = names
         if name != replica:  # the last row takes its place
             moved = self._replicas[name]
-            self._names[entry.row] = name
+            names[entry.row] = name
             moved.row = entry.row
             self.index.set_row(name, entry.row)
             self._write_row(moved)

@@ -20,8 +20,9 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,7 @@ from quire.protos.wire import (
 from quire.router import params, resume
 from quire.router.chat_template import ChatTemplate
 from quire.router.choices import ChoicesStream
+from quire.router.decisions import DecisionRing
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
 from quire.router.migration_budget import MigrationBudget
 from quire.router.policy import Policy, RouteRequest
@@ -59,6 +61,7 @@ from quire.router.suspicion import MAX_INCIDENTS, Standing, Suspicion
 from quire.router.tokenizer import AsyncTokenizer
 from quire.router.transport import Attempt, Lost, Transport
 from quire.router.types import (
+    Decisions,
     Explain,
     GenerationRequest,
     Mark,
@@ -88,6 +91,9 @@ class Observer:
 
     def on_move(self, stall_s: float) -> None:
         """A stream that lost its replica has its next token; seconds since the router knew of the loss."""
+
+    def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:
+        """How many of a prompt's tokens the router expected in the replica's cache, and how many there were."""
 
     def on_end(self, usage: Usage, explain: Explain) -> None:
         """The stream ended, for whatever reason."""
@@ -123,6 +129,10 @@ class RouterService:
         What all requests together may move; None: without a bound.
     ready_timeout_s
         A replica that has work and has not finished a step for so long does not count as ready.
+    max_explained_decisions
+        Decisions that are remembered for `decisions`.
+    peers
+        Asks every router, this one included, for its `own_decisions`; None: there is no other.
     """
 
     def __init__(
@@ -140,6 +150,8 @@ class RouterService:
         max_migrations: int = MAX_MIGRATIONS,
         budget: MigrationBudget | None = None,
         ready_timeout_s: float = math.inf,
+        max_explained_decisions: int = 256,
+        peers: Callable[[str | None, int], Awaitable[Decisions]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -153,6 +165,8 @@ class RouterService:
         self.budget = budget
         self.ready_timeout_s = ready_timeout_s
         self.clock = clock
+        self.ring = DecisionRing(router_id, max_explained_decisions, clock)
+        self._peers = peers
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
         self._detokenizers = DetokenizerFactory(tokenizer.tokenizer.backend)
@@ -302,6 +316,20 @@ class RouterService:
     def replicas(self) -> list[ReplicaStatus]:
         return self.table.statuses(self.clock())
 
+    def own_decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
+        """What this router remembers; see `Service.decisions`."""
+        return self.ring.last(limit) if request_id is None else self.ring.find(request_id)
+
+    async def decisions(self, request_id: str | None, limit: int) -> Decisions:
+        """See `Service.decisions`: behind a proxy nobody can choose the router that is asked."""
+        num_silent = 0
+        if self._peers is not None:
+            try:
+                return await self._peers(request_id, limit)
+            except Unavailable:
+                num_silent = 1
+        return Decisions([self.router_id], num_silent, self.own_decisions(request_id, limit))
+
     async def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
         last = None
         while True:
@@ -402,7 +430,7 @@ class RequestStream:
         self.origin = origin
         self.choice = sampling.choice
         self.usage = Usage(prompt_tokens=len(prompt_ids))
-        self.explain = Explain()
+        self.explain = Explain(router=service.router_id)
         self._service = service
         self._request = request
         self._lead = lead
@@ -524,7 +552,8 @@ class RequestStream:
                 now,
                 service.rng,
             )
-            self._route, num_cached = ranking.names(), ranking[0].cached_tokens
+            best = ranking[0]
+            self._route, num_cached = ranking.names(), best.cached_tokens + best.host_tokens
             self._booking = service.table.book(
                 ranking, self._hashes, num_prompt_tokens, now, self._request.session
             )
@@ -532,6 +561,15 @@ class RequestStream:
         self.explain.replica = self._route[0]
         self.explain.predicted_cached_tokens = num_cached
         self.explain.runner_up = self._route[1] if len(self._route) > 1 else ""
+        if parent is None:
+            service.ring.add(
+                self.request_id,
+                self.origin.answer_id,
+                ranking,
+                num_prompt_tokens,
+                self.explain,
+                now,
+            )
         submit = Submit(
             router_id=service.router_id,
             stream_id=service.transport.next_stream_id(),
@@ -724,8 +762,13 @@ class RequestStream:
             observer.on_first_token(now - self._arrived_s)
             self.usage.cached_tokens = event.num_cached_tokens
             self.usage.host_cached_tokens = event.num_host_cached_tokens
-            self.explain.cached_tokens = event.num_cached_tokens
-            self.explain.queue_s = event.queue_s
+            explain = self.explain
+            explain.cached_tokens = event.num_cached_tokens
+            explain.queue_s = event.queue_s
+            explain.answered, explain.ttft_s = True, now - self._arrived_s
+            if self._lead is None and self._attempt.replica == self._route[0]:
+                # Of another replica, to which Serve passed it on, nothing was predicted.
+                observer.on_prediction(explain.predicted_cached_tokens, event.num_cached_tokens)
         if self._booking is not None and self._attempt is not None:
             self.explain.replica = self._attempt.replica
             self._service.table.answered(self._booking, now)
