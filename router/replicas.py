@@ -33,6 +33,7 @@ from quire.router.types import ReplicaStatus
 
 _EVICTION_HORIZON_S = 10.0
 _SPEED_HORIZON_S = 30.0
+_LOAD_HORIZON_S = 5.0  # about the time of one output, over which a mean has to foretell the load
 _MEDIAN_PERIOD_S = 0.2
 _NO_HASHES = np.empty(0, np.uint64)
 
@@ -112,6 +113,8 @@ class _Column(enum.IntEnum):
     CACHE_AGE_S = 10
     FREE_TOKENS = 11
     USED_TOKENS = 12
+    MEAN_REQUESTS = 13
+    MEAN_KV_TOKENS = 14
 
 
 @dataclass(slots=True)
@@ -136,6 +139,8 @@ class _Replica:
     answered_tokens: float = 0.0
     answered_work: float = 0.0
     prefill_s_per_work: float = 0.0  # 0: not yet known
+    mean_requests: float = 0.0  # by the reports of the last seconds
+    mean_kv_tokens: float = 0.0
     removed_per_s: float = 0.0  # routing blocks that its cache evicts
     num_removed: int = 0  # of them, by the last report
     awaits_resync: bool = True  # the attach stream begins with a snapshot
@@ -174,6 +179,12 @@ class _Replica:
         self.prefill_s_per_work = keep * previous + (1.0 - keep) * speed
         self.answered_tokens *= keep
         self.answered_work *= keep
+
+    def average_load(self, load: Load, elapsed_s: float | None) -> None:
+        """Take a report into the means; `elapsed_s` after the one before, None: it is the first."""
+        part = 1.0 if elapsed_s is None else 1.0 - math.exp(-max(0.0, elapsed_s) / _LOAD_HORIZON_S)
+        self.mean_requests += part * (load.num_running + load.num_waiting - self.mean_requests)
+        self.mean_kv_tokens += part * (load.num_decode_tokens - self.mean_kv_tokens)
 
     def forget_bookings(self) -> None:
         self.bookings.clear()
@@ -374,6 +385,7 @@ class ReplicaTable:
             entry.removed_per_s = keep * entry.removed_per_s + (1.0 - keep) * rate
             entry.num_removed = num_removed
             entry.take_speed(load.prefill_s_per_token, elapsed_s)
+        entry.average_load(load, None if entry.report_s is None else now_s - entry.report_s)
         if load.num_steps != entry.load.num_steps:
             self._demand.on_step(load.num_decode_tokens, load.decode_step_s)
         entry.load = load
@@ -602,6 +614,8 @@ class ReplicaTable:
             head_age_s=now_s - columns[_Column.HEAD_S],
             num_requests=columns[_Column.NUM_REQUESTS],
             kv_tokens=columns[_Column.KV_TOKENS],
+            mean_requests=columns[_Column.MEAN_REQUESTS],
+            mean_kv_tokens=columns[_Column.MEAN_KV_TOKENS],
             prefill_s_per_work=columns[_Column.PREFILL_S_PER_WORK],
             host_copy_s_per_token=np.full(len(names), self._host_copy_s_per_token),
             cache_age_s=columns[_Column.CACHE_AGE_S],
@@ -653,6 +667,8 @@ class ReplicaTable:
             age_s,
             free if block else math.inf,
             load.blocks_in_use * block,
+            entry.mean_requests,
+            entry.mean_kv_tokens,
         )
 
     def statuses(self, now_s: float) -> list[ReplicaStatus]:
