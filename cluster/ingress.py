@@ -19,6 +19,7 @@ from quire.cluster.metrics import ServeObserver
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.router.bus import Bus
 from quire.router.chat_template import ChatTemplate
+from quire.router.decision_log import DecisionLog
 from quire.router.index import PrefixIndex
 from quire.router.migration_budget import MigrationBudget
 from quire.router.params import GenerationDefaults, Limits
@@ -94,6 +95,9 @@ class Router(GrpcApi):
         bus = getattr(self, "_bus", None)
         if bus is not None:
             await bus.close()
+        service = getattr(self, "service", None)
+        if service is not None and service.decision_log is not None:
+            await asyncio.to_thread(service.decision_log.close)
 
 
 def _service(
@@ -119,6 +123,7 @@ def _service(
         max_migrations=limits.max_migrations,
         budget=MigrationBudget(limits.migration_refill_s, limits.migration_burst),
         max_explained_decisions=limits.max_explained_decisions,
+        decision_log=_decision_log(limits, router_id),
         peers=peers.decisions,
         ready_timeout_s=limits.ready_timeout_s,
     )
@@ -134,3 +139,10 @@ def _facts(facts: ModelFacts, limits: RouterArgs, defaults: GenerationDefaults) 
         ),
         max_prompt_tokens=limits.max_prompt_tokens,
     )
+
+
+def _decision_log(limits: RouterArgs, router_id: str) -> DecisionLog | None:
+    if limits.decision_log_folder is None:
+        return None
+    folder = Path(limits.decision_log_folder)
+    return DecisionLog(folder, router_id, limits.policy, limits.decision_log_bytes)

@@ -51,6 +51,7 @@ from quire.protos.wire import (
 from quire.router import params, resume
 from quire.router.chat_template import ChatTemplate
 from quire.router.choices import ChoicesStream
+from quire.router.decision_log import DecisionLog
 from quire.router.decisions import DecisionRing
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
 from quire.router.migration_budget import MigrationBudget
@@ -131,6 +132,8 @@ class RouterService:
         A replica that has work and has not finished a step for so long does not count as ready.
     max_explained_decisions
         Decisions that are remembered for `decisions`.
+    decision_log
+        Takes every decision and what came of it; None: they are not recorded.
     peers
         Asks every router, this one included, for its `own_decisions`; None: there is no other.
     """
@@ -151,6 +154,7 @@ class RouterService:
         budget: MigrationBudget | None = None,
         ready_timeout_s: float = math.inf,
         max_explained_decisions: int = 256,
+        decision_log: DecisionLog | None = None,
         peers: Callable[[str | None, int], Awaitable[Decisions]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -166,6 +170,7 @@ class RouterService:
         self.ready_timeout_s = ready_timeout_s
         self.clock = clock
         self.ring = DecisionRing(router_id, max_explained_decisions, clock)
+        self.decision_log = decision_log
         self._peers = peers
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
@@ -456,6 +461,7 @@ class RequestStream:
         self._num_lost = 0  # attempts that a replica did not end as it should
         self._must_pay = False  # the next attempt is a move, not yet taken from the budget
         self._homeless_s: float | None = None  # since when it has been without a replica that works
+        self._logged: int | None = None  # number of the last decision in the log
         self._first: OutputDelta | None = None
         self._told = resume.Told(mark, request.resume_from.field) if mark.num_tokens else None
         self._told_chars = 0
@@ -546,12 +552,8 @@ class RequestStream:
             self._route, num_cached = self._lead._route, num_prompt_tokens - 1
             self._booking = service.table.book_fork(self._lead._booking, now)
         else:
-            ranking = service.policy.choose(
-                RouteRequest(num_prompt_tokens, self._request.session, self._request.priority),
-                fleet,
-                now,
-                service.rng,
-            )
+            asked = RouteRequest(num_prompt_tokens, self._request.session, self._request.priority)
+            ranking = service.policy.choose(asked, fleet, now, service.rng)
             best = ranking[0]
             self._route, num_cached = ranking.names(), best.cached_tokens + best.host_tokens
             self._booking = service.table.book(
@@ -570,6 +572,9 @@ class RequestStream:
                 self.explain,
                 now,
             )
+            if service.decision_log is not None:
+                attempt = self.explain.attempts
+                self._logged = service.decision_log.decided(asked, ranking, attempt, now)
         submit = Submit(
             router_id=service.router_id,
             stream_id=service.transport.next_stream_id(),
@@ -769,6 +774,8 @@ class RequestStream:
             if self._lead is None and self._attempt.replica == self._route[0]:
                 # Of another replica, to which Serve passed it on, nothing was predicted.
                 observer.on_prediction(explain.predicted_cached_tokens, event.num_cached_tokens)
+            if self._logged is not None:
+                self._service.decision_log.answered(self._logged, explain)
         if self._booking is not None and self._attempt is not None:
             self.explain.replica = self._attempt.replica
             self._service.table.answered(self._booking, now)

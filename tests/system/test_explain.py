@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import httpx
 import pytest
 from live import wait_until
 
+from quire.cluster.cli import main
 from quire.protos import generation_pb2
+from quire.router.decision_log import read
+from quire.router.policy import make_policy
+from quire.router.replay import replay
 
 pytestmark = pytest.mark.system
 PROMPT = "The bookbinder folded every sheet twice and counted again. " * 12
@@ -92,3 +97,26 @@ def test_predicted_minus_actual_is_in_rays_metrics(cluster):
 
     # Ray exports the two histograms at different moments.
     wait_until(lambda: counts("over") == counts("under") >= 3, 60, "both histograms count requests")
+
+
+def test_the_recorded_decisions_are_made_again_by_the_same_policy(cluster, capsys):
+    (application,) = cluster.config["applications"]
+    folder = Path(application["args"]["router"]["decision_log_folder"])
+    with httpx.Client(base_url=cluster.url, timeout=30) as client:
+        answer = complete(client)
+    path = folder / f"{answer.headers['x-quire-router']}.jsonl"
+
+    def recorded() -> list:
+        return list(read(path))
+
+    # The writer is a thread: the answer may be here first.
+    wait_until(lambda: bool(recorded()) and recorded()[-1].outcome is not None, 10, "the outcome")
+    last = recorded()[-1]
+    assert last.chosen == answer.headers["x-quire-replica"]
+    assert last.outcome["cached_tokens"] == int(answer.headers["x-quire-cached-tokens"])
+    assert b"bookbinder" not in path.read_bytes()
+    decisions = [decision for file in folder.glob("*.jsonl") for decision in read(file)]
+    again = replay(decisions, make_policy("slo"), "slo")
+    assert again.num_changed == 0
+    assert main(["router", "replay", str(folder), "--policy", "round_robin"]) == 0
+    assert f"{len(decisions)} decisions of" in capsys.readouterr().out
