@@ -1,6 +1,7 @@
 """The router's policies, unchanged, in a simulated cluster, against other routers' and a pooled oracle.
 
-`python -m quire.bench.routersim --simulator FOLDER`. The oracle gives every replica one shared cache of
+`make bench ARGS="routersim --simulator FOLDER"`; with three seeds and all policies ten minutes of one core, and
+`--cache FILE` goes on where a run was stopped. The oracle gives every replica one shared cache of
 all replicas' size, where every hit is free from anywhere, and the best of three dispatch rules; a ratio
 of 1 is perfect placement. Load is known only from reports every 50 ms and from own bookings.
 """

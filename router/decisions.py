@@ -9,15 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.router.policy import Ranking, Score
 from quire.router.types import Explain
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
+class _Decision(NamedTuple):
     request_id: str
     answer_id: str  # what the client's answer carries
     attempt: int  # 1 for a request's first
