@@ -145,4 +145,4 @@ def _decision_log(limits: RouterArgs, router_id: str) -> DecisionLog | None:
     if limits.decision_log_folder is None:
         return None
     folder = Path(limits.decision_log_folder)
-    return DecisionLog(folder, router_id, limits.policy, limits.decision_log_bytes)
+    return DecisionLog(folder, router_id, limits.decision_log_bytes)

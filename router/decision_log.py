@@ -2,8 +2,8 @@
 
 One JSON object a line, of three kinds; a file begins with the first.
 
-    {"quire_decision_log": 1, "router": ..., "policy": ..., "started": seconds since 1970}
-    {"decision": 17, "time": ..., "now_s": ..., "attempt": 1, "prompt_tokens": ..., "priority": 0,
+    {"quire_decision_log": 1, "router": ..., "started": seconds since 1970}
+    {"decision": 17, "policy": ..., "time": ..., "now_s": ..., "attempt": 1, "prompt_tokens": ..., "priority": 0,
      "chosen": replica, "fleet": {column: [of each replica], ..., "demand": {...}}}
     {"outcome": 17, "replica": ..., "cached_tokens": ..., "queue_s": ..., "ttft_s": ...}
 
@@ -50,19 +50,19 @@ class DecisionLog:
     ----------
     folder
         Made if it is not there.
-    router_id, policy
+    router_id
         For the file's name and its first line.
     max_bytes
         Of all that is kept: at half of it the file becomes `ROUTER.1.jsonl`, in place of an older one, and
         another begins.
     """
 
-    def __init__(self, folder: Path, router_id: str, policy: str, max_bytes: int):
+    def __init__(self, folder: Path, router_id: str, max_bytes: int):
         self.num_dropped = 0
         self._path = folder / f"{router_id}.jsonl"
         self._older_path = folder / f"{router_id}.1.jsonl"
         self._max_file_bytes = max_bytes // 2
-        self._header = {"quire_decision_log": VERSION, "router": router_id, "policy": policy}
+        self._header = {"quire_decision_log": VERSION, "router": router_id}
         self._num_decisions = 0
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_MAX_QUEUED)
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,6 +80,7 @@ class DecisionLog:
         self._put(
             {
                 "decision": self._num_decisions,
+                "policy": ranking.policy,
                 "time": time.time(),
                 "now_s": now_s,
                 "attempt": attempt,
@@ -190,7 +191,7 @@ def read(path: Path) -> Iterator[LoggedDecision]:
 def _decision(entry: dict[str, Any], header: dict[str, Any]) -> LoggedDecision:
     return LoggedDecision(
         router=header["router"],
-        policy=header["policy"],
+        policy=entry["policy"],
         time_s=entry["time"],
         now_s=entry["now_s"],
         attempt=entry["attempt"],

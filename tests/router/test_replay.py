@@ -20,7 +20,7 @@ from quire.router.types import Explain
 
 def record(folder, fleets, policy="slo", num_tokens=1000, max_bytes=10**8, seed=0):
     """Decide for each fleet as a router would, and log it; the paths, oldest first."""
-    log = DecisionLog(folder, "router-1", policy, max_bytes)
+    log = DecisionLog(folder, "router-1", max_bytes)
     rng, chooser = random.Random(seed), make_policy(policy)
     chosen = []
     for i, fleet in enumerate(fleets):
@@ -84,7 +84,7 @@ def test_equal_costs_drawn_otherwise_are_ties(tmp_path):
 
 
 def test_outcomes_join_their_decisions_and_the_log_holds_no_words(tmp_path):
-    log = DecisionLog(tmp_path / "made", "router-1", "slo", 10**6)
+    log = DecisionLog(tmp_path / "made", "router-1", 10**6)
     rng = random.Random(0)
     request = RouteRequest(1000, session="a session of somebody")
     numbers = []
