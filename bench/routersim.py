@@ -1,6 +1,7 @@
 """The router's policies, unchanged, in a simulated cluster, against other routers' and a pooled oracle.
 
-`python -m quire.bench.routersim --simulator FOLDER`. The oracle gives every replica one shared cache of
+`make bench ARGS="routersim --simulator FOLDER"`; with three seeds and all policies ten minutes of one core, and
+`--cache FILE` goes on where a run was stopped. The oracle gives every replica one shared cache of
 all replicas' size, where every hit is free from anywhere, and the best of three dispatch rules; a ratio
 of 1 is perfect placement. Load is known only from reports every 50 ms and from own bookings.
 """
@@ -50,7 +51,8 @@ OURS = "slo"
 _PARTS = ("held_out", "perturbed", "robustness")
 _LOSS_GOALS = {"16 routers": 0.02, "event lag 0.5 s": 0.01, "restart": 0.01}
 _REFERENCE = ("GreedyTTFT", "MarginalRep")
-KEPT = ("ttft_mean", "ttft_p99", "e2e_mean", "tpot_mean", "goodput", "hit")
+PARTS = ("own_prefill_s", "wait_s", "decode_s")  # they add up to the mean end-to-end time
+KEPT = ("ttft_mean", "ttft_p99", "e2e_mean", "tpot_mean", "goodput", "hit", *PARTS)
 
 
 class Simulator:
@@ -127,7 +129,7 @@ class Simulator:
         simulation = self._sim.Sim(
             self._sim.fresh(requests), n, policies, hw=hardware, report_interval=0.05, **options
         )
-        metrics = simulation.run()
+        metrics = simulation.run() | parts(simulation.trace, hardware)
         self.found[key] = {name: metrics[name] for name in KEPT}
         if self._cache is not None:
             self._cache.write_text(json.dumps(self.found))
@@ -141,8 +143,29 @@ class Simulator:
             self.run(workload, seed, name, variant="pooled", pooled=True)
             for name in ORACLES.values()
         ]
-        best = {name: min(run[name] for run in runs) for name in ("ttft_mean", "e2e_mean")}
+        names = ("ttft_mean", "e2e_mean", *PARTS)
+        best = {name: min(run[name] for run in runs) for name in names}
         return best | {name: max(run[name] for run in runs) for name in ("goodput", "hit")}
+
+
+def parts(requests: list[Any], hardware: Any) -> dict[str, float]:
+    """Where a mean request's time goes, in seconds.
+
+    Returns
+    -------
+    own_prefill_s
+        Prefill of what was not cached, on a replica that does nothing else: grows with misses.
+    wait_s
+        The rest of the time to first token: others' prefill before it and decoding beside it.
+    decode_s
+        From the first token to the last.
+    """
+    own_s = fmean(hardware.prefill_time(r.inp - r.hit, r.hit) for r in requests)
+    return {
+        "own_prefill_s": own_s,
+        "wait_s": fmean(r.t_first - r.t for r in requests) - own_s,
+        "decode_s": fmean(r.t_end - r.t_first for r in requests),
+    }
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -167,6 +190,7 @@ def compare(
             "gap": fmean(b["goodput"] - r["goodput"] for r, b in zip(runs, best, strict=True)),
             "goodput": fmean(r["goodput"] for r in runs),
             "hit": fmean(r["hit"] for r in runs),
+            "parts": {p: [fmean(r[p] for r in found) for found in (runs, best)] for p in PARTS},
         }
     rows = list(of_workload.values())
     return {
@@ -259,6 +283,20 @@ def markdown(tables: dict[str, dict[str, dict[str, Any]]]) -> str:
             text = (f"{c['ttft']:.2f} / {c['e2e']:.2f} / {c['gap']:.3f}" for c in cells)
             lines.append(f"| {name} | " + " | ".join(text) + " |")
         lines.append("")
+    lines += [
+        "## Where the time goes",
+        "",
+        f"Mean seconds of a request under `{OURS}` / the best oracle's, part by part: prefill of what it "
+        "misses, waiting for others until its first token, decoding.",
+        "",
+        "| workload | own prefill | waiting | decoding |",
+        "|---|---|---|---|",
+    ]
+    for table in tables.values():
+        for workload, row in table[f"ours:{OURS}"]["workloads"].items():
+            cells = (f"{ours:.3f} / {best:.3f}" for ours, best in row["parts"].values())
+            lines.append(f"| {workload} | " + " | ".join(cells) + " |")
+    lines.append("")
     return "\n".join(lines)
 
 

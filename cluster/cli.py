@@ -16,6 +16,8 @@ from pathlib import Path
 
 from quire.bench.commands import add_bench
 from quire.cluster.config import AppConfig, ConfigError
+from quire.router.decision_log import DecisionLogError
+from quire.router.policy import POLICY_NAMES
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,12 +28,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"quire {version('quire')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_config(commands)
+    _add_router(commands)
     _add_serve(commands)
     add_bench(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except ConfigError as error:
+    except (ConfigError, DecisionLogError) as error:
         print(error, file=sys.stderr)
         return 1
     except BrokenPipeError:  # `quire config schema | head`
@@ -72,6 +75,65 @@ def _config_schema(arguments: argparse.Namespace) -> int:
         **AppConfig.model_json_schema(),
     }
     print(json.dumps(schema, indent=2))
+    return 0
+
+
+def _add_router(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("router", help="look into what routers have decided")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    replay = actions.add_parser(
+        "replay",
+        help="decide a recorded log again under another policy",
+        description="Decides the requests of LOG again under another policy, each in the state that "
+        "was recorded, and prints what would have changed. Routers record with "
+        "router.decision_log_folder.",
+    )
+    replay.add_argument(
+        "log",
+        type=Path,
+        nargs="+",
+        help="a file of decisions, or a folder with those of all routers",
+    )
+    replay.add_argument("--policy", required=True, choices=POLICY_NAMES)
+    replay.add_argument(
+        "--weight",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a weight of the policy, for example eta=0.3; may be given several times",
+    )
+    replay.add_argument("--seed", type=int, default=0, help="of random ties (default: %(default)s)")
+    replay.add_argument(
+        "--changes", type=int, default=10, help="largest changes to print (default: %(default)s)"
+    )
+    replay.set_defaults(run=_router_replay)
+
+
+def _router_replay(arguments: argparse.Namespace) -> int:
+    from quire.router import decision_log
+    from quire.router.log_replay import replay, report
+    from quire.router.policy import make_policy
+
+    paths = []
+    for path in arguments.log:
+        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not found:
+            raise DecisionLogError(f"{path}: no *.jsonl file in this folder")
+        paths += found
+    try:
+        weights = {
+            name: float(value) for name, _, value in (w.partition("=") for w in arguments.weight)
+        }
+        policy = make_policy(arguments.policy, **weights)
+        decisions = [decision for path in paths for decision in decision_log.read(path)]
+    except OSError as error:
+        raise DecisionLogError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, DecisionLogError):
+            raise
+        raise DecisionLogError(f"--weight: {error}") from None
+    decisions.sort(key=lambda decision: decision.time_s)
+    print(report(replay(decisions, policy, arguments.policy, arguments.seed), arguments.changes))
     return 0
 
 

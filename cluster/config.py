@@ -425,6 +425,26 @@ class RouterArgs(_Section):
         description="By so many tokens, a generated one counting as two, a tenant may be ahead of the others "
         "before it is their turn. Smaller is fairer over short times.",
     )
+    max_explained_decisions: int = Field(
+        256,
+        ge=0,
+        le=1_000_000,
+        description="Last decisions that each router remembers for GET /v1/router/explain; each takes "
+        "about 200 bytes per replica.",
+    )
+    decision_log_folder: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder on the router's node to which each router writes its decisions, one JSON "
+        "object a line, for `quire router replay`: what was known of the replicas, sizes and seconds, "
+        "no prompt and no id. Default: nothing is recorded.",
+    )
+    decision_log_bytes: int = Field(
+        64 * 1024**2,
+        ge=64 * 1024,
+        description="Most bytes that the log of one router takes; beyond it the oldest half goes. A "
+        "decision takes about 300 per replica.",
+    )
     drain_timeout_s: float = Field(
         45.0,
         ge=0,

@@ -155,16 +155,18 @@ def explain_headers(explain: Explain, *, complete: bool) -> dict[str, str]:
     Parameters
     ----------
     complete
-        False at the first token, when the decision is known and not yet what came of it.
+        False at the first token, when the request may still move to another replica.
     """
     headers = {
+        "x-quire-router": explain.router,
         "x-quire-replica": explain.replica,
         "x-quire-runner-up": explain.runner_up,
         "x-quire-predicted-cached-tokens": str(explain.predicted_cached_tokens),
     }
-    if complete:
+    if explain.answered:
         headers["x-quire-cached-tokens"] = str(explain.cached_tokens)
         headers["x-quire-queue-ms"] = f"{explain.queue_s * 1000:.1f}"
+    if complete:
         headers["x-quire-attempts"] = str(explain.attempts)
     return {name: value for name, value in headers.items() if value}
 

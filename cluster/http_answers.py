@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from quire.cluster.front_end import retry_after_ms
-from quire.protos.errors import QuireError
-from quire.router.types import ModelInfo, ScoredToken, TokenScores, Usage
+from quire.protos.errors import DecisionNotFound, QuireError
+from quire.router.types import Decisions, ModelInfo, ScoredToken, TokenScores, Usage
 
 
 class _Answer(BaseModel):
@@ -214,6 +214,59 @@ class ReadyAnswer(_Answer):
     )
 
 
+class ReplicaCost(_Answer):
+    """What a request would have cost on one replica."""
+
+    replica: str
+    cost_s: float = Field(
+        description="What was compared, smallest first: seconds, or the policy's own unit."
+    )
+    terms: dict[str, float] = Field(
+        description="Seconds that add up to the cost; empty for a policy that does not price."
+    )
+    cached_tokens: int = Field(description="Prompt tokens predicted in its device's cache.")
+    host_cached_tokens: int = Field(description="Further ones predicted in its host memory.")
+
+
+class Outcome(_Answer):
+    """What came of a decision."""
+
+    replica: str = Field(description="Who answered: another one if Serve passed the best over.")
+    cached_tokens: int = Field(description="Prompt tokens that were in its cache, host included.")
+    queue_s: float = Field(description="Seconds that the request waited there.")
+    ttft_s: float = Field(description="Seconds from arrival to first token, moves included.")
+
+
+class Decision(_Answer):
+    """Where one attempt of a request was sent, and why."""
+
+    request_id: str
+    answer_id: str = Field(description="The answer's `id`, without its `cmpl-` or `chatcmpl-`.")
+    router: str
+    policy: str
+    attempt: int = Field(description="1 for the first; a request that moves is decided again.")
+    decided: float = Field(description="Seconds since 1970.")
+    prompt_tokens: int
+    num_replicas: int = Field(description="Replicas that could take it.")
+    ranking: list[ReplicaCost] = Field(description="The best 16, best first.")
+    outcome: Outcome | None = Field(
+        description="null before the first token and of an attempt that another one followed."
+    )
+
+
+class DecisionList(_Answer):
+    """Decisions that the routers remember."""
+
+    object: Literal["list"]
+    routers: list[str] = Field(description="Those that answered.")
+    silent_routers: int = Field(
+        description="At least so many did not: what they decided is missing."
+    )
+    data: list[Decision] = Field(
+        description="Of one request, first to last; without one, the newest first."
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # Building them
 # --------------------------------------------------------------------------------------------------
@@ -318,6 +371,29 @@ def model_card(info: ModelInfo) -> dict[str, Any]:
         "created": info.created_s,
         "owned_by": "quire",
         "max_model_len": info.max_model_len,
+    }
+
+
+def decisions_answer(request_id: str | None, found: Decisions) -> dict[str, Any]:
+    """A `DecisionList`.
+
+    Raises
+    ------
+    DecisionNotFound
+        Nobody who answered remembers the request.
+    """
+    if request_id is not None and not found.decisions:
+        silent = f"; {found.num_silent} more did not answer" if found.num_silent else ""
+        raise DecisionNotFound(
+            f"request_id: none of the {len(found.routers)} routers remembers {request_id!r}{silent}. "
+            "Each remembers its last router.max_explained_decisions decisions.",
+            field="request_id",
+        )
+    return {
+        "object": "list",
+        "routers": found.routers,
+        "silent_routers": found.num_silent,
+        "data": found.decisions,
     }
 
 

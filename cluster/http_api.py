@@ -3,6 +3,7 @@
 ```
 POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/{id}
 GET /health (the process answers)             GET /ready (a request would be served)
+GET /v1/router/explain?request_id=            why a request went where it went
 GET /version                                  GET /docs, /redoc, /openapi.json
 ```
 
@@ -41,16 +42,18 @@ from quire.cluster.http_answers import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    DecisionList,
     ErrorAnswer,
     ModelCard,
     ModelList,
     ReadyAnswer,
+    decisions_answer,
     error_answer,
     error_headers,
     json_response,
     model_card,
 )
-from quire.cluster.http_generation import GenerationBody, GenerationResponse
+from quire.cluster.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
 from quire.cluster.http_schema import (
     IGNORED_FIELDS,
     UNSUPPORTED_FIELDS,
@@ -64,6 +67,7 @@ from quire.router import resume
 from quire.router.types import ResumePoint, Service
 
 LAST_EVENT_ID = "Last-Event-ID"
+DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
 # A client that is still sending when it is refused must be read to the end, or its connection is
 # reset before it has seen the answer. Beyond so many bodies' worth it may be.
 _DISCARDED_BODIES = 8
@@ -153,6 +157,25 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
                 field="model",
             )
         return json_response(model_card(info))
+
+    @app.get("/v1/router/explain", response_model=DecisionList, responses=_ERRORS)
+    async def explain(request_id: str | None = None, limit: int = DEFAULT_DECISIONS) -> Response:
+        """Why a request went where it went: what each replica would have cost, term by term.
+
+        Any router answers for all of them. `request_id` is the answer's `x-request-id` or its `id`;
+        without it, the last `limit` decisions.
+        """
+        if not 1 <= limit <= MAX_DECISIONS:
+            raise InvalidRequest(
+                f"limit must be in [1, {MAX_DECISIONS}], got {limit}", field="limit"
+            )
+        if request_id is not None:
+            request_id = request_label(request_id, "request_id")
+            for prefix in ID_PREFIXES:
+                request_id = request_id.removeprefix(prefix)
+        return json_response(
+            decisions_answer(request_id, await get_service().decisions(request_id, limit))
+        )
 
     @app.get("/health")
     async def health() -> Response:

@@ -32,6 +32,7 @@ from quire.router.types import (
     TokenScores,
 )
 
+CHAT_ID_PREFIX, COMPLETION_ID_PREFIX = ID_PREFIXES = ("chatcmpl-", "cmpl-")
 GenerationBody = CompletionRequest | ChatCompletionRequest
 
 
@@ -201,9 +202,9 @@ class GenerationResponse(Response):
         return choice
 
     def _envelope(self, stream: GenerationStream, kind: str) -> dict[str, Any]:
-        prefix = "chatcmpl" if self._chat else "cmpl"
+        prefix = CHAT_ID_PREFIX if self._chat else COMPLETION_ID_PREFIX
         return {
-            "id": f"{prefix}-{stream.origin.answer_id}",
+            "id": prefix + stream.origin.answer_id,
             "object": kind,
             "created": stream.origin.created_s,
             "model": stream.model,

@@ -21,9 +21,11 @@ from quire.replica.checkpoint import resolve_checkpoint
 from quire.router.admission import AdmissionLimits
 from quire.router.bus import Bus
 from quire.router.chat_template import ChatTemplate
+from quire.router.decision_log import DecisionLog
 from quire.router.index import PrefixIndex
 from quire.router.migration_budget import MigrationBudget
 from quire.router.params import GenerationDefaults, Limits
+from quire.router.peers import Peers
 from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaTable
 from quire.router.service import ModelFacts, RouterService
@@ -66,7 +68,9 @@ class Router(GrpcApi):
             credit_tokens=app.router.stream_credit_tokens,
             slow_client_timeout_s=app.router.slow_client_timeout_s,
         )
-        self.service = _service(app, checkpoint, router_id, table, self._bus)
+        context = serve.get_replica_context()
+        peers = Peers(serve.get_deployment_handle(context.deployment, context.app_name))
+        self.service = _service(app, checkpoint, router_id, table, self._bus, peers)
         self._bus.queued_prefill_s = self.service.gate.queued_prefill_s
         # What is loaded stays: no collection walks Ray and the tokenizer again while streams wait.
         gc.collect()
@@ -87,14 +91,23 @@ class Router(GrpcApi):
             ready_timeout_s=limits.ready_timeout_s,
         )
 
+    async def own_decisions(
+        self, request_id: str | None, limit: int
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """For `Peers`: this router's id and what it remembers."""
+        return self.service.router_id, self.service.own_decisions(request_id, limit)
+
     async def __del__(self) -> None:
         bus = getattr(self, "_bus", None)
         if bus is not None:
             await bus.close()
+        service = getattr(self, "service", None)
+        if service is not None and service.decision_log is not None:
+            await asyncio.to_thread(service.decision_log.close)
 
 
 def _service(
-    app: AppConfig, checkpoint: Path, router_id: str, table: ReplicaTable, bus: Bus
+    app: AppConfig, checkpoint: Path, router_id: str, table: ReplicaTable, bus: Bus, peers: Peers
 ) -> RouterService:
     limits = app.router
     defaults = GenerationDefaults.load(checkpoint)
@@ -117,6 +130,9 @@ def _service(
         max_move_s=limits.max_move_s,
         max_migrations=limits.max_migrations,
         budget=MigrationBudget(limits.migration_refill_s, limits.migration_burst),
+        max_explained_decisions=limits.max_explained_decisions,
+        decision_log=_decision_log(limits, router_id),
+        peers=peers.decisions,
         ready_timeout_s=limits.ready_timeout_s,
         admission=AdmissionLimits(
             max_wait_s=limits.max_wait_s,
@@ -139,3 +155,10 @@ def _facts(facts: ModelFacts, limits: RouterArgs, defaults: GenerationDefaults) 
         ),
         max_prompt_tokens=limits.max_prompt_tokens,
     )
+
+
+def _decision_log(limits: RouterArgs, router_id: str) -> DecisionLog | None:
+    if limits.decision_log_folder is None:
+        return None
+    folder = Path(limits.decision_log_folder)
+    return DecisionLog(folder, router_id, limits.decision_log_bytes)

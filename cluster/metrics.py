@@ -10,6 +10,9 @@ from quire.router.types import Explain, Usage
 # Seconds; from a cached prompt on an idle GPU to a long queue.
 _TTFT_BOUNDARIES = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30]
 _MOVE_BOUNDARIES = [0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 30]
+# Tokens; below the first boundary is 0. Ray's histograms take no negative boundary, so that the two
+# signs of predicted - actual are two histograms: their counts are equal, their sums subtract.
+_MISPREDICTION_BOUNDARIES = [0.5, 64, 256, 1024, 4096, 16_384, 65_536]
 _ITL_BOUNDARIES = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]
 
 
@@ -26,6 +29,16 @@ class ServeObserver(Observer):
             "quire_inter_token_seconds",
             description="Between two deltas of one stream",
             boundaries=_ITL_BOUNDARIES,
+        )
+        self._over_predicted = metrics.Histogram(
+            "quire_router_over_predicted_cached_tokens",
+            description="max(0, predicted - actual) cached tokens of a request's prompt",
+            boundaries=_MISPREDICTION_BOUNDARIES,
+        )
+        self._under_predicted = metrics.Histogram(
+            "quire_router_under_predicted_cached_tokens",
+            description="max(0, actual - predicted) cached tokens of a request's prompt",
+            boundaries=_MISPREDICTION_BOUNDARIES,
         )
         self._tokens_in = metrics.Counter(
             "quire_router_prompt_tokens", description="Prompt tokens of ended requests"
@@ -53,6 +66,10 @@ class ServeObserver(Observer):
 
     def on_move(self, stall_s: float) -> None:
         self._move.observe(stall_s)
+
+    def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:
+        self._over_predicted.observe(max(0, predicted_tokens - cached_tokens))
+        self._under_predicted.observe(max(0, cached_tokens - predicted_tokens))
 
     def on_end(self, usage: Usage, explain: Explain) -> None:
         for counter, count in (

@@ -77,6 +77,15 @@ class ModelNotFound(QuireError):
     openai_type = "invalid_request_error"
 
 
+class DecisionNotFound(QuireError):
+    """No router remembers a decision for the request."""
+
+    code = "decision_not_found"
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    openai_type = "invalid_request_error"
+
+
 class BodyTooLarge(QuireError):
     """The request body is larger than `max_body_bytes`."""
 
@@ -153,6 +162,7 @@ _BY_CODE: dict[str, type[QuireError]] = {
         UnsupportedField,
         ContextLengthExceeded,
         ModelNotFound,
+        DecisionNotFound,
         BodyTooLarge,
         Overloaded,
         Unavailable,

@@ -8,8 +8,7 @@
        holds in host memory
     eta n P    the n requests in flight wait while the new prompt is prefilled
     Q          delay of later arrivals, below
-    delta D    slow-down of decoding: of this request by the KV cache that its steps will read, and
-               of the n others by its own
+    delta D    slow-down of decoding, below
     E          what its blocks push out of a full cache, by the chance that it were used again
     M          wait for KV memory to become free
     V          what one more copy of a prefix in demand will save its followers, below
@@ -23,6 +22,16 @@ busy, requests that are not bound to it go elsewhere, so that only a window of a
 counts. With w = W + P and the window w0 = `window_prefills` times the mean prefill,
 
     Q = kappa lambda / (1 - rho) P w / (1 + w / w0)
+
+With `kappa` = 2 that is, at w = w0, what the busy period alone would say.
+
+**D.** A step reads the KV cache of every request that decodes. So this one's steps are longer by the
+KV of those that decode along with it, and theirs by its own, for as long as they overlap: of outputs of
+mean length m that is m / 2 steps in the mean, whatever the distribution S of their lengths. One that is
+met on its way has more than k steps left with probability (1 / m) int_k^inf S, and the integral of that
+times S(k) is m / 2. Hence `delta` = 1/2. The load over an output to come is foretold by its mean of the
+last seconds, about as long as an output takes: what runs at this moment will have ended, and where
+conversations come back to, they do so again.
 
 **V.** While k replicas hold a prefix, its followers wait for the best of k: about Wq / k, with the
 Pollaczek-Khinchine wait Wq = lambda E[P^2] / (2 (1 - rho)). One more copy saves each of them
@@ -58,8 +67,8 @@ class CostPolicy:
     Attributes
     ----------
     eta, kappa, delta, eviction, memory, copies
-        Weights of the terms eta n P, Q, delta D, E, M and V; 1 is what the derivation says, where
-        only the mean of all delays counts.
+        Weights of the terms eta n P, Q, delta D, E, M and V. Where only the mean of all delays
+        counts the derivation says 1, of `delta` 1/2 and of `kappa` 2.
     window_prefills
         See Q.
     reuse_s
@@ -83,8 +92,8 @@ class CostPolicy:
     """
 
     eta: float = 0.1
-    kappa: float = 1.0
-    delta: float = 0.1
+    kappa: float = 2.0
+    delta: float = 0.5
     eviction: float = 1.0
     memory: float = 1.0
     copies: float = 1.0
@@ -181,8 +190,8 @@ class CostPolicy:
         """delta D: this request's steps read the others' KV, theirs read its own."""
         demand = fleet.demand
         seconds = self.delta * demand.output_tokens * demand.decode_s_per_kv_token
-        read = fleet.num_requests * float(request.num_prompt_tokens)
-        read += fleet.kv_tokens
+        read = fleet.mean_requests * float(request.num_prompt_tokens)
+        read += fleet.mean_kv_tokens
         read *= seconds
         return read
 
@@ -219,4 +228,4 @@ class CostPolicy:
 
 def e2e_policy(**weights: float) -> CostPolicy:
     """The preset `e2e`, for the time to the last token: others' delays count for more."""
-    return CostPolicy(**({"eta": 0.3, "delta": 0.3, "name": "e2e"} | weights))
+    return CostPolicy(**({"eta": 0.3, "name": "e2e"} | weights))

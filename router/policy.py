@@ -62,6 +62,8 @@ class Fleet:
         np.ndarray
     )  # [n] float64, in flight: running and waiting by the report, and booked
     kv_tokens: np.ndarray  # [n] float64, of the decoding requests, with our own unanswered ones
+    mean_requests: np.ndarray  # [n] float64, running and waiting, mean of the last seconds' reports
+    mean_kv_tokens: np.ndarray  # [n] float64, of the decoding requests, mean of the last seconds
     prefill_s_per_work: np.ndarray  # [n] float64, measured; 0: not yet known
     host_copy_s_per_token: np.ndarray  # [n] float64, from host memory to the device
     cache_age_s: np.ndarray  # [n] float64, for how long a block stays cached; inf: nothing evicted
@@ -115,7 +117,8 @@ class Ranking(Sequence[Score]):
     rows
         [ranked] rows of `fleet`, best first.
     cost_s
-        [n] what was compared.
+        [n] what was compared; like the terms, arrays of their own: a decision is asked about long
+        after the fleet's columns have changed (`router/decisions.py`).
     terms
         Name -> [n], in the order in which they are explained.
     """
@@ -216,7 +219,7 @@ class LeastLoaded:
     def choose(
         self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
     ) -> Ranking:
-        return rank("least_loaded", replicas, replicas.num_requests, rng)
+        return rank("least_loaded", replicas, replicas.num_requests.copy(), rng)
 
 
 class PowerOfTwo:
@@ -227,7 +230,7 @@ class PowerOfTwo:
     ) -> Ranking:
         n = len(replicas)
         if n <= 2:
-            return rank("power_of_two", replicas, replicas.num_requests, rng)
+            return rank("power_of_two", replicas, replicas.num_requests.copy(), rng)
         drawn = rng.sample(range(n), 2)
         # The rest are fall-backs for when both refuse.
         cost = replicas.num_requests + (1.0 + replicas.num_requests.max())

@@ -32,6 +32,7 @@ from quire.router.types import ReplicaStatus
 
 _EVICTION_HORIZON_S = 10.0
 _SPEED_HORIZON_S = 30.0
+_LOAD_HORIZON_S = 5.0  # about the time of one output, over which a mean has to foretell the load
 _MEDIAN_PERIOD_S = 0.2
 
 
@@ -114,6 +115,8 @@ class _Replica:
     answered_tokens: float = 0.0
     answered_work: float = 0.0
     prefill_s_per_work: float = 0.0  # 0: not yet known
+    mean_requests: float = 0.0  # by the reports of the last seconds
+    mean_kv_tokens: float = 0.0
     removed_per_s: float = 0.0  # routing blocks that its cache evicts
     num_removed: int = 0  # of them, by the last report
 
@@ -143,6 +146,12 @@ class _Replica:
         self.prefill_s_per_work = keep * previous + (1.0 - keep) * speed
         self.answered_tokens *= keep
         self.answered_work *= keep
+
+    def average_load(self, load: Load, elapsed_s: float | None) -> None:
+        """Take a report into the means; `elapsed_s` after the one before, None: it is the first."""
+        part = 1.0 if elapsed_s is None else 1.0 - math.exp(-max(0.0, elapsed_s) / _LOAD_HORIZON_S)
+        self.mean_requests += part * (load.num_running + load.num_waiting - self.mean_requests)
+        self.mean_kv_tokens += part * (load.num_decode_tokens - self.mean_kv_tokens)
 
     def forget_bookings(self) -> None:
         self.bookings.clear()
@@ -340,6 +349,7 @@ class ReplicaTable:
             entry.removed_per_s = keep * entry.removed_per_s + (1.0 - keep) * rate
             entry.num_removed = num_removed
             entry.take_speed(load.prefill_s_per_token, elapsed_s)
+        entry.average_load(load, None if entry.report_s is None else now_s - entry.report_s)
         if load.num_steps != entry.load.num_steps:
             self._demand.on_step(load.num_decode_tokens, load.decode_step_s)
         entry.load = load
@@ -501,6 +511,8 @@ class ReplicaTable:
             head_age_s=now_s - rows[columns.HEAD_S],
             num_requests=rows[columns.NUM_REQUESTS],
             kv_tokens=rows[columns.KV_TOKENS],
+            mean_requests=rows[columns.MEAN_REQUESTS],
+            mean_kv_tokens=rows[columns.MEAN_KV_TOKENS],
             prefill_s_per_work=rows[columns.PREFILL_S_PER_WORK],
             host_copy_s_per_token=rows[columns.HOST_COPY_S_PER_TOKEN],
             cache_age_s=rows[columns.CACHE_AGE_S],
@@ -585,6 +597,8 @@ class ReplicaTable:
             load.blocks_in_use * block,
             self._host_copy_s_per_token,
             load.num_waiting,
+            entry.mean_requests,
+            entry.mean_kv_tokens,
         )
         self._columns.write(entry.row, values)
 

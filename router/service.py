@@ -20,8 +20,9 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,8 @@ from quire.router import params, resume
 from quire.router.admission import AdmissionLimits
 from quire.router.chat_template import ChatTemplate
 from quire.router.choices import ChoicesStream
+from quire.router.decision_log import DecisionLog
+from quire.router.decisions import DecisionRing
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
 from quire.router.fair_queue import TOKENS_PER_GENERATED
 from quire.router.gate import AdmissionGate, Arrival
@@ -62,6 +65,7 @@ from quire.router.suspicion import MAX_INCIDENTS, Standing, Suspicion
 from quire.router.tokenizer import AsyncTokenizer
 from quire.router.transport import Attempt, Lost, Transport
 from quire.router.types import (
+    Decisions,
     Explain,
     GenerationRequest,
     Mark,
@@ -91,6 +95,9 @@ class Observer:
 
     def on_move(self, stall_s: float) -> None:
         """A stream that lost its replica has its next token; seconds since the router knew of the loss."""
+
+    def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:
+        """How many of a prompt's tokens the router expected in the replica's cache, and how many there were."""
 
     def on_end(self, usage: Usage, explain: Explain) -> None:
         """The stream ended, for whatever reason."""
@@ -128,6 +135,12 @@ class RouterService:
         A replica that has work and has not finished a step for so long does not count as ready.
     admission
         Bounds of those who wait here; None for the defaults.
+    max_explained_decisions
+        Decisions that are remembered for `decisions`.
+    decision_log
+        Takes every decision and what came of it; None: they are not recorded.
+    peers
+        Asks every router, this one included, for its `own_decisions`; None: there is no other.
     """
 
     def __init__(
@@ -146,6 +159,9 @@ class RouterService:
         budget: MigrationBudget | None = None,
         ready_timeout_s: float = math.inf,
         admission: AdmissionLimits | None = None,
+        max_explained_decisions: int = 256,
+        decision_log: DecisionLog | None = None,
+        peers: Callable[[str | None, int], Awaitable[Decisions]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -160,6 +176,9 @@ class RouterService:
         self.ready_timeout_s = ready_timeout_s
         self.clock = clock
         self.gate = AdmissionGate(admission or AdmissionLimits(), clock, max_away_s=max_move_s)
+        self.ring = DecisionRing(router_id, max_explained_decisions, clock)
+        self.decision_log = decision_log
+        self._peers = peers
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
         self._detokenizers = DetokenizerFactory(tokenizer.tokenizer.backend)
@@ -310,6 +329,20 @@ class RouterService:
     def replicas(self) -> list[ReplicaStatus]:
         return self.table.statuses(self.clock())
 
+    def own_decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
+        """What this router remembers; see `Service.decisions`."""
+        return self.ring.last(limit) if request_id is None else self.ring.find(request_id)
+
+    async def decisions(self, request_id: str | None, limit: int) -> Decisions:
+        """See `Service.decisions`: behind a proxy nobody can choose the router that is asked."""
+        num_silent = 0
+        if self._peers is not None:
+            try:
+                return await self._peers(request_id, limit)
+            except Unavailable:
+                num_silent = 1
+        return Decisions([self.router_id], num_silent, self.own_decisions(request_id, limit))
+
     async def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
         last = None
         while True:
@@ -411,7 +444,7 @@ class RequestStream:
         self.origin = origin
         self.choice = sampling.choice
         self.usage = Usage(prompt_tokens=len(prompt_ids))
-        self.explain = Explain()
+        self.explain = Explain(router=service.router_id)
         self._service = service
         self._request = request
         self._lead = lead
@@ -440,6 +473,7 @@ class RequestStream:
         self._num_lost = 0  # attempts that a replica did not end as it should
         self._must_pay = False  # the next attempt is a move, not yet taken from the budget
         self._homeless_s: float | None = None  # since when it has been without a replica that works
+        self._logged: int | None = None  # number of the last decision in the log
         self._first: OutputDelta | None = None
         self._told = resume.Told(mark, request.resume_from.field) if mark.num_tokens else None
         self._told_chars = 0
@@ -548,12 +582,11 @@ class RequestStream:
             raise Unavailable(
                 "no replica is ready to serve the model", retry_after_s=NO_REPLICA_RETRY_S
             )
-        return service.policy.choose(
-            RouteRequest(num_prompt_tokens, self._request.session, self._request.priority),
-            fleet,
-            now,
-            service.rng,
-        )
+        return service.policy.choose(self._asked(num_prompt_tokens), fleet, now, service.rng)
+
+    def _asked(self, num_prompt_tokens: int) -> RouteRequest:
+        """What a policy knows of the request."""
+        return RouteRequest(num_prompt_tokens, self._request.session, self._request.priority)
 
     def _send(self, ranking: Ranking | None) -> None:
         """Book and submit the next attempt; a fork goes where its lead is, without a ranking."""
@@ -569,7 +602,8 @@ class RequestStream:
             self._route, num_cached = self._lead._route, num_prompt_tokens - 1
             self._booking = service.table.book_fork(self._lead._booking, now)
         else:
-            self._route, num_cached = ranking.names(), ranking[0].cached_tokens
+            best = ranking[0]
+            self._route, num_cached = ranking.names(), best.cached_tokens + best.host_tokens
             self._booking = service.table.book(
                 ranking, self._hashes, num_prompt_tokens, now, self._request.session
             )
@@ -579,6 +613,19 @@ class RequestStream:
         self.explain.replica = self._route[0]
         self.explain.predicted_cached_tokens = num_cached
         self.explain.runner_up = self._route[1] if len(self._route) > 1 else ""
+        if ranking is not None:
+            service.ring.add(
+                self.request_id,
+                self.origin.answer_id,
+                ranking,
+                num_prompt_tokens,
+                self.explain,
+                now,
+            )
+            if service.decision_log is not None:
+                attempt = self.explain.attempts
+                asked = self._asked(num_prompt_tokens)
+                self._logged = service.decision_log.decided(asked, ranking, attempt, now)
         submit = Submit(
             router_id=service.router_id,
             stream_id=service.transport.next_stream_id(),
@@ -776,8 +823,15 @@ class RequestStream:
             self._on_place(event.num_cached_tokens)
             self.usage.cached_tokens = event.num_cached_tokens
             self.usage.host_cached_tokens = event.num_host_cached_tokens
-            self.explain.cached_tokens = event.num_cached_tokens
-            self.explain.queue_s = event.queue_s
+            explain = self.explain
+            explain.cached_tokens = event.num_cached_tokens
+            explain.queue_s = event.queue_s
+            explain.answered, explain.ttft_s = True, now - self._arrived_s
+            if self._lead is None and self._attempt.replica == self._route[0]:
+                # Of another replica, to which Serve passed it on, nothing was predicted.
+                observer.on_prediction(explain.predicted_cached_tokens, event.num_cached_tokens)
+            if self._logged is not None:
+                self._service.decision_log.answered(self._logged, explain)
         if self._booking is not None and self._attempt is not None:
             self.explain.replica = self._attempt.replica
             self._service.table.answered(self._booking, now)

@@ -131,14 +131,21 @@ class Usage:
 
 @dataclass(slots=True)
 class Explain:
-    """Why the request went where it went; sent as x-quire-* headers or trailing metadata."""
+    """Why the request went where it went; sent as x-quire-* headers or trailing metadata.
 
+    `predicted_cached_tokens` is of the last attempt; `cached_tokens`, `queue_s` and `ttft_s` are of the one
+    that gave the first token, and 0 until `answered`.
+    """
+
+    router: str = ""  # who decided
     replica: str = ""
-    predicted_cached_tokens: int = 0
+    predicted_cached_tokens: int = 0  # on the device and in host memory
     cached_tokens: int = 0
     queue_s: float = 0.0
     runner_up: str = ""
     attempts: int = 0
+    answered: bool = False  # the first token is there
+    ttft_s: float = 0.0  # from the request's arrival to it
 
 
 @dataclass(slots=True)
@@ -177,6 +184,25 @@ class Readiness:
     startup_s: dict[str, float] = field(
         default_factory=dict
     )  # seconds by phase, of the slowest replica
+
+
+@dataclass(slots=True)
+class Decisions:
+    """What routers remember of their decisions.
+
+    Attributes
+    ----------
+    routers
+        Ids of those that were asked and answered.
+    num_silent
+        At least so many routers did not answer in time.
+    decisions
+        Plain data (`router.decisions.DecisionRing`): of one request first to last, else the newest first.
+    """
+
+    routers: list[str]
+    num_silent: int
+    decisions: list[dict[str, Any]]
 
 
 class GenerationStream(Protocol):
@@ -228,6 +254,16 @@ class Service(Protocol):
     def readiness(self) -> Readiness: ...
 
     def replicas(self) -> list[ReplicaStatus]: ...
+
+    async def decisions(self, request_id: str | None, limit: int) -> Decisions:
+        """Why requests went where they went, as far as it is remembered, on all routers.
+
+        Parameters
+        ----------
+        request_id
+            None: the last `limit` decisions, whatever request they were for.
+        """
+        ...
 
     def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
         """The status of every replica, at once and then whenever it changed, at most every `period_s`."""

@@ -28,6 +28,7 @@ RAY_MODULES = {
     "quire.cluster.serve_config",
     "quire.replica.actor",
     "quire.router.bus",
+    "quire.router.peers",
     "quire.router.serve_router",
     "quire.router.witness",
 }

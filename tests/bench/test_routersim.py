@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.bench.routersim import compare, geometric_mean, markdown
+from quire.bench.routersim import compare, geometric_mean, markdown, parts
 from quire.bench.routersim_stack import Stack
 from quire.router.policy import make_policy
 
@@ -82,10 +82,21 @@ class FoundRuns:
     """As `Simulator`, with results that are given."""
 
     def run(self, workload, seed, policy):
-        return {"ttft_mean": 2.0 + seed, "e2e_mean": 6.0, "goodput": 0.9, "hit": 0.5}
+        parts = {"own_prefill_s": 0.5, "wait_s": 1.5 + seed, "decode_s": 4.0}
+        return {"ttft_mean": 2.0 + seed, "e2e_mean": 6.0, "goodput": 0.9, "hit": 0.5} | parts
 
     def oracle(self, workload, seed):
-        return {"ttft_mean": 1.0, "e2e_mean": 4.0, "goodput": 0.95 + 0.01 * len(workload)}
+        parts = {"own_prefill_s": 0.25, "wait_s": 0.75, "decode_s": 3.0}
+        goodput = 0.95 + 0.01 * len(workload)
+        return {"ttft_mean": 1.0, "e2e_mean": 4.0, "goodput": goodput} | parts
+
+
+def test_the_parts_of_a_request_add_up():
+    done = SimpleNamespace(t=1.0, t_first=3.0, t_end=7.0, inp=10_000, hit=4000)
+    found = parts([done, done], Hardware())
+    assert found["own_prefill_s"] == pytest.approx(6000 * (4e-5 + 1.3e-9 * 7000))
+    assert found["own_prefill_s"] + found["wait_s"] == pytest.approx(2.0)
+    assert found["decode_s"] == pytest.approx(4.0)
 
 
 def test_ratios_are_geometric_means_and_gaps_arithmetic_ones():
@@ -94,5 +105,6 @@ def test_ratios_are_geometric_means_and_gaps_arithmetic_ones():
     assert row["e2e"] == pytest.approx(1.5)
     assert row["gap"] == pytest.approx(0.065) and row["worst_gap"] == pytest.approx(0.07)
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
-    page = markdown({"Title": {"any": row}})
+    page = markdown({"Title": {"any": row, "ours:slo": row}})
+    assert "| a | 0.500 / 0.250 | 4.500 / 0.750 | 4.000 / 3.000 |" in page
     assert "| any | 4.00 / 1.50 / 0.065 | 4.00 / 1.50 / 0.060 | 4.00 / 1.50 / 0.070 |" in page

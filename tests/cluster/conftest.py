@@ -9,14 +9,18 @@ import threading
 import uuid
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 
 from quire.protos.errors import ModelNotFound
 from quire.protos.wire import Load
 from quire.router import params
 from quire.router.chat_template import check_messages
+from quire.router.decisions import DecisionRing
+from quire.router.policy import Fleet, Ranking
 from quire.router.stop import StopMatcher
 from quire.router.types import (
+    Decisions,
     Explain,
     GenerationRequest,
     ModelInfo,
@@ -54,7 +58,14 @@ class FakeStream:
         self.origin = Origin(sampling.seed, b"asked..!", uuid.uuid4().hex, 1_700_000_000)
         self.usage = Usage(prompt_tokens=prompt_len)
         self.explain = Explain(
-            replica="replica-a", predicted_cached_tokens=64, runner_up="replica-b", attempts=1
+            router="router-1",
+            replica="replica-a",
+            predicted_cached_tokens=64,
+            runner_up="replica-b",
+            attempts=1,
+            answered=True,  # the real service returns a stream with its first token
+            cached_tokens=min(48, prompt_len),
+            queue_s=0.002,
         )
         self.closed = threading.Event()
         self._service = service
@@ -82,9 +93,8 @@ class FakeStream:
         self.closed.set()
 
     async def _generate(self) -> AsyncIterator[OutputDelta]:
-        self.usage.cached_tokens = self.explain.cached_tokens = min(48, self.usage.prompt_tokens)
+        self.usage.cached_tokens = self.explain.cached_tokens
         self.usage.host_cached_tokens = self.usage.cached_tokens // 3
-        self.explain.queue_s = 0.002
         running = [self._choice(choice) for choice in range(self._request.n)]
         while running:  # one token of each in turn
             for deltas in list(running):
@@ -188,6 +198,21 @@ class FakeService:
     def replicas(self) -> list[ReplicaStatus]:
         self._refuse()
         return [ReplicaStatus("replica-a", "e1", self.load, 0.05, True, 7)]
+
+    async def decisions(self, request_id: str | None, limit: int) -> Decisions:
+        """Of every stream so far, the newest first."""
+        self._refuse()
+        ring = DecisionRing("router-1", 100)
+        for stream in self.streams:
+            arrays = [f.name for f in dataclasses.fields(Fleet) if f.type == "np.ndarray"]
+            columns = {name: np.zeros(2) for name in arrays}
+            fleet = Fleet(replicas=["replica-a", "replica-b"], **columns)
+            terms = {"wait_s": np.array([0.25, 1.0]), "prefill_s": np.array([0.5, 0.125])}
+            ranking = Ranking("slo", fleet, [0, 1], sum(terms.values()), terms)
+            answer_id, num_tokens = stream.origin.answer_id, stream.usage.prompt_tokens
+            ring.add(stream.request_id, answer_id, ranking, num_tokens, stream.explain, 0.0)
+        found = ring.last(limit) if request_id is None else ring.find(request_id)
+        return Decisions(["router-0", "router-1"], 0, found)
 
     async def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
         try:

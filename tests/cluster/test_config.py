@@ -93,7 +93,9 @@ def test_a_number_has_its_unit_in_its_name(model: type[BaseModel], name: str):
     if name in STANDARD_TERMS:
         assert STANDARD_TERMS[name] in model.model_fields[name].description
         return
-    is_count = name in COUNTS or re.fullmatch(r"max_\w+_(requests|strings)|\w+_threads", name)
+    is_count = name in COUNTS or re.fullmatch(
+        r"max_\w+_(requests|strings|decisions)|\w+_threads", name
+    )
     assert is_count or name.endswith(UNITS)
 
 

@@ -22,6 +22,7 @@ from quire.cluster.http_answers import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    DecisionList,
     ErrorAnswer,
     ModelList,
 )
@@ -819,13 +820,51 @@ def test_headers_say_why_this_replica(http: httpx.Client) -> None:
     whole = http.post(COMPLETIONS, json=body).headers
     stream = http.post(COMPLETIONS, json={**body, "stream": True}).headers
     decided = {
+        "x-quire-router": "router-1",
         "x-quire-replica": "replica-a",
         "x-quire-runner-up": "replica-b",
         "x-quire-predicted-cached-tokens": "64",
+        "x-quire-cached-tokens": "1",
+        "x-quire-queue-ms": "2.0",
     }
-    found = {"x-quire-cached-tokens": "1", "x-quire-queue-ms": "2.0", "x-quire-attempts": "1"}
-    assert {k: v for k, v in whole.items() if k.startswith("x-quire")} == decided | found
+    attempts = {"x-quire-attempts": "1"}
+    assert {k: v for k, v in whole.items() if k.startswith("x-quire")} == decided | attempts
+    # Headers go out with the first token; the request may still move.
     assert {k: v for k, v in stream.items() if k.startswith("x-quire")} == decided
+
+
+def test_explain_finds_a_request_by_its_id_or_that_of_its_answer(http: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    http.post(COMPLETIONS, json=body, headers={"x-request-id": "my label"})
+    answer = http.post(COMPLETIONS, json=body)
+    for asked, request_id in (
+        ("my label", "my label"),
+        (answer.headers["x-request-id"], answer.headers["x-request-id"]),
+        (answer.json()["id"], answer.headers["x-request-id"]),
+    ):
+        told = http.get("/v1/router/explain", params={"request_id": asked})
+        assert told.status_code == 200
+        (decision,) = DecisionList.model_validate(told.json()).data
+        assert decision.request_id == request_id
+        best, other = decision.ranking
+        assert (best.replica, best.cost_s, other.cost_s) == ("replica-a", 0.75, 1.125)
+        assert best.terms == {"wait_s": 0.25, "prefill_s": 0.5}
+        assert decision.outcome.cached_tokens == 1
+    newest = DecisionList.model_validate(http.get("/v1/router/explain?limit=1").json())
+    assert [d.request_id for d in newest.data] == [answer.headers["x-request-id"]]
+    assert newest.routers == ["router-0", "router-1"]
+
+
+def test_explain_of_an_unknown_request_says_who_was_asked(http: httpx.Client) -> None:
+    response = http.get("/v1/router/explain?request_id=never")
+    check_error(response, 404, "decision_not_found", "request_id")
+    assert "none of the 2 routers remembers 'never'" in response.json()["error"]["message"]
+    for query, field in (
+        ("limit=0", "limit"),
+        ("limit=1001", "limit"),
+        ("request_id=", "request_id"),
+    ):
+        check_error(http.get(f"/v1/router/explain?{query}"), 400, "invalid_request", field)
 
 
 def test_probes(http: httpx.Client, service) -> None:

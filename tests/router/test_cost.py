@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +49,8 @@ WORSE = {
     "unanswered_work": 1000,
     "num_requests": 5,
     "kv_tokens": 5000,
+    "mean_requests": 5,
+    "mean_kv_tokens": 5000,
     "host_copy_s_per_token": 1e-4,
     "cache_age_s": -10,
     "free_tokens": -1000,
@@ -153,10 +156,29 @@ def test_requests_in_flight_raise_the_price_of_a_long_prefill():
 
 
 def test_decoding_is_cheaper_where_the_cache_is_shorter():
-    rows = [idle(kv_tokens=50_000), idle(kv_tokens=20_000)]
+    rows = [idle(mean_kv_tokens=50_000), idle(mean_kv_tokens=20_000, mean_requests=3)]
     assert winners(rows, demand=BUSY) == {"1": 400}
-    terms = choose(rows, demand=BUSY, policy=CostPolicy(delta=1.0))[0].terms
-    assert terms["decode_s"] == pytest.approx(200 * 1e-7 * 20_000)
+    # Half of 200 steps: by the KV of the others, and of three others by the prompt's 1000 tokens.
+    terms = choose(rows, demand=BUSY)[0].terms
+    assert terms["decode_s"] == pytest.approx(100 * 1e-7 * (20_000 + 3 * 1000))
+
+
+def test_requests_overlap_for_half_an_output_whatever_its_lengths_are():
+    """Why delta is 1/2, by counting: requests arrive one a step, each decodes for its own length."""
+    rng = np.random.default_rng(5)
+    for lengths in (
+        np.full(20_000, 40),
+        rng.integers(1, 80, 20_000),
+        np.maximum(1, rng.lognormal(3.0, 1.2, 20_000).astype(int)),
+    ):
+        arrived = np.arange(len(lengths))
+        ends = arrived + lengths
+        overlap = met = 0
+        for i in range(10_000, 10_500):
+            others = ends[:i] > i
+            overlap += np.minimum(ends[:i][others] - i, lengths[i]).sum()
+            met += others.sum()
+        assert overlap / met == pytest.approx(CostPolicy().delta * lengths.mean(), rel=0.15)
 
 
 def test_a_full_cache_of_fresh_blocks_sends_a_new_prompt_elsewhere():
@@ -184,7 +206,8 @@ def test_later_arrivals_make_a_long_job_behind_a_queue_dearer_up_to_a_window():
         return choose([idle(reported_work=work)], demand=BUSY)[0].terms["later_s"]
 
     assert later(0) < later(1000) < later(10_000)
-    at_most = 2.0 / 0.5 * 0.1 * (3 * BUSY.mean_prefill_s)  # kappa lambda / (1 - rho) P w0
+    # kappa lambda / (1 - rho) P w0
+    at_most = CostPolicy().kappa * 2.0 / 0.5 * 0.1 * (3 * BUSY.mean_prefill_s)
     assert later(1e9) == pytest.approx(at_most, rel=1e-3)
 
 

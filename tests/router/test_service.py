@@ -67,6 +67,7 @@ class Records(Observer):
         self.ends: list[tuple[Usage, Explain]] = []
         self.moves: list[float] = []
         self.num_first = self.num_later = 0
+        self.predictions: list[tuple[int, int]] = []
 
     def on_first_token(self, ttft_s: float) -> None:
         self.num_first += 1
@@ -76,6 +77,9 @@ class Records(Observer):
 
     def on_move(self, stall_s: float) -> None:
         self.moves.append(stall_s)
+
+    def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:
+        self.predictions.append((predicted_tokens, cached_tokens))
 
     def on_end(self, usage: Usage, explain: Explain) -> None:
         self.ends.append((usage, explain))
@@ -100,7 +104,7 @@ class Stack:
 
     async def open(self, prompt: str | tuple[int, ...] = PROMPT, **fields: object) -> RequestStream:
         return await self.service.generate(
-            GenerationRequest(request_id="test", prompt=prompt, **(GREEDY | fields))
+            GenerationRequest(**(dict(request_id="test", prompt=prompt) | GREEDY | fields))
         )
 
     async def answer(self, *args: object, **fields: object) -> Answer:
@@ -313,6 +317,30 @@ def test_explain_tells_prediction_and_truth(runner, replicas):
             other_tenant = await stack.answer(prompt, max_tokens=1, tenant="other")
             assert other_tenant.stream.explain.predicted_cached_tokens == 0
             assert other_tenant.stream.usage.cached_tokens == 0
+            assert stack.observer.predictions == [(0, 0), (192, 192), (0, 0)]
+
+    runner.run(run())
+
+
+def test_every_decision_is_remembered_with_what_came_of_it(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            answer = await stack.answer(request_id="asked", n=1, max_tokens=2)
+            await (await stack.open(request_id="twice", n=2, max_tokens=1)).aclose()
+            found = await stack.service.decisions("asked", 10)
+            assert (found.routers, found.num_silent) == ([stack.cluster.router_id], 0)
+            (decision,) = found.decisions
+            explain = answer.stream.explain
+            assert [score["replica"] for score in decision["ranking"]] == [
+                explain.replica,
+                explain.runner_up,
+            ]
+            assert decision["outcome"]["replica"] == explain.replica
+            assert decision["outcome"]["ttft_s"] > 0
+            # A fork goes where its lead went: that is one decision.
+            assert len((await stack.service.decisions("twice", 10)).decisions) == 1
+            last = (await stack.service.decisions(None, 1)).decisions
+            assert [d["request_id"] for d in last] == ["twice"]
 
     runner.run(run())
 

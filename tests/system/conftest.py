@@ -18,7 +18,13 @@ from live import Cluster, start_cluster, wait_until
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     """HAProxy mode, two routers, two replicas of the embedded model, float32, deterministic."""
-    yield from start_cluster(tmp_path_factory.mktemp("cluster"), lambda config: None)
+    folder = tmp_path_factory.mktemp("cluster")
+
+    def record(config: dict) -> None:
+        (application,) = config["applications"]
+        application["args"]["router"] = {"decision_log_folder": str(folder / "decisions")}
+
+    yield from start_cluster(folder, record)
 
 
 @pytest.fixture
