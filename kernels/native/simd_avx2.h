@@ -63,6 +63,16 @@ FN v16 v_keep(v16 x, int begin, int end, v16 fill) {
     return v_pair(v_keep_half(x.a, lane, begin, end, fill.a), v_keep_half(x.b, next, begin, end, fill.b));
 }
 
+/* The first and the second bfloat16 of each lane's pair, widened. */
+FN v16 v_bfloat_low(v16 x) {
+    return v_pair(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.a), 16)),
+                  _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.b), 16)));
+}
+FN v16 v_bfloat_high(v16 x) {
+    const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000));
+    return v_pair(_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask));
+}
+
 FN __m256 v_widen(const void *p, int dtype) {
     if (dtype == FLOAT32) return _mm256_loadu_ps(p);
     __m128i half = _mm_loadu_si128(p);

@@ -34,6 +34,12 @@ FN v16 v_keep(v16 x, int begin, int end, v16 fill) {
     return _mm512_mask_blend_ps(kept, fill, x);
 }
 
+/* The first and the second bfloat16 of each lane's pair, widened. */
+FN v16 v_bfloat_low(v16 x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
+FN v16 v_bfloat_high(v16 x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xffff0000)));
+}
+
 FN __mmask16 v_first(int count) { return (__mmask16)((1u << count) - 1); }
 
 /* `count` <= 16 elements, widened; zeros after them. */

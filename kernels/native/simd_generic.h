@@ -52,6 +52,10 @@ FN v16 v_keep(v16 x, int begin, int end, v16 fill) {
     return v_select((lane >= begin) & (lane < end), x, fill);
 }
 
+/* The first and the second bfloat16 of each lane's pair, widened. */
+FN v16 v_bfloat_low(v16 x) { return (v16)((v16_mask)x << 16); }
+FN v16 v_bfloat_high(v16 x) { return (v16)((v16_mask)x & (int32_t)0xffff0000); }
+
 FN float from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
