@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 2  # QUIRE_ABI of native/attention.h
+ABI = 3  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16")  # enum isa of native/attention.c
 
 
@@ -81,6 +81,10 @@ def load() -> NativeLibrary | None:
         ctypes.c_int64,
         ctypes.c_void_p,
     ]
+    for name in ("norm", "gated", "rotate"):
+        getattr(functions, f"quire_{name}_bytes").restype = ctypes.c_int64
+        function = getattr(functions, f"quire_{name}")
+        function.restype, function.argtypes = None, functions.quire_attention.argtypes
     functions.quire_exp2.argtypes = [
         ctypes.c_void_p,
         ctypes.c_void_p,
