@@ -188,7 +188,7 @@ def rotate_and_write(
         [tokens, (num_heads + 2 kv_heads) * head_dim] float32, float16 or bfloat16, tokens contiguous: one merged
         projection.
     k_pages, v_pages
-        [page_rows, head_dim] in the dtype of qkv, contiguous.
+        [page_rows, head_dim] in the dtype of qkv, contiguous; they may be views of one memory, of different lengths.
     rows
         [tokens * kv_heads] int64, contiguous: row token * kv_heads + head of k and v goes there; each at most once.
     cos, sin
@@ -224,7 +224,7 @@ def rotate_and_write(
         raise ValueError(f"cos: must have an even number of columns up to {head_dim}, got {rotary}")
     for name, tensor, shape, dtype in (
         ("k_pages", k_pages, k_pages.shape, qkv.dtype),
-        ("v_pages", v_pages, k_pages.shape, qkv.dtype),
+        ("v_pages", v_pages, (len(v_pages), head_dim), qkv.dtype),
         ("rows", rows, (tokens * kv_heads,), torch.int64),
         ("cos", cos, (tokens, rotary), qkv.dtype),
         ("sin", sin, (tokens, rotary), qkv.dtype),
@@ -239,6 +239,7 @@ def rotate_and_write(
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None:
             _check_norm(name, norm, head_dim)
+    page_rows = min(len(k_pages), len(v_pages))
     q_out = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype)
     call = _RotateCall(
         qkv=qkv.data_ptr(),
@@ -251,7 +252,7 @@ def rotate_and_write(
         sin=sin.data_ptr(),
         q_norm=None if q_norm is None else q_norm.data_ptr(),
         k_norm=None if k_norm is None else k_norm.data_ptr(),
-        page_rows=len(k_pages),
+        page_rows=page_rows,
         tokens=tokens,
         heads=num_heads,
         kv_heads=kv_heads,
@@ -262,7 +263,7 @@ def rotate_and_write(
     )
     _run("quire_rotate", call, isa)
     if call.outside:
-        raise IndexError(f"rows: {call.outside} are not between 0 and {len(k_pages) - 1}")
+        raise IndexError(f"rows: {call.outside} are not between 0 and {page_rows - 1}")
     return q_out
 
 
