@@ -21,7 +21,7 @@ import torch
 from quire.kernels import cpu_attention, cpu_attention_native
 from quire.kernels.cpu_attention_torch import PREFILL_ROWS
 from quire.replica.checkpoint import count_parameters
-from quire.replica.config import DEMOTION_ORDERS, SCHEDULERS, EngineArgs, EngineConfig
+from quire.replica.config import DEMOTION_ORDERS, FUSE, SCHEDULERS, EngineArgs, EngineConfig
 from quire.replica.groups import max_sequence_tokens, sequence_blocks
 from quire.replica.kv_pool import block_elements
 from quire.replica.spec import ModelSpec
@@ -187,6 +187,7 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         max_running_requests=min(args.max_running_requests, max_batch_tokens),
         **args.light_fields(),
         scheduler=args.scheduler,
+        fuse=args.fuse,
         demotion_order=args.demotion_order,
         prefix_caching=args.prefix_caching,
         deterministic=exact if args.deterministic is None else args.deterministic,
@@ -335,6 +336,7 @@ def check_args(args: EngineArgs) -> None:
         "dtype": ("auto", *_BYTES),
         "scheduler": SCHEDULERS,
         "demotion_order": DEMOTION_ORDERS,
+        "fuse": FUSE,
     }
     for name, allowed in choices.items():
         if getattr(args, name) not in allowed:
