@@ -298,12 +298,10 @@ class _FusePass:
                 build = lambda _: FusedLayer(norm, fused, mlp_norm, mlp)  # noqa: E731
                 whole = self._proven("layer", layer, build)
         if whole is None:
-            setattr(layer, name, fused)
-            self.report.fused["attentions"] += 1
+            self._put("attentions", layer, name, fused)
             return
         (place,) = [(p, n) for p, n, child in _children(self.model) if child is layer]
-        setattr(*place, whole)
-        self.report.fused["layers"] += 1
+        self._put("layers", *place, whole)
 
     def _replace(
         self,
@@ -315,24 +313,33 @@ class _FusePass:
     ) -> None:
         fused = self._proven(kind, module, build)
         if fused is not None:
-            setattr(parent, name, fused)
-            self.report.fused[kind] += 1
+            self._put(kind, parent, name, fused)
 
     def _proven(
         self, kind: str, module: nn.Module, build: Callable[[Any], nn.Module | None]
     ) -> Any:
         """The fused form of a module; None where there is none, or where it deviates."""
-        fused = build(module)
-        if fused is None or module not in self.calls:
+        if module not in self.calls:
             return None
         try:
-            self._compare(module, fused)
-        except _FuseError as error:
+            fused = build(module)
+            if fused is not None:
+                self._compare(module, fused)
+        except (_FuseError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            # Beside deviations: modules called otherwise than the known ones, and shapes that a kernel refuses.
             self.report.dropped.append(
                 f"{kind} {self._name(module)} ({type(module).__name__}): {error}"
             )
             return None
         return fused
+
+    def _put(self, kind: str, parent: nn.Module, name: str, fused: nn.Module) -> None:
+        """Replace a module; what the model's own code may ask it, such as its kind of attention, it still answers."""
+        for key, value in vars(parent.get_submodule(name)).items():
+            if isinstance(value, (str, int, float)) and not hasattr(fused, key):
+                setattr(fused, key, value)
+        setattr(parent, name, fused)
+        self.report.fused[kind] += 1
 
     def _compare(self, module: nn.Module, fused: nn.Module) -> None:
         """Both on the same random input, with the other arguments of the probing pass."""
@@ -346,11 +353,7 @@ class _FusePass:
             first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
             kwargs[first] = self._normal(kwargs[first], scale)
         expected = self._results(module, args, kwargs)
-        try:
-            found = self._results(fused, args, kwargs)
-        except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            # Called otherwise than the known ones, or a shape that a kernel refuses.
-            raise _FuseError(f"{type(error).__name__}: {error}") from error
+        found = self._results(fused, args, kwargs)
         if expected.keys() != found.keys():
             raise _FuseError(f"calls {sorted(found)}, unfused {sorted(expected)}")
         for what, value in expected.items():
@@ -417,11 +420,9 @@ class _FusePass:
                     f"product {self._name(module)}: deviates by {deviation:.2g}"
                 )
                 continue
-            setattr(parent, name, product)
-            self.report.fused["products"] += 1
+            self._put("products", parent, name, product)
             for p, n, _ in users:
-                setattr(p, n, PackedEmbedding(product.packed))
-                self.report.fused["embeddings"] += 1
+                self._put("embeddings", p, n, PackedEmbedding(product.packed))
 
 
 # ----------------------------------------------------------------------------------------------------------

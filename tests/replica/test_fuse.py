@@ -94,6 +94,7 @@ def test_merged_weights_replace_the_original_ones(zoo):
     assert all(isinstance(layer, FusedLayer) for layer in decoder.layers)
     assert isinstance(decoder.embed_tokens, PackedEmbedding)
     assert decoder.embed_tokens.packed is runner.model.lm_head.packed
+    assert all(layer.hidden_size == 64 for layer in decoder.layers), "the model's code may ask it"
     assert not [m for m in runner.model.modules() if type(m) in (nn.Linear, nn.Embedding)]
     # Panels of 64 columns are padded, which weighs much in a small model; nothing exists twice.
     packed = {
@@ -142,6 +143,34 @@ def test_classes_play_no_part_but_what_they_compute_does(zoo, part):
     )
     found, expected = logits_of(runner), logits_of(make_runner(zoo("llama"), fuse="off"))
     assert np.abs(found - expected).max() > 1e-3 * np.abs(expected).max(), "the change must be kept"
+
+
+def test_a_module_that_cannot_be_probed_stays(zoo):
+    class Gated(nn.Module):
+        """A norm by its parameters, called with two arguments."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.weight, self.variance_epsilon, self.inner = inner.weight, 1e-6, [inner]
+
+        def forward(self, x, gate):
+            return self.inner[0](x) * gate
+
+    class Caller(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.gated = Gated(inner)
+
+        def forward(self, x):
+            return self.gated(x, 1.0)
+
+    model = load(zoo("llama"))
+    model.model.norm = Caller(model.model.norm)
+    runner = runner_of(model, zoo("llama"))
+    assert dict(runner.fused.fused) == {"layers": 3, "products": 1}
+    assert any("norms model.norm.gated (Gated)" in reason for reason in runner.fused.dropped)
+    plain = make_runner(zoo("llama"), fuse="off")
+    assert np.abs(logits_of(runner) - logits_of(plain)).max() < 1e-3
 
 
 @pytest.mark.parametrize("what", ["q", "k", "v"])
