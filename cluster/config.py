@@ -223,6 +223,12 @@ class EngineArgs(_Section):
         "priority: as fifo, prompts by priority (smaller first), deadline, arrival; at least every "
         "eighth to start is the one that waits longest.",
     )
+    weights: Literal["auto", "int8"] = Field(
+        "auto",
+        description="Weights of the linear layers in memory. auto: in `dtype`. int8: 8 bits with a scale for each "
+        "output feature, on the CPU in bfloat16, the output head excepted; loading still needs the memory of "
+        "bfloat16.",
+    )
     fuse: Literal["auto", "off"] = Field(
         "auto",
         description="Whether modules of the model give way to fused ones, each after proof on random input. "

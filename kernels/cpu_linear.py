@@ -7,8 +7,11 @@ Needs the compiled library; the layout, the loops and why a row's bits depend on
 decode step, and pick the order of additions by the number of rows. This one serves all rows, so that the weights
 exist once.
 
-    weight = PackedWeight.pack([w_q, w_k, w_v])      # once; the parts can be freed one by one
+    weight = PackedWeight.pack([w_q, w_k, w_v], 4096)      # once; columns of all parts
     out = packed_linear(x, weight)
+
+With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale), one scale for each output feature, the
+largest |w| over 127: half the bytes. Activations and sums are as without.
 
 Bytes: (N K + M K + M N) itemsize up to 128 rows, the weights once more from the cache for each further 128.
 Flops: 2 M N K.
@@ -38,6 +41,7 @@ class _LinearCall(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
         ("weight", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("residual_stride", ctypes.c_int64),
@@ -77,15 +81,17 @@ def supports(in_features: int, dtype: torch.dtype, device: torch.device) -> bool
 class PackedWeight:
     """The weight [columns, depth] of a linear layer, or of several with the same input, in panels."""
 
-    data: (
-        torch.Tensor
-    )  # [panels, steps, 64] int32: a float32 or a pair of bfloat16; zeros after the last column
+    # [panels, words, 64] int32: a float32, a pair of bfloat16 or four int8; zeros after the last column.
+    data: torch.Tensor
     columns: int  # output features
     depth: int  # input features
-    dtype: torch.dtype
+    dtype: torch.dtype  # of what it is multiplied with, and of the weights unless they are int8
+    scales: torch.Tensor | None = None  # [panels * 64] float32 of int8 weights
 
     @classmethod
-    def pack(cls, parts: Iterable[torch.Tensor], columns: int | None = None) -> PackedWeight:
+    def pack(
+        cls, parts: Iterable[torch.Tensor], columns: int | None = None, *, int8: bool = False
+    ) -> PackedWeight:
         """Pack weights below each other.
 
         Parameters
@@ -94,6 +100,8 @@ class PackedWeight:
             [columns of the part, depth] each; an iterator may free a part once the next is asked for.
         columns
             Of all parts; may be left out where `parts` is one tensor.
+        int8
+            Store bfloat16 weights, of a depth that is a multiple of 4, in 8 bits.
 
         Raises
         ------
@@ -105,19 +113,20 @@ class PackedWeight:
         for part in parts:
             if packed is None:
                 columns = part.shape[0] if columns is None else columns
-                packed = cls._empty(columns, part)
+                packed = cls._empty(columns, part, int8)
             if part.shape[1:] != (packed.depth,) or part.dtype != packed.dtype:
                 raise ValueError(
                     f"parts: must be [columns, {packed.depth}] {packed.dtype}, got {list(part.shape)} {part.dtype}"
                 )
             if done + part.shape[0] > packed.columns:
                 raise ValueError(f"parts: must have {packed.columns} columns in all, got more")
-            if part.stride(1) != 1 or part.stride(0) * part.element_size() % 4:
-                part = part.contiguous()
+            rows = packed._quantize(part, done) if int8 else part
+            if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % 4:
+                rows = rows.contiguous()
             call = _PackCall(
                 packed=packed.data.data_ptr(),
-                rows=part.data_ptr(),
-                row_stride=part.stride(0) * part.element_size(),
+                rows=rows.data_ptr(),
+                row_stride=rows.stride(0) * rows.element_size(),
                 columns=part.shape[0],
                 steps=packed.data.shape[1],
                 first_column=done,
@@ -131,23 +140,36 @@ class PackedWeight:
         return packed
 
     @classmethod
-    def _empty(cls, columns: int, like: torch.Tensor) -> PackedWeight:
+    def _empty(cls, columns: int, like: torch.Tensor, int8: bool) -> PackedWeight:
         depth = like.shape[1]
         if not supports(depth, like.dtype, like.device):
             raise ValueError(
                 f"weight: must be {LIMITS}, on the CPU, with the compiled library; got {list(like.shape)} "
                 f"{like.dtype} on {like.device}"
             )
-        steps = depth * like.element_size() // 4
-        data = torch.empty(-(-columns // PANEL_COLUMNS), steps, PANEL_COLUMNS, dtype=torch.int32)
+        if int8 and (like.dtype != torch.bfloat16 or depth % 4):
+            raise ValueError(
+                f"int8: needs torch.bfloat16 and a multiple of 4 input features, got {like.dtype} and {depth}"
+            )
+        words = depth // 4 if int8 else depth * like.element_size() // 4
+        data = torch.empty(-(-columns // PANEL_COLUMNS), words, PANEL_COLUMNS, dtype=torch.int32)
         if columns % PANEL_COLUMNS:
             data[-1].zero_()
-        return cls(data, columns, depth, like.dtype)
+        scales = torch.zeros(len(data) * PANEL_COLUMNS) if int8 else None
+        return cls(data, columns, depth, like.dtype, scales)
+
+    def _quantize(self, part: torch.Tensor, first_column: int) -> torch.Tensor:
+        """[columns of the part, depth] int8, and its scales."""
+        part = part.float()
+        scales = part.abs().amax(dim=1) / 127.0
+        self.scales[first_column : first_column + len(part)] = scales
+        # A column of zeros has the scale 0; any divisor will do.
+        return (part / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8)
 
     @property
     def num_bytes(self) -> int:
         """Bytes in memory, those after the last column included."""
-        return self.data.nbytes
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The weight's rows `ids`, as an embedding looks them up: [*ids.shape, depth].
@@ -158,7 +180,8 @@ class PackedWeight:
             An id that is not between 0 and columns - 1.
         """
         ids = ids.to(torch.int64).contiguous()
-        out = torch.empty(*ids.shape, self.depth, dtype=self.dtype)
+        stored = self.dtype if self.scales is None else torch.int8
+        out = torch.empty(*ids.shape, self.depth, dtype=stored)
         if ids.numel():
             low, high = (int(end) for end in torch.aminmax(ids))
             if low < 0 or high >= self.columns:
@@ -172,10 +195,12 @@ class PackedWeight:
                 ids.numel(),
                 out.data_ptr(),
             )
-        return out
+        if self.scales is None:
+            return out
+        return (out.float() * self.scales[ids][..., None]).to(self.dtype)
 
     def unpack(self) -> torch.Tensor:
-        """[columns, depth], as it was packed."""
+        """[columns, depth], as it was packed, of int8 weights what they stand for."""
         return self.rows(torch.arange(self.columns))
 
     def pad_bias(self, bias: torch.Tensor) -> torch.Tensor:
@@ -248,11 +273,12 @@ def packed_linear(
         out=out.data_ptr(),
         out_stride=out.stride(0) * size,
         weight=weight.data.data_ptr(),
+        scales=None if weight.scales is None else weight.scales.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         residual=None if residual is None else residual.data_ptr(),
         residual_stride=0 if residual is None else residual.stride(0) * size,
         rows=rows,
-        steps=weight.data.shape[1],
+        steps=weight.depth * size // 4,
         columns=weight.columns,
         dtype=_DTYPES[weight.dtype],
     )

@@ -60,14 +60,22 @@ class FuseReport:
 
     fused: Counter[str] = field(default_factory=Counter)
     dropped: list[str] = field(default_factory=list)  # name: reason
+    # Mean and largest over the products: root mean square of the difference over that of the result.
+    int8_deviation: tuple[float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        return {"fused": dict(self.fused), "dropped": list(self.dropped)}
+        state = {"fused": dict(self.fused), "dropped": list(self.dropped)}
+        if self.int8_deviation is not None:
+            state["int8_deviation"] = dict(zip(("mean", "max"), self.int8_deviation, strict=True))
+        return state
 
     def __str__(self) -> str:
         parts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.fused.items()))
         text = f"fused: {parts or 'nothing'}"
+        if self.int8_deviation is not None:
+            mean, most = self.int8_deviation
+            text += f"\nint8 products deviate by {mean:.2%} on average, {most:.2%} at most"
         return text + "".join(f"\nnot fused: {reason}" for reason in self.dropped)
 
 
@@ -103,7 +111,12 @@ class _FuseError(Exception):
 
 
 def fuse(
-    model: nn.Module, decoder: nn.Module, pool: KVPool, attentions: Sequence[PagedAttention]
+    model: nn.Module,
+    decoder: nn.Module,
+    pool: KVPool,
+    attentions: Sequence[PagedAttention],
+    *,
+    int8: bool = False,
 ) -> FuseReport:
     """Replace what can be fused, in place.
 
@@ -115,8 +128,15 @@ def fuse(
         Its part from token ids to hidden states.
     pool, attentions
         The runner's: the pass writes to the trash block only.
+    int8
+        Store the packed weights in 8 bits, once their fused modules are proven; the output head keeps its own.
     """
-    return _FusePass(model, decoder, pool, attentions).run()
+    fuse_pass = _FusePass(model, decoder, pool, attentions)
+    fuse_pass.run()
+    if int8:
+        fuse_pass.quantize()
+    logger.info("%s", fuse_pass.report)
+    return fuse_pass.report
 
 
 class _FusePass:
@@ -141,7 +161,7 @@ class _FusePass:
         self.attention_calls: dict[int, dict[str, Any]] = {}
 
     @torch.inference_mode()
-    def run(self) -> FuseReport:
+    def run(self) -> None:
         self._observe()
         for parent, name, module in _children(self.model):
             if parent in self.calls and _is_attention(module):
@@ -152,8 +172,23 @@ class _FusePass:
                     self._replace(kind, parent, name, module, build)
         if self.backend == "cpu":
             self._pack_products()
-        logger.info("%s", self.report)
-        return self.report
+
+    @torch.inference_mode()
+    def quantize(self) -> None:
+        """Products but the output head's to int8, with the deviation of each on normal input."""
+        head = self.model.get_output_embeddings()
+        deviations = []
+        for module in self.model.modules():
+            if not isinstance(module, Product) or module is head or module.packed is None:
+                continue
+            x = torch.randn(self.num_tokens, module.in_features, generator=self.random)
+            x = x.to(module.packed.dtype)
+            expected = module(x).float()
+            if module.quantize():
+                deviations.append(_deviation(module(x).float(), expected))
+        self.report.fused["int8 products"] = len(deviations)
+        if deviations:
+            self.report.int8_deviation = (float(np.mean(deviations)), max(deviations))
 
     # ------------------------------------------------------------------------------------------------------
     # The probing pass

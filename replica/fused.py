@@ -53,6 +53,13 @@ class Product(nn.Module):
         if self.packed is not None and self.bias is not None:
             self.bias = self.packed.pad_bias(self.bias)
 
+    def quantize(self) -> bool:
+        """Store packed bfloat16 weights in int8; False where they are of another kind."""
+        if self.packed is None or self.packed.dtype != torch.bfloat16 or self.in_features % 4:
+            return False
+        self.packed = PackedWeight.pack([self.packed.unpack()], int8=True)
+        return True
+
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in_features], residual and result [..., out_features]."""
         shape = (*x.shape[:-1], self.out_features)

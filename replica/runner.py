@@ -112,7 +112,8 @@ class Runner:
         if self.config.fuse == "off" or (on_cpu and native_library.load() is None):
             return FuseReport()
         decoder, _ = split_model(self.model)
-        return fuse(self.model, decoder, self.pool, self._attentions)
+        int8 = self.config.weights == "int8"
+        return fuse(self.model, decoder, self.pool, self._attentions, int8=int8)
 
     def _attention(self, group: LayerGroup, backend: Backend | None) -> PagedAttention:
         return PagedAttention(

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define QUIRE_ABI 3
+#define QUIRE_ABI 4
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */

@@ -21,7 +21,8 @@ struct linear_call {
     int64_t x_stride;       /* bytes between rows */
     char *out;              /* [rows, columns], rows contiguous, dtype of x */
     int64_t out_stride;     /* bytes between rows */
-    const float *weight;    /* [panels, steps, PANEL_COLUMNS], a step 32 bits */
+    const uint32_t *weight; /* [panels, steps, PANEL_COLUMNS]; of int8: [panels, steps / 2, PANEL_COLUMNS] */
+    const float *scales;    /* [panels * PANEL_COLUMNS] of int8 weights; NULL: weights of the dtype of x */
     const float *bias;      /* [panels * PANEL_COLUMNS] or NULL */
     const char *residual;   /* [rows, columns], rows contiguous, dtype of x; may be `out`; or NULL */
     int64_t residual_stride; /* bytes between rows */
@@ -29,8 +30,8 @@ struct linear_call {
     int64_t next_unit;      /* counter of the threads; set by the library */
 };
 
-/* A step of the sum over depth: one float32, or a pair of bfloat16. */
-static inline int64_t step_elements(int64_t dtype) { return dtype == BFLOAT16 ? 2 : 1; }
+/* A step of the sum over depth has 32 bits: one float32, or a pair of bfloat16. Weights in int8 have two steps in
+ * 32 bits, and become such pairs a chunk at a time. */
 
 void quire_linear_generic(void *call);
 #if defined(__x86_64__)

@@ -10,7 +10,10 @@
  * next 32 KiB are prefetched, a share by each tile. So with few rows the product runs at the speed of the
  * memory, with many at that of the multipliers.
  *
- * One element of y is a sum in one lane: the steps of a chunk in order, then the chunks in order, then the bias, then the residual.
+ * Weights in int8 are widened to pairs of bfloat16, which hold them exactly, 32 KiB at a time; the sums are multiplied
+ * by their columns' scales at the end.
+ *
+ * One element of y is a sum in one lane: the steps of a chunk in order, then the chunks in order, times the scale, then the bias, then the residual.
  * Which rows, columns or threads compute beside it changes nothing: a row's bits are a function of that row alone.
  * In float32 they are the same on every instruction set with a fused multiply-add.
  *
@@ -23,10 +26,11 @@ enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, LINES_PER_STEP = PANEL_COLUMNS * 4
 
 struct product {
     const struct linear_call *call;
-    const float *weight;      /* the panel's chunk */
-    const char *ahead;        /* the chunk after it; NULL: none */
+    const float *weight;      /* the panel's chunk, 32 bits a step and column */
+    const char *ahead;        /* the chunk after it as it is stored; NULL: none */
     const char *x;            /* of the chunk's first step */
     float *total;             /* [rows][PANEL_COLUMNS] */
+    int64_t ahead_lines;      /* of 64 bytes in it */
     int64_t steps;            /* of the chunk */
     int is_first;             /* whether total is undefined */
 };
@@ -103,8 +107,8 @@ FN void multiply_tile(const struct product *p, int64_t row, int vector, int rows
 FN void multiply_chunk(const struct product *p, int64_t rows, int dtype) {
     int64_t tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, row = 0;
     int64_t passes = tiles * (PANEL_VECTORS / MAX_VECTORS), pass = 0;
-    int64_t lines = p->ahead ? CHUNK * LINES_PER_STEP : 0;
-    int lines_per_step = (int)((LINES_PER_STEP + passes - 1) / passes);
+    int64_t lines = p->ahead ? p->ahead_lines : 0;
+    int lines_per_step = (int)((lines + passes * CHUNK - 1) / (passes * CHUNK));
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t height = (rows - row + tiles - tile - 1) / (tiles - tile);
         for (int vector = 0; vector < PANEL_VECTORS; vector += MAX_VECTORS, pass++) {
@@ -132,7 +136,7 @@ FN void multiply_chunk(const struct product *p, int64_t rows, int dtype) {
     }
 }
 
-/* Add the bias and the residual, round, store. */
+/* Scale, add the bias and the residual, round, store. */
 FN void store_unit(const struct linear_call *c, const float *total, int64_t panel, int64_t row, int64_t rows, int dtype) {
     int64_t column = panel * PANEL_COLUMNS, columns = c->columns - column;
     int element_bytes = dtype == FLOAT32 ? 4 : 2;
@@ -144,6 +148,7 @@ FN void store_unit(const struct linear_call *c, const float *total, int64_t pane
         for (int64_t first = 0; first < columns; first += LANES) {
             int64_t bytes = (columns - first < LANES ? columns - first : LANES) * element_bytes;
             v16 y = v_load(total + r * PANEL_COLUMNS + first);
+            if (c->scales) y = v_mul(y, v_load(c->scales + column + first));
             if (c->bias) y = v_add(y, v_load(c->bias + column + first));
             /* Through `whole`: not every instruction set loads and stores any number of elements. */
             char whole[LANES * 4] = {0};
@@ -157,19 +162,34 @@ FN void store_unit(const struct linear_call *c, const float *total, int64_t pane
     }
 }
 
-FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, int64_t row_blocks, float *total, int dtype) {
+/* `steps` steps of pairs from half as many of int8, each as many columns. */
+FN void widen_chunk(uint32_t *pairs, const uint32_t *bytes, int64_t steps) {
+    for (int64_t step = 0; step < steps; step += 2, bytes += PANEL_COLUMNS) {
+        for (int v = 0; v < PANEL_COLUMNS; v += LANES) {
+            v16 four = v_load((const float *)(bytes + v));
+            v_store((float *)(pairs + step * PANEL_COLUMNS + v), v_byte_pair(four, 0));
+            v_store((float *)(pairs + (step + 1) * PANEL_COLUMNS + v), v_byte_pair(four, 2));
+        }
+    }
+}
+
+FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, int64_t row_blocks, float *total, uint32_t *pairs, int dtype) {
     int64_t panel = unit / row_blocks, row = unit % row_blocks * MAX_UNIT_ROWS;
     int64_t rows = c->rows - row < MAX_UNIT_ROWS ? c->rows - row : MAX_UNIT_ROWS;
     int64_t panels = (c->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
-    const float *weight = c->weight + panel * c->steps * PANEL_COLUMNS;
+    int64_t steps_per_word = c->scales ? 2 : 1, panel_words = c->steps / steps_per_word * PANEL_COLUMNS;
+    const uint32_t *weight = c->weight + panel * panel_words;
     for (int64_t first = 0; first < c->steps; first += CHUNK) {
-        struct product p = {c, weight + first * PANEL_COLUMNS, NULL, c->x + row * c->x_stride + first * 4, total,
-                            c->steps - first < CHUNK ? c->steps - first : CHUNK, first == 0};
+        int64_t steps = c->steps - first < CHUNK ? c->steps - first : CHUNK;
+        const uint32_t *chunk = weight + first / steps_per_word * PANEL_COLUMNS, *ahead = NULL;
         if (first + CHUNK < c->steps) {
-            p.ahead = (const char *)(p.weight + CHUNK * PANEL_COLUMNS);
+            ahead = chunk + CHUNK / steps_per_word * PANEL_COLUMNS;
         } else if (next / row_blocks < panels) {
-            p.ahead = (const char *)(c->weight + next / row_blocks * c->steps * PANEL_COLUMNS);
+            ahead = c->weight + next / row_blocks * panel_words;
         }
+        if (c->scales) widen_chunk(pairs, chunk, steps);
+        struct product p = {c, (const float *)(c->scales ? pairs : chunk), (const char *)ahead, c->x + row * c->x_stride + first * 4, total,
+                            CHUNK / steps_per_word * LINES_PER_STEP, steps, first == 0};
         multiply_chunk(&p, rows, dtype);
     }
     store_unit(c, total, panel, row, rows, dtype);
@@ -181,13 +201,14 @@ TARGETED void LINEAR_WORKER(void *argument) {
     int64_t row_blocks = (c->rows + MAX_UNIT_ROWS - 1) / MAX_UNIT_ROWS;
     int64_t units = (c->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS * row_blocks;
     _Alignas(64) float total[MAX_UNIT_ROWS * PANEL_COLUMNS];
+    _Alignas(64) uint32_t pairs[CHUNK * PANEL_COLUMNS];
     int64_t unit = __atomic_fetch_add(&c->next_unit, 1, __ATOMIC_RELAXED);
     while (unit < units) {
         int64_t next = __atomic_fetch_add(&c->next_unit, 1, __ATOMIC_RELAXED);
         if (DOT_BF16 || c->dtype == BFLOAT16) {
-            multiply_unit(c, unit, next, row_blocks, total, BFLOAT16);
+            multiply_unit(c, unit, next, row_blocks, total, pairs, BFLOAT16);
         } else {
-            multiply_unit(c, unit, next, row_blocks, total, FLOAT32);
+            multiply_unit(c, unit, next, row_blocks, total, pairs, FLOAT32);
         }
         unit = next;
     }

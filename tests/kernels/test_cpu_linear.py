@@ -112,6 +112,47 @@ def test_merged_parts_multiply_as_they_do_apart_and_come_back_unchanged(sizes, d
     assert torch.equal(merged.unpack(), torch.cat(parts))
 
 
+@pytest.mark.parametrize("isa", native_library.ISAS)
+@pytest.mark.parametrize("columns, depth", [(173, 64), (64, 4), (300, 1028), (128, 3072)])
+def test_int8_multiplies_with_exactly_the_weights_it_stands_for(isa, columns, depth):
+    if isa not in isas():
+        pytest.skip("not this processor's")
+    w, x = normal(columns, depth), normal(45, depth, dtype=torch.bfloat16, seed=1)
+    w = (w * torch.logspace(-3, 3, columns)[:, None]).bfloat16()  # each column its own scale
+    weight = PackedWeight.pack([w], int8=True)
+    scales = w.float().abs().amax(dim=1) / 127.0
+    levels = (w.float() / scales[:, None]).round()
+    assert torch.equal(weight.unpack(), (levels * scales[:, None]).bfloat16())
+    expected = (x.double() @ levels.double().t()) * scales.double()
+    out = packed_linear(x, weight, isa=isa)
+    error = (out.double() - expected).abs() / expected.abs().amax(dim=0)
+    assert error.max() < TOLERANCES[torch.bfloat16]
+    assert torch.equal(packed_linear(x[7:8], weight, isa=isa), out[7:8])
+    bias, residual = normal(columns, seed=2), normal(45, columns, dtype=torch.bfloat16, seed=3)
+    out = packed_linear(x, weight, bias=weight.pad_bias(bias), residual=residual, isa=isa)
+    assert deviation(out, expected + bias.double() + residual.double()) < TOLERANCES[torch.bfloat16]
+
+
+def test_int8_of_merged_parts_and_of_zeros():
+    parts = [normal(n, 32, dtype=torch.bfloat16, seed=n) for n in (70, 5)]
+    parts[1][2] = 0.0
+    merged = PackedWeight.pack(iter(parts), 75, int8=True)
+    x = normal(5, 32, dtype=torch.bfloat16, seed=9)
+    apart = [packed_linear(x, PackedWeight.pack([part], int8=True)) for part in parts]
+    assert torch.equal(packed_linear(x, merged), torch.cat(apart, dim=1))
+    assert (packed_linear(x, merged)[:, 72] == 0.0).all()
+    assert merged.num_bytes < 0.8 * PackedWeight.pack(iter(parts), 75).num_bytes
+
+
+def test_int8_costs_a_hundredth_of_a_product():
+    """Of Gaussian weights: half a level of the largest of 1024 over 127, 0.9 % of the product's spread."""
+    w, x = normal(512, 1024), normal(64, 1024, dtype=torch.bfloat16, seed=1)
+    expected = x.double() @ w.double().t()
+    out = packed_linear(x, PackedWeight.pack([w.bfloat16()], int8=True)).double()
+    error = ((out - expected).pow(2).mean() / expected.pow(2).mean()).sqrt()
+    assert 0.005 < error < 0.012
+
+
 def test_rows_are_looked_up_as_an_embedding_does():
     w = normal(173, 66, dtype=torch.bfloat16)
     weight = PackedWeight.pack([w])
@@ -152,6 +193,10 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
         packed_linear(torch.empty(3, 4), weight, bias=torch.zeros(10))
     with pytest.raises(ValueError, match=r"^weight: .*even number"):
         PackedWeight.pack([torch.zeros(4, 3, dtype=torch.bfloat16)])
+    with pytest.raises(ValueError, match=r"^int8: .*got torch.float32 and 4"):
+        PackedWeight.pack([torch.zeros(4, 4)], int8=True)
+    with pytest.raises(ValueError, match=r"^int8: .*got torch.bfloat16 and 6"):
+        PackedWeight.pack([torch.zeros(4, 6, dtype=torch.bfloat16)], int8=True)
     with pytest.raises(ValueError, match=r"^parts: .*got 9"):
         PackedWeight.pack([torch.zeros(9, 4)], 10)
     with pytest.raises(ValueError, match=r"^parts: .*got more"):

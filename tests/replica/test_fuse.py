@@ -88,6 +88,21 @@ def test_half_precision_without_packed_products(zoo):
     assert np.abs(logits_of(runner, steps=1) - expected).max() < 0.05 * np.abs(expected).max()
 
 
+def test_int8_weights_are_all_but_the_heads_and_their_error_is_told(zoo):
+    exact = logits_of(make_runner(zoo("qwen3"), fuse="off"), steps=1)
+    errors = {}
+    for weights in ("auto", "int8"):
+        runner = make_runner(zoo("qwen3"), dtype="bfloat16", deterministic=False, weights=weights)
+        errors[weights] = (
+            np.sqrt(np.square(logits_of(runner, steps=1) - exact).mean()) / exact.std()
+        )
+    state = runner.fused.to_dict()
+    assert state["fused"]["int8 products"] == 3 * 4
+    assert runner.model.lm_head.packed.scales is None
+    assert 0.003 < state["int8_deviation"]["mean"] < state["int8_deviation"]["max"] < 0.03
+    assert errors["auto"] < errors["int8"] < 0.3  # deep random models amplify a hundredth
+
+
 def test_merged_weights_replace_the_original_ones(zoo):
     runner = make_runner(zoo("llama_tied"))
     decoder = runner.model.model
