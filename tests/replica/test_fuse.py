@@ -8,6 +8,7 @@ import torch
 from step_driver import Driver, engine_config, make_runner
 from torch import nn
 
+from quire.kernels import native_library
 from quire.kernels.cpu_attention import has_native
 from quire.replica import fuse as fuse_module
 from quire.replica.engine import Engine
@@ -158,6 +159,14 @@ def test_classes_play_no_part_but_what_they_compute_does(zoo, part):
     )
     found, expected = logits_of(runner), logits_of(make_runner(zoo("llama"), fuse="off"))
     assert np.abs(found - expected).max() > 1e-3 * np.abs(expected).max(), "the change must be kept"
+
+
+def test_without_the_compiled_library_the_model_stays_as_it_is(zoo, monkeypatch):
+    expected = logits_of(make_runner(zoo("llama"), fuse="off"))
+    monkeypatch.setattr(native_library, "load", lambda: None)
+    runner = make_runner(zoo("llama"))
+    assert runner.fused.to_dict() == {"fused": {}, "dropped": []}
+    assert np.abs(logits_of(runner) - expected).max() < 2e-4 * np.abs(expected).max()
 
 
 def test_a_module_that_cannot_be_probed_stays(zoo):
