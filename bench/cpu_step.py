@@ -12,13 +12,14 @@ import argparse
 import functools
 import statistics
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from quire.bench import report
+from quire.bench.cpu_linear import CLOCKS
 from quire.replica.config import EngineConfig
 from quire.replica.plan import SamplingBatch, StepPlan
 from quire.replica.runner import Runner
@@ -110,18 +111,23 @@ def make_plan(computed: int, new: int, rows: int) -> StepPlan:
     )
 
 
-def step_ms(runner: Runner, plan: StepPlan) -> list[float]:
-    """Two steps of one turn."""
-    return [runner.run(plan).duration_s * 1e3 for _ in range(2)]
+def step_ms(clock: Callable[[], float], runner: Runner, plan: StepPlan) -> list[float]:
+    """One step."""
+    began = clock()
+    runner.run(plan)
+    return [(clock() - began) * 1e3]
 
 
-def copy_ms(source: torch.Tensor, target: torch.Tensor) -> list[float]:
-    began = time.perf_counter()
+def copy_ms(clock: Callable[[], float], source: torch.Tensor, target: torch.Tensor) -> list[float]:
+    """The floor."""
+    began = clock()
     target.copy_(source)
-    return [(time.perf_counter() - began) * 1e3]
+    return [(clock() - began) * 1e3]
 
 
-def measure(path: Path, dtype: str, rounds: int, threads: int) -> list[report.Bar]:
+def measure(
+    path: Path, dtype: str, rounds: int, threads: int, clock: Callable[[], float]
+) -> list[report.Bar]:
     """The bars of one dtype."""
     runners = {fuse: make_runner(path, dtype, fuse, threads) for fuse in ("auto", "off")}
     weights = ModelSpec.from_checkpoint(path)
@@ -133,9 +139,10 @@ def measure(path: Path, dtype: str, rounds: int, threads: int) -> list[report.Ba
     plans["prefill_512"] = make_plan(0, PREFILL_TOKENS, 1)
     for name, plan in plans.items():
         candidates = {
-            fuse: functools.partial(step_ms, runner, plan) for fuse, runner in runners.items()
+            fuse: functools.partial(step_ms, clock, runner, plan)
+            for fuse, runner in runners.items()
         }
-        candidates["floor"] = functools.partial(copy_ms, *half)
+        candidates["floor"] = functools.partial(copy_ms, clock, *half)
         report.alternate(candidates, 1)  # warm
         found = report.alternate(candidates, rounds)
         medians = {which: statistics.median(values) for which, values in found.items()}
@@ -182,19 +189,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="as of cpu_linear")
     parser.add_argument(
         "--model", type=Path, help="a checkpoint of this shape; saved anew if absent"
     )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.clock == "cpu" and args.threads != 1:
+        parser.error(
+            f"--clock cpu adds up what threads take: needs --threads 1, got {args.threads}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = args.model or build_model(Path(folder))
-        bars = measure(path, args.dtype, args.rounds, args.threads)
+        bars = measure(path, args.dtype, args.rounds, args.threads, CLOCKS[args.clock])
     report.write(
         args.out or report.RESULTS / f"cpu_step_{args.dtype}.json",
-        f"python -m quire.bench cpu_step --rounds {args.rounds} --threads {args.threads} --dtype {args.dtype}",
+        f"python -m quire.bench cpu_step --rounds {args.rounds} --threads {args.threads} --clock {args.clock} "
+        f"--dtype {args.dtype}",
         bars,
-        method=f"runner's steps in ms, context {CONTEXT}, medians, alternated",
+        method=f"runner's steps in ms of {args.clock} time, context {CONTEXT}, medians, alternated",
     )
 
 
