@@ -20,6 +20,8 @@ BENCHMARKS = {
     "host_overhead": "host time per step, against transformers' continuous batching",
     "deterministic": "tokens per second with and without bit-equal results",
     "cpu_attention": "attention on the CPU, one layer: native, torch, SDPA, and the machine's floor",
+    "cpu_linear": "packed matrix products on the CPU against torch's and a copy",
+    "cpu_step": "a step of a 0.6B model on the CPU, fused and not; --dtype float32 for deterministic",
     "bus_overhead": "Python per token on both sides of the bus",
     "gpu_kernels": "the Triton kernels on a GPU against its roof and other libraries; --rehearse without one",
     "routersim": "the routing policies in a simulated cluster, against a pooled oracle",

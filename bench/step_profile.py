@@ -29,6 +29,7 @@ from quire.bench.workloads import WORKLOADS, Workload, batches
 from quire.protos.wire import SamplingParams
 from quire.replica import runner as runner_module
 from quire.replica.engine import Engine
+from quire.replica.fused import Product
 
 # Parts that lie inside `launch`; the rest of `launch` is shown as REST.
 REST = "rest of the forward pass"
@@ -124,13 +125,14 @@ class StepRecorder:
         def after(*_: Any) -> None:
             self._add(part, began)
 
-        if isinstance(module, torch.nn.Linear):
-            weight = module.weight
+        own = None  # parameters and bytes of a product's weight
+        if isinstance(module, Product) and module.packed is not None:
+            own = module.packed.columns * module.packed.depth, module.packed.num_bytes
+        elif isinstance(module, torch.nn.Linear | Product):
+            own = module.weight.numel(), module.weight.nbytes
+        if own is not None:
             count, size = self.weights.get(part, (0, 0))
-            self.weights[part] = (
-                count + weight.numel(),
-                size + weight.numel() * weight.element_size(),
-            )
+            self.weights[part] = (count + own[0], size + own[1])
         handles = (
             module.register_forward_pre_hook(before),
             module.register_forward_hook(after),

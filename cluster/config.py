@@ -227,6 +227,18 @@ class EngineArgs(_Section):
         "priority: as fifo, prompts by priority (smaller first), deadline, arrival; at least every "
         "eighth to start is the one that waits longest.",
     )
+    weights: Literal["auto", "int8"] = Field(
+        "auto",
+        description="Weights of the linear layers in memory. auto: in `dtype`. int8: 8 bits with a scale for each "
+        "output feature, on the CPU in bfloat16, the output head excepted; loading still needs the memory of "
+        "bfloat16.",
+    )
+    fuse: Literal["auto", "off"] = Field(
+        "auto",
+        description="Whether modules of the model give way to fused ones, each after proof on random input. "
+        "auto: whatever is built like a known one, on a GPU or where the package was compiled. off: "
+        "nothing.",
+    )
     step_timeout_s: float = Field(
         10.0,
         ge=1,

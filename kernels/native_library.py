@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 1  # QUIRE_ABI of native/attention.h
+ABI = 4  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16")  # enum isa of native/attention.c
 
 
@@ -67,6 +67,24 @@ def load() -> NativeLibrary | None:
     functions.quire_scatter_bytes.restype = ctypes.c_int64
     functions.quire_scatter.restype = None
     functions.quire_scatter.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    functions.quire_linear_bytes.restype = ctypes.c_int64
+    functions.quire_linear.restype = None
+    functions.quire_linear.argtypes = functions.quire_attention.argtypes
+    functions.quire_pack_bytes.restype = ctypes.c_int64
+    functions.quire_pack.restype = None
+    functions.quire_pack.argtypes = functions.quire_scatter.argtypes
+    functions.quire_unpack_rows.restype = None
+    functions.quire_unpack_rows.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    ]
+    for name in ("norm", "gated", "rotate"):
+        getattr(functions, f"quire_{name}_bytes").restype = ctypes.c_int64
+        function = getattr(functions, f"quire_{name}")
+        function.restype, function.argtypes = None, functions.quire_attention.argtypes
     functions.quire_exp2.argtypes = [
         ctypes.c_void_p,
         ctypes.c_void_p,

@@ -216,6 +216,7 @@ class Replica:
         state = await asyncio.wrap_future(self._engine.call(take))
         return {
             **state,
+            "fused": self._engine.fused,
             "replica": self._replica_id,
             "epoch": self._engine.epoch,
             "attached_routers": len(self._attachments),

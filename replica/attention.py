@@ -31,6 +31,7 @@ class StepContext:
     kv_len: np.ndarray  # [rows] int64
     block_tables: np.ndarray  # [G, rows, max blocks] int64
     write_rows: list[torch.Tensor]  # G of [T * kv_heads] int64, `KVPool.rows_of` the step's slots
+    slots: torch.Tensor  # [G, T] int64, block id * block_size + offset
     _plans: dict[int, Plan] = field(default_factory=dict)
 
     def plan(self, g: int) -> Plan:
@@ -38,6 +39,27 @@ class StepContext:
         if g not in self._plans:
             self._plans[g] = self.attentions[g].plan(self.cu_q, self.kv_len, self.block_tables[g])
         return self._plans[g]
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of one layer, whose keys and values of this step are written: q and result [T, heads, head_dim]."""
+        g = self.pool.group_of(layer)
+        return self.attentions[g](
+            q,
+            self.pool.keys(layer),
+            self.pool.values(layer),
+            scaling,
+            self.plan(g),
+            softcap=softcap,
+            sinks=sinks,
+            out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        )
 
 
 def paged_forward(
@@ -69,19 +91,9 @@ def paged_forward(
     [1, T, heads, head_dim] and None for the weights.
     """
     layer, pool = module.layer_idx, quire.pool
-    g = pool.group_of(layer)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
-    pool.write(layer, k, v, quire.write_rows[g])
-    out = quire.attentions[g](
-        q,
-        pool.keys(layer),
-        pool.values(layer),
-        scaling,
-        quire.plan(g),
-        softcap=softcap,
-        sinks=s_aux,
-        out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
-    )
+    pool.write(layer, k, v, quire.write_rows[pool.group_of(layer)])
+    out = quire.attend(layer, q, scaling, softcap, s_aux)
     return out[None], None
 
 

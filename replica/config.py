@@ -22,6 +22,8 @@ LIGHT_FIELDS = (
 # Between the two marks of admission: more costs throughput and spares no preemption.
 _RESUME_STEP = 0.1
 SCHEDULERS = ("fifo", "prefill_first", "priority")
+FUSE = ("auto", "off")
+WEIGHTS = ("auto", "int8")
 DEMOTION_ORDERS = ("lru", "most_recent")
 
 
@@ -50,6 +52,8 @@ class EngineArgs:
     demotion_order: str = "lru"  # lru | most_recent
     deterministic: bool | None = None  # None: on for float32 on the CPU
     num_threads: int | None = None
+    weights: str = "auto"  # auto | int8: of the linear layers but the output head, in memory
+    fuse: str = "auto"  # auto | off: whether modules give way to fused ones, see `fuse`
     step_timeout_s: float = 10.0  # what every step may take before it counts as hung
     fault_injection: bool = False  # for tests: requests may ask for faults (`fault_seeds`)
     # Another name for prefix_caching, as transformers has it.
@@ -102,6 +106,8 @@ class EngineConfig:
         0.0  # share of available blocks from which admissions resume after a preemption
     )
     demotion_order: str = "lru"  # lru | most_recent
+    weights: str = "auto"  # auto | int8
+    fuse: str = "auto"  # auto | off
     step_timeout_s: float = 10.0  # see `watchdog`
 
     def __post_init__(self) -> None:

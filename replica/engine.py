@@ -78,6 +78,7 @@ class Engine:
         runtime = load_runtime(args, self.startup_s)
         self.config: EngineConfig = runtime.config
         self.checkpoint: Path = runtime.checkpoint
+        self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         scheduler = Scheduler(self.config)
         self.epoch: str = scheduler.events.epoch
         self._offline = None if on_output is not None else OfflineFront(self)
@@ -167,8 +168,9 @@ class Engine:
         self.config = config
 
     def snapshot(self) -> dict[str, Any]:
-        """Blocks, rows and queues as plain data, taken between two steps."""
-        return self.call(lambda scheduler: scheduler.snapshot()).result()
+        """Blocks, rows and queues, taken between two steps, and what of the model is fused, as plain data."""
+        state = self.call(lambda scheduler: scheduler.snapshot()).result()
+        return {**state, "fused": self.fused}
 
     def check(self) -> None:
         """Raise AssertionError unless blocks, references and rows agree."""

@@ -123,12 +123,16 @@ class KVPool:
         rows
             `rows_of` the tokens' slots of the layer's group.
         """
+        for pages, x in zip(self.pages(layer), (k, v), strict=True):
+            scatter_rows(pages, rows, x)
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where `rows_of` a layer's keys and values lie: [rows of memory, head_dim] each, contiguous."""
         g, i = self._places[layer]
         group = self.groups[g]
         flat = self.data.view(-1, group.head_dim)
         plane = group.num_kv_heads * self.block_size
-        for part, x in ((2 * i, k), (2 * i + 1, v)):
-            scatter_rows(flat[part * plane :], rows, x)
+        return flat[2 * i * plane :], flat[(2 * i + 1) * plane :]
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks over all layers, in order; each pair is (from, to)."""

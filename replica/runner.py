@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.kernels import cpu_attention_native
+from quire.kernels import cpu_attention_native, native_library
 from quire.kernels.cpu_attention_torch import choose_query_tokens
 from quire.kernels.paged_attention import Backend, PagedAttention
 from quire.replica.attention import StepContext
 from quire.replica.config import EngineConfig
+from quire.replica.fuse import FuseReport, fuse
 from quire.replica.groups import LayerGroup
 from quire.replica.host_pool import HostPool
 from quire.replica.kv_pool import KVPool
@@ -63,7 +64,7 @@ class Runner:
     spec
         The checkpoint's shape.
     model
-        `load_model`'s; under `deterministic` its linear layers are replaced in place.
+        `load_model`'s; modules are fused, and under `deterministic` replaced, in place.
     pool
         KV cache of `config.num_blocks` blocks. The host tier's memory, of `config.num_host_blocks`, is allocated
         here.
@@ -97,12 +98,22 @@ class Runner:
         self._kernels_built = 0
         if config.device == "cpu":
             torch.set_num_threads(config.num_threads)
+        self._attentions = [self._attention(group, attention_backend) for group in pool.groups]
+        self.fused = self._fuse()
         if config.deterministic:
             make_deterministic(model)
-        self._attentions = [self._attention(group, attention_backend) for group in pool.groups]
         self._decoder, self._head = split_model(model)
         # Rows of logits at once: the memory that sizing counts for those of a step's samples.
         self._max_logits_rows = config.max_running_requests
+
+    def _fuse(self) -> FuseReport:
+        """On the CPU the fused forms need the compiled library; without it the model stays as it is."""
+        on_cpu = self._attentions[0].backend == "cpu"
+        if self.config.fuse == "off" or (on_cpu and native_library.load() is None):
+            return FuseReport()
+        decoder, _ = split_model(self.model)
+        int8 = self.config.weights == "int8"
+        return fuse(self.model, decoder, self.pool, self._attentions, int8=int8)
 
     def _attention(self, group: LayerGroup, backend: Backend | None) -> PagedAttention:
         return PagedAttention(
@@ -183,15 +194,15 @@ class Runner:
 
     def _hidden_states(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV; [T, hidden size]."""
+        slots = self._to_device(plan.slots)
         context = StepContext(
             pool=self.pool,
             attentions=self._attentions,
             cu_q=plan.cu_q.astype(np.int64),
             kv_len=plan.kv_len.astype(np.int64),
             block_tables=plan.block_tables.astype(np.int64),
-            write_rows=[
-                self.pool.rows_of(g, slots) for g, slots in enumerate(self._to_device(plan.slots))
-            ],
+            write_rows=[self.pool.rows_of(g, group_slots) for g, group_slots in enumerate(slots)],
+            slots=slots,
         )
         output = self._decoder(
             input_ids=self._to_device(plan.token_ids)[None],

@@ -18,10 +18,17 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels import cpu_attention, cpu_attention_native
+from quire.kernels import cpu_attention, cpu_attention_native, native_library
 from quire.kernels.cpu_attention_torch import PREFILL_ROWS
 from quire.replica.checkpoint import count_parameters
-from quire.replica.config import DEMOTION_ORDERS, SCHEDULERS, EngineArgs, EngineConfig
+from quire.replica.config import (
+    DEMOTION_ORDERS,
+    FUSE,
+    SCHEDULERS,
+    WEIGHTS,
+    EngineArgs,
+    EngineConfig,
+)
 from quire.replica.groups import max_sequence_tokens, sequence_blocks
 from quire.replica.kv_pool import block_elements
 from quire.replica.spec import ModelSpec
@@ -139,6 +146,13 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         raise SizingError(
             f"deterministic is true, which needs device 'cpu' and dtype 'float32'; they are {device!r} and {dtype!r}"
         )
+    if args.weights == "int8":
+        has_library = native_library.load() is not None
+        if (device, dtype, args.fuse, has_library) != ("cpu", "bfloat16", "auto", True):
+            raise SizingError(
+                "weights is 'int8', which needs device 'cpu', dtype 'bfloat16', fuse 'auto' and the compiled library; "
+                f"they are {device!r}, {dtype!r}, {args.fuse!r} and {'there' if has_library else 'absent'}"
+            )
     default_batch = _CPU_BATCH_TOKENS if device == "cpu" else _CUDA_BATCH_TOKENS
     max_batch_tokens = args.max_batch_tokens or default_batch
     max_model_len = args.max_model_len or spec.max_position_embeddings
@@ -187,6 +201,8 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         max_running_requests=min(args.max_running_requests, max_batch_tokens),
         **args.light_fields(),
         scheduler=args.scheduler,
+        fuse=args.fuse,
+        weights=args.weights,
         demotion_order=args.demotion_order,
         prefix_caching=args.prefix_caching,
         deterministic=exact if args.deterministic is None else args.deterministic,
@@ -335,6 +351,8 @@ def check_args(args: EngineArgs) -> None:
         "dtype": ("auto", *_BYTES),
         "scheduler": SCHEDULERS,
         "demotion_order": DEMOTION_ORDERS,
+        "fuse": FUSE,
+        "weights": WEIGHTS,
     }
     for name, allowed in choices.items():
         if getattr(args, name) not in allowed:

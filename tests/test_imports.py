@@ -36,6 +36,8 @@ RAY_MODULES = {
 TORCH_MODULES = {
     "quire.replica.attention",
     "quire.replica.embedded.train",
+    "quire.replica.fuse",
+    "quire.replica.fused",
     "quire.replica.host_pool",
     "quire.replica.kv_pool",
     "quire.replica.linear",
@@ -49,6 +51,7 @@ TORCH_MODULES = {
     "quire.replica.sizing",
     "quire.replica.tiles",
     "quire.replica.token_counts",
+    "quire.replica.weights",
 }
 # transformers loads torch and triton when one of its models is imported.
 HEAVY = {"ray": "ray", "torch": "torch", "triton": "torch", "transformers": "torch"}

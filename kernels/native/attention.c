@@ -1,8 +1,6 @@
 /* The library's entry points: which instruction sets the processor has, and a call over a team of threads. */
 #include "attention.h"
 
-enum isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
-
 /* `GOMP_parallel` of whatever OpenMP runtime the process has: run `function` on a team of threads. */
 typedef void parallel_function(void (*function)(void *), void *argument, unsigned num_threads, unsigned flags);
 

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define QUIRE_ABI 1
+#define QUIRE_ABI 4
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
@@ -20,6 +20,8 @@ enum {
 };
 
 enum dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+
+enum isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
 
 struct query_tile {
     int64_t first_token, num_tokens; /* consecutive flat query tokens of one row */

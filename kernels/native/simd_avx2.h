@@ -63,6 +63,28 @@ FN v16 v_keep(v16 x, int begin, int end, v16 fill) {
     return v_pair(v_keep_half(x.a, lane, begin, end, fill.a), v_keep_half(x.b, next, begin, end, fill.b));
 }
 
+/* The first and the second bfloat16 of each lane's pair, widened. */
+FN v16 v_bfloat_low(v16 x) {
+    return v_pair(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.a), 16)),
+                  _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.b), 16)));
+}
+FN v16 v_bfloat_high(v16 x) {
+    const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000));
+    return v_pair(_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask));
+}
+
+FN __m256 v_byte_pair_half(__m256 x, int first) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i low = _mm256_srai_epi32(_mm256_slli_epi32(bits, 24 - 8 * first), 24);
+    __m256i high = _mm256_srai_epi32(_mm256_slli_epi32(bits, 16 - 8 * first), 24);
+    low = _mm256_srli_epi32(_mm256_castps_si256(_mm256_cvtepi32_ps(low)), 16);
+    high = _mm256_castps_si256(_mm256_cvtepi32_ps(high));
+    return _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi32((int)0xffff0000))));
+}
+
+/* Bytes `first` and `first` + 1 of each lane, signed, as a pair of bfloat16. */
+FN v16 v_byte_pair(v16 x, int first) { return v_pair(v_byte_pair_half(x.a, first), v_byte_pair_half(x.b, first)); }
+
 FN __m256 v_widen(const void *p, int dtype) {
     if (dtype == FLOAT32) return _mm256_loadu_ps(p);
     __m128i half = _mm_loadu_si128(p);

@@ -34,6 +34,22 @@ FN v16 v_keep(v16 x, int begin, int end, v16 fill) {
     return _mm512_mask_blend_ps(kept, fill, x);
 }
 
+/* The first and the second bfloat16 of each lane's pair, widened. */
+FN v16 v_bfloat_low(v16 x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16)); }
+FN v16 v_bfloat_high(v16 x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xffff0000)));
+}
+
+/* Bytes `first` and `first` + 1 of each lane, signed, as a pair of bfloat16. */
+FN v16 v_byte_pair(v16 x, int first) {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(bits, 24 - 8 * first), 24);
+    __m512i high = _mm512_srai_epi32(_mm512_slli_epi32(bits, 16 - 8 * first), 24);
+    low = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(low)), 16);
+    high = _mm512_castps_si512(v_bfloat_high(_mm512_cvtepi32_ps(high)));
+    return _mm512_castsi512_ps(_mm512_or_si512(low, high));
+}
+
 FN __mmask16 v_first(int count) { return (__mmask16)((1u << count) - 1); }
 
 /* `count` <= 16 elements, widened; zeros after them. */

@@ -52,6 +52,18 @@ FN v16 v_keep(v16 x, int begin, int end, v16 fill) {
     return v_select((lane >= begin) & (lane < end), x, fill);
 }
 
+/* The first and the second bfloat16 of each lane's pair, widened. */
+FN v16 v_bfloat_low(v16 x) { return (v16)((v16_mask)x << 16); }
+FN v16 v_bfloat_high(v16 x) { return (v16)((v16_mask)x & (int32_t)0xffff0000); }
+
+/* Bytes `first` and `first` + 1 of each lane, signed, as a pair of bfloat16. */
+FN v16 v_byte_pair(v16 x, int first) {
+    v16_mask bits = (v16_mask)x;
+    v16 low = __builtin_convertvector((bits << (24 - 8 * first)) >> 24, v16);
+    v16 high = __builtin_convertvector((bits << (16 - 8 * first)) >> 24, v16);
+    return (v16)((v16_mask)v_bfloat_high(high) | ((v16_mask)low >> 16 & 0xffff));
+}
+
 FN float from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from quire.kernels.cpu_attention import has_native
 from quire.kernels.interpreter import kernel_device
 from quire.kernels.paged_attention import PagedAttention
 from quire.replica.config import EngineConfig
@@ -52,12 +53,12 @@ def test_an_unknown_backend_is_refused(paged_batch):
         PagedAttention(batch.k, 2, max_rows=1, backend="fast")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A random Mistral whose window is shorter than its prompts."""
-    path = tmp_path_factory.mktemp("mistral")
+@pytest.fixture(scope="module", params=["mistral", "qwen3"])
+def checkpoint(request, tmp_path_factory):
+    """Layers with a window, or with norms of the heads."""
+    path = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
-    config = transformers.MistralConfig(
+    options = dict(
         vocab_size=97,
         hidden_size=128,
         intermediate_size=96,
@@ -65,9 +66,12 @@ def checkpoint(tmp_path_factory):
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=64,
-        sliding_window=24,
         max_position_embeddings=128,
     )
+    if request.param == "mistral":
+        config = transformers.MistralConfig(**options, sliding_window=24)
+    else:
+        config = transformers.Qwen3Config(**options)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 
@@ -102,6 +106,9 @@ def test_a_model_gives_the_same_logits_on_both_paths(checkpoint):
         pool.poison()
         model = load_model(spec, DEVICE, "float32")
         runner = Runner(config, spec, model, pool, attention_backend=backend)
+        if backend == "triton" or has_native():
+            assert runner.fused.fused["layers"] == 2 and not runner.fused.dropped
+        pool.poison()
         for begin, end in ((0, 33), (33, 49), (49, 50)):  # two chunks, then a decode
             found = runner.forward(chunk(ids, begin, end, len(spec.groups)))
             torch.testing.assert_close(found.cpu()[0], logits[end - 1], rtol=1e-4, atol=1e-4)

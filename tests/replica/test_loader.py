@@ -195,15 +195,20 @@ def test_an_index_may_not_leave_the_folder_nor_misplace_a_tensor(zoo, tmp_path):
             resolve_checkpoint(str(path))
 
 
-def test_remote_code_is_never_trusted(zoo, monkeypatch):
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])  # streamed, and by transformers' loader
+def test_remote_code_is_never_trusted(zoo, monkeypatch, name):
     seen = []
-    original = transformers.AutoModelForCausalLM.from_pretrained
+    for automatic in (transformers.AutoConfig, transformers.AutoModelForCausalLM):
+        original = automatic.from_pretrained
 
-    def spy(*args, **kwargs):
-        seen.append(kwargs)
-        return original(*args, **kwargs)
+        def spy(*args, original=original, **kwargs):
+            seen.append(kwargs)
+            return original(*args, **kwargs)
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", spy)
-    load(zoo("llama"))
+        monkeypatch.setattr(automatic, "from_pretrained", spy)
+    load(zoo(name))
     assert seen[0]["trust_remote_code"] is False
-    assert seen[0]["use_safetensors"] is True and seen[0]["local_files_only"] is True
+    assert len(seen) >= (2 if name == "qwen3_moe" else 1)
+    assert not any(kwargs.get("trust_remote_code") for kwargs in seen)
+    assert all(kwargs["local_files_only"] is True for kwargs in seen if "dtype" in kwargs)
+    assert all(kwargs["use_safetensors"] is True for kwargs in seen if "dtype" in kwargs)

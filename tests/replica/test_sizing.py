@@ -235,6 +235,10 @@ def test_a_length_left_open_is_cut_to_the_cache(spec):
         (dict(device="tpu"), "device must be one of"),
         (dict(dtype="int4"), "dtype must be one of"),
         (dict(deterministic=True, dtype="bfloat16"), "deterministic is true, which needs"),
+        (dict(weights="int4"), "weights must be one of auto, int8, got 'int4'"),
+        (dict(weights="int8", dtype="float32"), "weights is 'int8', which needs .* 'float32'"),
+        (dict(weights="int8", dtype="bfloat16", fuse="off"), "weights is 'int8', .* 'off'"),
+        (dict(fuse="on"), "fuse must be one of auto, off, got 'on'"),
     ],
 )
 def test_bad_values_are_refused_with_the_numbers(spec, args, message):

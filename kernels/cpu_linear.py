@@ -1,0 +1,288 @@
+"""Matrix products with packed weights on the CPU, fast for few rows and the same bits for any number of them.
+
+    out[m, n] = sum_k x[m, k] w[n, k] (+ bias[n]) (+ residual[m, n])
+
+Needs the compiled library; the layout, the loops and why a row's bits depend on that row alone are in
+`native/linear_tile.h`. Vendor libraries read the weights at half the memory's speed or less for the 1 to 32 rows of a
+decode step, and pick the order of additions by the number of rows. This one serves all rows, so that the weights
+exist once.
+
+    weight = PackedWeight.pack([w_q, w_k, w_v], 4096)      # once; columns of all parts
+    out = packed_linear(x, weight)
+
+With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale), one scale for each output feature, the
+largest |w| over 127: half the bytes. Activations and sums are as without.
+
+Bytes: (N K + M K + M N) itemsize up to 128 rows, the weights once more from the cache for each further 128.
+Flops: 2 M N K.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels import native_library
+
+PANEL_COLUMNS = 64  # of native/linear.h
+_DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # enum dtype of native/attention.h
+LIMITS = "float32, or bfloat16 with an even number of input features"
+
+
+class _LinearCall(ctypes.Structure):
+    """`struct linear_call` of native/linear.h."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("steps", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("next_unit", ctypes.c_int64),
+    ]
+
+
+class _PackCall(ctypes.Structure):
+    """`struct pack_call` of native/linear.c."""
+
+    _fields_ = [
+        ("packed", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("steps", ctypes.c_int64),
+        ("first_column", ctypes.c_int64),
+        ("next_panel", ctypes.c_int64),
+    ]
+
+
+def supports(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the library is there and takes such weights."""
+    return (
+        device.type == "cpu"
+        and dtype in _DTYPES
+        and in_features * dtype.itemsize % 4 == 0
+        and native_library.load() is not None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """The weight [columns, depth] of a linear layer, or of several with the same input, in panels."""
+
+    # [panels, words, 64] int32: a float32, a pair of bfloat16 or four int8; zeros after the last column.
+    data: torch.Tensor
+    columns: int  # output features
+    depth: int  # input features
+    dtype: torch.dtype  # of what it is multiplied with, and of the weights unless they are int8
+    scales: torch.Tensor | None = None  # [panels * 64] float32 of int8 weights
+
+    @classmethod
+    def pack(
+        cls, parts: Iterable[torch.Tensor], columns: int | None = None, *, int8: bool = False
+    ) -> PackedWeight:
+        """Pack weights below each other.
+
+        Parameters
+        ----------
+        parts
+            [columns of the part, depth] each; an iterator may free a part once the next is asked for.
+        columns
+            Of all parts; may be left out where `parts` is one tensor.
+        int8
+            Store bfloat16 weights, of a depth that is a multiple of 4, in 8 bits.
+
+        Raises
+        ------
+        ValueError
+            Parts that do not fit each other or that `supports` refuses.
+        """
+        library = native_library.load()
+        packed, done = None, 0
+        for part in parts:
+            if packed is None:
+                columns = part.shape[0] if columns is None else columns
+                packed = cls._empty(columns, part, int8)
+            if part.shape[1:] != (packed.depth,) or part.dtype != packed.dtype:
+                raise ValueError(
+                    f"parts: must be [columns, {packed.depth}] {packed.dtype}, got {list(part.shape)} {part.dtype}"
+                )
+            if done + part.shape[0] > packed.columns:
+                raise ValueError(f"parts: must have {packed.columns} columns in all, got more")
+            rows = packed._quantize(part, done) if int8 else part
+            if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % 4:
+                rows = rows.contiguous()
+            call = _PackCall(
+                packed=packed.data.data_ptr(),
+                rows=rows.data_ptr(),
+                row_stride=rows.stride(0) * rows.element_size(),
+                columns=part.shape[0],
+                steps=packed.data.shape[1],
+                first_column=done,
+            )
+            library.functions.quire_pack(
+                ctypes.byref(call), library.parallel, torch.get_num_threads()
+            )
+            done += part.shape[0]
+        if packed is None or done != packed.columns:
+            raise ValueError(f"parts: must have {columns} columns in all, got {done}")
+        return packed
+
+    @classmethod
+    def _empty(cls, columns: int, like: torch.Tensor, int8: bool) -> PackedWeight:
+        depth = like.shape[1]
+        if not supports(depth, like.dtype, like.device):
+            raise ValueError(
+                f"weight: must be {LIMITS}, on the CPU, with the compiled library; got {list(like.shape)} "
+                f"{like.dtype} on {like.device}"
+            )
+        if int8 and (like.dtype != torch.bfloat16 or depth % 4):
+            raise ValueError(
+                f"int8: needs torch.bfloat16 and a multiple of 4 input features, got {like.dtype} and {depth}"
+            )
+        words = depth // 4 if int8 else depth * like.element_size() // 4
+        data = torch.empty(-(-columns // PANEL_COLUMNS), words, PANEL_COLUMNS, dtype=torch.int32)
+        if columns % PANEL_COLUMNS:
+            data[-1].zero_()
+        scales = torch.zeros(len(data) * PANEL_COLUMNS) if int8 else None
+        return cls(data, columns, depth, like.dtype, scales)
+
+    def _quantize(self, part: torch.Tensor, first_column: int) -> torch.Tensor:
+        """[columns of the part, depth] int8, and its scales."""
+        part = part.float()
+        scales = part.abs().amax(dim=1) / 127.0
+        self.scales[first_column : first_column + len(part)] = scales
+        # A column of zeros has the scale 0; any divisor will do.
+        return (part / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory, those after the last column included."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The weight's rows `ids`, as an embedding looks them up: [*ids.shape, depth].
+
+        Raises
+        ------
+        IndexError
+            An id that is not between 0 and columns - 1.
+        """
+        ids = ids.to(torch.int64).contiguous()
+        stored = self.dtype if self.scales is None else torch.int8
+        out = torch.empty(*ids.shape, self.depth, dtype=stored)
+        if ids.numel():
+            low, high = (int(end) for end in torch.aminmax(ids))
+            if low < 0 or high >= self.columns:
+                raise IndexError(
+                    f"ids: must be between 0 and {self.columns - 1}, got {low} to {high}"
+                )
+            native_library.load().functions.quire_unpack_rows(
+                self.data.data_ptr(),
+                self.data.shape[1],
+                ids.data_ptr(),
+                ids.numel(),
+                out.data_ptr(),
+            )
+        if self.scales is None:
+            return out
+        return (out.float() * self.scales[ids][..., None]).to(self.dtype)
+
+    def unpack(self) -> torch.Tensor:
+        """[columns, depth], as it was packed, of int8 weights what they stand for."""
+        return self.rows(torch.arange(self.columns))
+
+    def pad_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """A bias [columns] as `packed_linear` wants it: float32, zeros up to the last panel's end."""
+        padded = torch.zeros(self.data.shape[0] * PANEL_COLUMNS)
+        padded[: self.columns] = bias
+        return padded
+
+
+def packed_linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    isa: str | None = None,
+) -> torch.Tensor:
+    """x @ weight.T (+ bias) (+ residual), accumulated in float32 and rounded once.
+
+    Parameters
+    ----------
+    x
+        [rows, depth] in the weight's dtype.
+    bias
+        `weight.pad_bias` of the layer's.
+    residual
+        [rows, columns] in the dtype of x.
+    out
+        [rows, columns] in the dtype of x, allocated where None; may be `residual`, not x.
+    isa
+        One of `native_library.ISAS` that this processor has, for tests and measurements; None for the best.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or stride that does not fit, or this processor lacks `isa`.
+    """
+    rows = x.shape[0]
+    shape = (rows, weight.columns)
+    out = torch.empty(shape, dtype=x.dtype) if out is None else out
+    for name, tensor, expected in (
+        ("x", x, (rows, weight.depth)),
+        ("out", out, shape),
+        ("residual", residual, shape),
+    ):
+        if tensor is not None and (
+            tensor.shape != expected or tensor.dtype != weight.dtype or tensor.stride(1) != 1
+        ):
+            raise ValueError(
+                f"{name}: must be {list(expected)} {weight.dtype} with contiguous rows, got "
+                f"{list(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
+            )
+    if bias is not None and (
+        bias.dtype != torch.float32 or bias.shape != (weight.data.shape[0] * PANEL_COLUMNS,)
+    ):
+        raise ValueError(f"bias: must come from pad_bias, got {list(bias.shape)} {bias.dtype}")
+    if not rows:
+        return out
+    library = native_library.load()
+    number = library.best_isa if isa is None else native_library.ISAS.index(isa)
+    if number > library.best_isa:
+        raise ValueError(
+            f"isa: this processor has {native_library.ISAS[: library.best_isa + 1]}, got {isa!r}"
+        )
+    size = x.element_size()
+    call = _LinearCall(
+        x=x.data_ptr(),
+        x_stride=x.stride(0) * size,
+        out=out.data_ptr(),
+        out_stride=out.stride(0) * size,
+        weight=weight.data.data_ptr(),
+        scales=None if weight.scales is None else weight.scales.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        residual=None if residual is None else residual.data_ptr(),
+        residual_stride=0 if residual is None else residual.stride(0) * size,
+        rows=rows,
+        steps=weight.depth * size // 4,
+        columns=weight.columns,
+        dtype=_DTYPES[weight.dtype],
+    )
+    library.functions.quire_linear(
+        ctypes.byref(call), number, library.parallel, torch.get_num_threads()
+    )
+    return out

@@ -1,0 +1,60 @@
+/* What a decoder layer does between its matrix products: arguments of the three calls.
+ *
+ * The structures are mirrored field by field in `quire/kernels/cpu_layer.py`; whoever changes one changes QUIRE_ABI in
+ * attention.h and ABI in native_library.py.
+ */
+#ifndef QUIRE_LAYER_H
+#define QUIRE_LAYER_H
+
+#include <stdint.h>
+
+#include "attention.h" /* enum dtype, enum isa, LANES, MAX_HEAD_DIM */
+
+enum { ROWS_PER_CLAIM = 4 };
+
+/* out = x / rms(x) * weight */
+struct norm_call {
+    const char *x;          /* [rows, columns], rows contiguous */
+    int64_t x_stride;       /* bytes between rows */
+    char *out;              /* [rows, columns], contiguous, dtype of x */
+    const float *weight;    /* [columns rounded up to LANES] */
+    int64_t rows, columns, dtype;
+    float eps;
+    int64_t next_row;       /* counter of the threads; set by the library */
+};
+
+/* out = act(x[:, :columns]) * x[:, columns:] */
+struct gated_call {
+    const char *x;          /* [rows, 2 columns], contiguous */
+    char *out;              /* [rows, columns], contiguous */
+    int64_t rows, columns, dtype;
+    int64_t gelu;           /* 0: SiLU, 1: GELU by tanh */
+    int64_t next_row;
+};
+
+/* Norm and rotate the heads of q and k, and write k and v into their pages. */
+struct rotate_call {
+    const char *qkv;        /* [tokens, heads + 2 kv_heads, head_dim], tokens contiguous */
+    int64_t qkv_stride;     /* bytes between tokens */
+    char *q_out;            /* [tokens, heads, head_dim], contiguous */
+    char *k_pages, *v_pages; /* [page_rows, head_dim] */
+    const int64_t *rows;    /* [tokens, kv_heads] rows of the pages */
+    const char *cos, *sin;  /* [tokens, rotary], contiguous, dtype of qkv */
+    const float *q_norm, *k_norm; /* [head_dim] or NULL */
+    int64_t page_rows, tokens, heads, kv_heads, head_dim, rotary, dtype;
+    float eps;
+    int64_t next_row;
+    int64_t outside;        /* rows that the pages do not have, which are not written */
+};
+
+#define DECLARE_LAYER(isa) \
+    void quire_norm_##isa(void *call); \
+    void quire_gated_##isa(void *call); \
+    void quire_rotate_##isa(void *call);
+DECLARE_LAYER(generic)
+#if defined(__x86_64__)
+DECLARE_LAYER(avx2)
+DECLARE_LAYER(avx512)
+#endif
+
+#endif

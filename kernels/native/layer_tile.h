@@ -1,0 +1,150 @@
+/* RMS norm, gated activation, rotation and KV write of one row after the other; included once per instruction set.
+ *
+ * All arithmetic is in float32 with one rounding at the end, and a row's result is a function of that row alone: sums run
+ * over columns in order in each of 16 lanes, then over the lanes in one order.
+ *
+ * The includer defines FN, TARGETED and NAME(function), and has included its simd_*.h.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "attention_math.h"
+
+/* `count` elements from `first` on, zeros after the last of them: not every instruction set loads any number. */
+FN v16 load_part(const char *row, int64_t first, int64_t columns, int dtype) {
+    int bytes = dtype == FLOAT32 ? 4 : 2;
+    if (columns - first >= LANES) return v_load_elements(row + first * bytes, dtype, LANES);
+    char whole[LANES * 4] = {0};
+    memcpy(whole, row + first * bytes, (columns - first) * bytes);
+    return v_load_elements(whole, dtype, LANES);
+}
+
+FN void store_part(char *row, int64_t first, int64_t columns, int dtype, v16 x) {
+    int bytes = dtype == FLOAT32 ? 4 : 2;
+    if (columns - first >= LANES) {
+        v_store_elements(row + first * bytes, dtype, LANES, x);
+        return;
+    }
+    char whole[LANES * 4];
+    v_store_elements(whole, dtype, LANES, x);
+    memcpy(row + first * bytes, whole, (columns - first) * bytes);
+}
+
+/* The next rows of a thread, [*begin, *end); 0 when none is left. */
+static inline int claim_rows(int64_t *next, int64_t rows, int64_t *begin, int64_t *end) {
+    *begin = __atomic_fetch_add(next, ROWS_PER_CLAIM, __ATOMIC_RELAXED);
+    *end = *begin + ROWS_PER_CLAIM < rows ? *begin + ROWS_PER_CLAIM : rows;
+    return *begin < rows;
+}
+
+FN float inverse_rms(v16 squares, int64_t columns, float eps) { return 1.0f / sqrtf(v_sum(squares) / (float)columns + eps); }
+
+FN void norm_rows(const struct norm_call *c, int64_t begin, int64_t end, int dtype) {
+    for (int64_t row = begin; row < end; row++) {
+        const char *x = c->x + row * c->x_stride;
+        char *out = c->out + row * c->columns * (dtype == FLOAT32 ? 4 : 2);
+        v16 squares = v_set1(0.0f);
+        for (int64_t i = 0; i < c->columns; i += LANES) {
+            v16 part = load_part(x, i, c->columns, dtype);
+            squares = v_fma(part, part, squares);
+        }
+        v16 factor = v_set1(inverse_rms(squares, c->columns, c->eps));
+        for (int64_t i = 0; i < c->columns; i += LANES) {
+            v16 part = v_mul(load_part(x, i, c->columns, dtype), factor);
+            store_part(out, i, c->columns, dtype, v_mul(part, v_load(c->weight + i)));
+        }
+    }
+}
+
+/* x / (1 + e^-x); e^-x is bounded at 2^126, where the quotient is as good as 0. */
+FN v16 silu(v16 x) {
+    v16 power = v_mul(x, v_set1(-LOG2_E));
+    power = v_where_less(v_set1(126.0f), power, v_set1(126.0f), power);
+    return v_div(x, v_add(v_set1(1.0f), v_exp2(power)));
+}
+
+/* x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) */
+FN v16 gelu(v16 x) {
+    v16 cubic = v_fma(v_mul(v_mul(x, x), v_set1(0.044715f)), x, x);
+    v16 t = v_tanh(v_mul(cubic, v_set1(0.7978845608028654f)));
+    return v_mul(v_mul(x, v_set1(0.5f)), v_add(v_set1(1.0f), t));
+}
+
+FN void gated_rows(const struct gated_call *c, int64_t begin, int64_t end, int dtype) {
+    int64_t row_bytes = c->columns * (dtype == FLOAT32 ? 4 : 2);
+    for (int64_t row = begin; row < end; row++) {
+        const char *gate = c->x + 2 * row * row_bytes, *up = gate + row_bytes;
+        for (int64_t i = 0; i < c->columns; i += LANES) {
+            v16 x = load_part(gate, i, c->columns, dtype);
+            x = c->gelu ? gelu(x) : silu(x);
+            store_part(c->out + row * row_bytes, i, c->columns, dtype, v_mul(x, load_part(up, i, c->columns, dtype)));
+        }
+    }
+}
+
+struct token_tables {
+    float cos[MAX_HEAD_DIM], sin[MAX_HEAD_DIM];
+};
+
+/* Halves turn against each other: (a, b) to (a cos - b sin, b cos + a sin); what is beyond `rotary` stays. */
+FN void rotate(float *y, const float *x, const struct token_tables *t, int64_t rotary, int64_t head_dim) {
+    int64_t half = rotary / 2;
+    for (int64_t i = 0; i < half; i++) {
+        y[i] = x[i] * t->cos[i] - x[i + half] * t->sin[i];
+        y[i + half] = x[i + half] * t->cos[i + half] + x[i] * t->sin[i + half];
+    }
+    for (int64_t i = rotary; i < head_dim; i++) y[i] = x[i];
+}
+
+FN void rotate_head(const struct rotate_call *c, const char *from, char *to, const float *norm, const struct token_tables *t, int dtype) {
+    float x[MAX_HEAD_DIM], y[MAX_HEAD_DIM];
+    v16 squares = v_set1(0.0f);
+    for (int64_t i = 0; i < c->head_dim; i += LANES) {
+        v16 part = load_part(from, i, c->head_dim, dtype);
+        squares = v_fma(part, part, squares);
+        v_store(x + i, part);
+    }
+    if (norm) {
+        float factor = inverse_rms(squares, c->head_dim, c->eps);
+        for (int64_t i = 0; i < c->head_dim; i++) x[i] = x[i] * factor * norm[i];
+    }
+    rotate(y, x, t, c->rotary, c->head_dim);
+    for (int64_t i = 0; i < c->head_dim; i += LANES) store_part(to, i, c->head_dim, dtype, v_load(y + i));
+}
+
+FN void rotate_tokens(struct rotate_call *c, int64_t begin, int64_t end, int dtype) {
+    int64_t bytes = dtype == FLOAT32 ? 4 : 2, head_bytes = c->head_dim * bytes;
+    for (int64_t token = begin; token < end; token++) {
+        struct token_tables t;
+        for (int64_t i = 0; i < c->rotary; i += LANES) {
+            v_store(t.cos + i, load_part(c->cos + token * c->rotary * bytes, i, c->rotary, dtype));
+            v_store(t.sin + i, load_part(c->sin + token * c->rotary * bytes, i, c->rotary, dtype));
+        }
+        const char *head = c->qkv + token * c->qkv_stride;
+        for (int64_t h = 0; h < c->heads; h++, head += head_bytes)
+            rotate_head(c, head, c->q_out + (token * c->heads + h) * head_bytes, c->q_norm, &t, dtype);
+        for (int64_t h = 0; h < c->kv_heads; h++, head += head_bytes) {
+            int64_t row = c->rows[token * c->kv_heads + h];
+            if (row < 0 || row >= c->page_rows) {
+                __atomic_fetch_add(&c->outside, 1, __ATOMIC_RELAXED);
+                continue;
+            }
+            rotate_head(c, head, c->k_pages + row * head_bytes, c->k_norm, &t, dtype);
+            memcpy(c->v_pages + row * head_bytes, head + c->kv_heads * head_bytes, (size_t)head_bytes);
+        }
+    }
+}
+
+#define WORKER_OF(function, call_struct, rows_of, rows_field) \
+    TARGETED void NAME(function)(void *argument) { \
+        struct call_struct *c = argument; \
+        int64_t begin, end; \
+        while (claim_rows(&c->next_row, c->rows_field, &begin, &end)) { \
+            if (c->dtype == FLOAT32) rows_of(c, begin, end, FLOAT32); \
+            if (c->dtype == FLOAT16) rows_of(c, begin, end, FLOAT16); \
+            if (c->dtype == BFLOAT16) rows_of(c, begin, end, BFLOAT16); \
+        } \
+    }
+WORKER_OF(norm, norm_call, norm_rows, rows)
+WORKER_OF(gated, gated_call, gated_rows, rows)
+WORKER_OF(rotate, rotate_call, rotate_tokens, tokens)

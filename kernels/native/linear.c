@@ -1,0 +1,82 @@
+/* Entry points of the packed matrix product: packing, reading back, multiplying. */
+#include <string.h>
+
+#include "linear.h"
+
+/* `GOMP_parallel` of whatever OpenMP runtime the process has: run `function` on a team of threads. */
+typedef void parallel_function(void (*function)(void *), void *argument, unsigned num_threads, unsigned flags);
+
+enum { BLOCK_STEPS = 16 }; /* a cache line of a source row */
+
+/* Mirrored in `quire/kernels/cpu_linear.py`, as linear_call is. */
+struct pack_call {
+    uint32_t *packed;        /* [panels, steps, PANEL_COLUMNS] */
+    const char *rows;        /* [columns, steps] of 32 bits: the weight, or part of one */
+    int64_t row_stride;      /* bytes */
+    int64_t columns, steps;
+    int64_t first_column;    /* where the part begins in `packed` */
+    int64_t next_panel;      /* counter of the threads; set by the library */
+};
+
+/* The part's columns of one panel after the other, in squares that stay in the first-level cache. */
+static void pack_worker(void *argument) {
+    struct pack_call *c = argument;
+    int64_t end_column = c->first_column + c->columns;
+    for (;;) {
+        int64_t panel = c->first_column / PANEL_COLUMNS + __atomic_fetch_add(&c->next_panel, 1, __ATOMIC_RELAXED);
+        int64_t first = panel * PANEL_COLUMNS, begin = first < c->first_column ? c->first_column : first;
+        int64_t end = first + PANEL_COLUMNS < end_column ? first + PANEL_COLUMNS : end_column;
+        if (begin >= end) return;
+        uint32_t *to = c->packed + panel * c->steps * PANEL_COLUMNS;
+        for (int64_t step = 0; step < c->steps; step += BLOCK_STEPS) {
+            int64_t count = c->steps - step < BLOCK_STEPS ? c->steps - step : BLOCK_STEPS;
+            for (int64_t column = begin; column < end; column++) {
+                uint32_t line[BLOCK_STEPS];
+                const char *row = c->rows + (column - c->first_column) * c->row_stride;
+                memcpy(line, row + step * 4, (size_t)count * 4);
+                for (int64_t s = 0; s < count; s++) to[(step + s) * PANEL_COLUMNS + column - first] = line[s];
+            }
+        }
+    }
+}
+
+int64_t quire_linear_bytes(void) { return sizeof(struct linear_call); }
+
+int64_t quire_pack_bytes(void) { return sizeof(struct pack_call); }
+
+/* `parallel` as in quire_attention. */
+void quire_pack(struct pack_call *call, parallel_function *parallel, int64_t num_threads) {
+    call->next_panel = 0;
+    if (parallel && num_threads > 1) {
+        parallel(pack_worker, call, (unsigned)num_threads, 0);
+    } else {
+        pack_worker(call);
+    }
+}
+
+/* rows[i] = the weight's row ids[i]; `rows` [count, steps] of 32 bits, contiguous; ids are not checked. */
+void quire_unpack_rows(const uint32_t *packed, int64_t steps, const int64_t *ids, int64_t count, uint32_t *rows) {
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t *from = packed + ids[i] / PANEL_COLUMNS * steps * PANEL_COLUMNS + ids[i] % PANEL_COLUMNS;
+        for (int64_t step = 0; step < steps; step++) rows[i * steps + step] = from[step * PANEL_COLUMNS];
+    }
+}
+
+/* Multiply. `isa` is at most `quire_best_isa()`; `parallel` NULL runs on the calling thread alone. */
+void quire_linear(struct linear_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
+    void (*worker)(void *) = quire_linear_generic;
+#if defined(__x86_64__)
+    if (isa == AVX2) worker = quire_linear_avx2;
+    if (isa >= AVX512) worker = quire_linear_avx512;
+    if (isa == AVX512_BF16 && call->dtype == BFLOAT16) worker = quire_linear_avx512_bf16;
+#else
+    (void)isa;
+#endif
+    int64_t panels = (call->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
+    call->next_unit = 0;
+    if (parallel && num_threads > 1 && panels > 1) {
+        parallel(worker, call, (unsigned)num_threads, 0);
+    } else {
+        worker(call);
+    }
+}

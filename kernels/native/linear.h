@@ -1,0 +1,43 @@
+/* What the sources of the packed matrix product share: the arguments of a call and the layout of the weights.
+ *
+ * `struct linear_call` is mirrored field by field in `quire/kernels/cpu_linear.py`; whoever changes one changes
+ * QUIRE_ABI in attention.h and ABI in native_library.py.
+ */
+#ifndef QUIRE_LINEAR_H
+#define QUIRE_LINEAR_H
+
+#include <stdint.h>
+
+#include "attention.h" /* enum dtype, LANES */
+
+enum {
+    PANEL_COLUMNS = 64, /* of the output, that lie together */
+    CHUNK = 128,        /* steps that are summed before they join the total: 32 KiB of weights */
+    MAX_UNIT_ROWS = 128,
+};
+
+struct linear_call {
+    const char *x;          /* [rows, depth], rows contiguous */
+    int64_t x_stride;       /* bytes between rows */
+    char *out;              /* [rows, columns], rows contiguous, dtype of x */
+    int64_t out_stride;     /* bytes between rows */
+    const uint32_t *weight; /* [panels, steps, PANEL_COLUMNS]; of int8: [panels, steps / 2, PANEL_COLUMNS] */
+    const float *scales;    /* [panels * PANEL_COLUMNS] of int8 weights; NULL: weights of the dtype of x */
+    const float *bias;      /* [panels * PANEL_COLUMNS] or NULL */
+    const char *residual;   /* [rows, columns], rows contiguous, dtype of x; may be `out`; or NULL */
+    int64_t residual_stride; /* bytes between rows */
+    int64_t rows, steps, columns, dtype;
+    int64_t next_unit;      /* counter of the threads; set by the library */
+};
+
+/* A step of the sum over depth has 32 bits: one float32, or a pair of bfloat16. Weights in int8 have two steps in
+ * 32 bits, and become such pairs a chunk at a time. */
+
+void quire_linear_generic(void *call);
+#if defined(__x86_64__)
+void quire_linear_avx2(void *call);
+void quire_linear_avx512(void *call);
+void quire_linear_avx512_bf16(void *call);
+#endif
+
+#endif

@@ -1,0 +1,15 @@
+/* AVX2 with fused multiply-add, products in float32. */
+#include "linear.h"
+
+#if defined(__x86_64__)
+#define TARGETED __attribute__((target("avx2,fma,f16c")))
+#define FN static inline __attribute__((always_inline, target("avx2,fma,f16c")))
+#define LINEAR_WORKER quire_linear_avx2
+#define DOT_BF16 0
+#define BLOCK_ROWS 4
+#define MAX_VECTORS 1
+
+#include "simd_avx2.h"
+
+#include "linear_tile.h"
+#endif

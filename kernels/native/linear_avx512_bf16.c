@@ -1,0 +1,15 @@
+/* bfloat16 on processors that multiply pairs of it. */
+#include "linear.h"
+
+#if defined(__x86_64__)
+#define TARGETED __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
+#define FN static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
+#define LINEAR_WORKER quire_linear_avx512_bf16
+#define DOT_BF16 1
+#define BLOCK_ROWS 6
+#define MAX_VECTORS 4
+
+#include "simd_avx512.h"
+
+#include "linear_tile.h"
+#endif

@@ -1,0 +1,13 @@
+/* Any processor, products in float32. */
+#include "linear.h"
+
+#define TARGETED
+#define FN static inline __attribute__((always_inline))
+#define LINEAR_WORKER quire_linear_generic
+#define DOT_BF16 0
+#define BLOCK_ROWS 2
+#define MAX_VECTORS 1
+
+#include "simd_generic.h"
+
+#include "linear_tile.h"

@@ -1,0 +1,226 @@
+"""The fuse pass: what it fuses, that it proves it, and that the fused model is the model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from step_driver import Driver, engine_config, make_runner
+from torch import nn
+
+from quire.kernels import native_library
+from quire.kernels.cpu_attention import has_native
+from quire.replica import fuse as fuse_module
+from quire.replica.engine import Engine
+from quire.replica.fused import FusedLayer, PackedEmbedding, Product
+from quire.replica.kv_pool import KVPool
+from quire.replica.loader import load_model
+from quire.replica.runner import Runner
+from quire.replica.spec import ModelSpec
+
+pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C compiler")
+
+# What each architecture's own form allows; norms and products left over are fused by themselves.
+EXPECTED = {
+    "llama": dict(layers=3, norms=1, products=1),
+    "llama_tied": dict(layers=3, norms=1, products=1, embeddings=1),
+    "llama_yarn": dict(layers=3, norms=1, products=1),
+    "llama_mha": dict(layers=3, norms=1, products=1),  # biases
+    "qwen2": dict(layers=3, norms=1, products=1),  # biases of q, k and v only
+    "qwen3": dict(layers=3, norms=1, products=1),  # norms of the heads
+    "phi3": dict(layers=3, norms=1, products=1),  # merged in the checkpoint
+    "mistral": dict(layers=3, norms=1, products=1),
+    "smollm3": {
+        "layers": 3,
+        "MLPs": 1,
+        "norms": 3,
+        "products": 5,
+        "embeddings": 1,
+    },  # one layer does not rotate
+    "olmo2": {"MLPs": 3, "norms": 13, "products": 13},  # norms after, and over all heads
+    "granite": {"attentions": 3, "MLPs": 3, "norms": 7, "products": 1},  # scaled residuals
+    "gemma2": {
+        "attentions": 3,
+        "MLPs": 3,
+        "norms": 13,
+    },  # norms before and after; a scaled embedding is tied
+    "gpt_oss": {"norms": 7, "products": 13},  # another rotation; experts
+    "qwen3_moe": {"attentions": 2, "layers": 1, "norms": 5, "products": 1},
+}
+
+
+def logits_of(runner, lengths=(20, 1, 7), steps=2) -> np.ndarray:
+    """[steps * rows, vocab] of prompts and of greedy decoding after them."""
+    driver = Driver(runner)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 173, n).tolist() for n in lengths]
+    sequences = [driver.add(p, 3) for p in prompts]
+    driver.generate(sequences, steps, chunk=10)
+    return np.stack([row for s in sequences for row in s.logits])
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_is_fused_follows_from_the_structure(zoo, name):
+    runner = make_runner(zoo(name))
+    assert dict(runner.fused.fused) == EXPECTED[name]
+    plain = make_runner(zoo(name), fuse="off")
+    assert not plain.fused.fused
+    found, expected = logits_of(runner), logits_of(plain)
+    assert np.isfinite(found).all()
+    assert np.abs(found - expected).max() < 2e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "smollm3"])
+def test_bfloat16_is_as_close_to_float32_fused_as_unfused(zoo, name):
+    # One step: beyond it the rounding may have chosen another token.
+    exact = logits_of(make_runner(zoo(name), fuse="off"), steps=1)
+    errors = {}
+    for mode in ("auto", "off"):
+        runner = make_runner(zoo(name), dtype="bfloat16", deterministic=False, fuse=mode)
+        errors[mode] = np.sqrt(np.square(logits_of(runner, steps=1) - exact).mean()) / exact.std()
+    # The fused form rounds less often; random weights amplify rounding by chance in either.
+    assert errors["auto"] < 1.3 * errors["off"]
+
+
+def test_half_precision_without_packed_products(zoo):
+    runner = make_runner(zoo("qwen3"), dtype="float16", deterministic=False)
+    assert dict(runner.fused.fused) == {"layers": 3, "norms": 1}
+    expected = logits_of(make_runner(zoo("qwen3")), steps=1)
+    assert np.abs(logits_of(runner, steps=1) - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_int8_weights_are_all_but_the_heads_and_their_error_is_told(zoo):
+    exact = logits_of(make_runner(zoo("qwen3"), fuse="off"), steps=1)
+    errors = {}
+    for weights in ("auto", "int8"):
+        runner = make_runner(zoo("qwen3"), dtype="bfloat16", deterministic=False, weights=weights)
+        errors[weights] = (
+            np.sqrt(np.square(logits_of(runner, steps=1) - exact).mean()) / exact.std()
+        )
+    state = runner.fused.to_dict()
+    assert state["fused"]["int8 products"] == 3 * 4
+    assert runner.model.lm_head.packed.scales is None
+    assert 0.003 < state["int8_deviation"]["mean"] < state["int8_deviation"]["max"] < 0.03
+    assert errors["auto"] < errors["int8"] < 0.3  # deep random models amplify a hundredth
+
+
+def test_merged_weights_replace_the_original_ones(zoo):
+    runner = make_runner(zoo("llama_tied"))
+    decoder = runner.model.model
+    assert all(isinstance(layer, FusedLayer) for layer in decoder.layers)
+    assert isinstance(decoder.embed_tokens, PackedEmbedding)
+    assert decoder.embed_tokens.packed is runner.model.lm_head.packed
+    assert all(layer.hidden_size == 64 for layer in decoder.layers), "the model's code may ask it"
+    assert not [m for m in runner.model.modules() if type(m) in (nn.Linear, nn.Embedding)]
+    # Panels of 64 columns are padded, which weighs much in a small model; nothing exists twice.
+    packed = {
+        m.packed.data.data_ptr(): m.packed for m in runner.model.modules() if isinstance(m, Product)
+    }
+    assert sum(p.columns * p.depth for p in packed.values()) + sum(
+        p.numel() for p in runner.model.parameters()
+    ) <= sum(p.numel() for p in load(zoo("llama_tied")).parameters())
+
+
+def load(path, dtype="float32"):
+    return load_model(ModelSpec.from_checkpoint(path), "cpu", dtype)
+
+
+def runner_of(model, path, **changes) -> Runner:
+    spec = ModelSpec.from_checkpoint(path)
+    config = engine_config(spec, **changes)
+    pool = KVPool(config.num_blocks, spec.groups, config.block_size, torch.float32)
+    return Runner(config, spec, model, pool)
+
+
+class Attribute(nn.Module):
+    """Any module, by another class and with the same structure."""
+
+    def __init__(self, inner: nn.Module, change):
+        super().__init__()
+        self.__dict__.update({k: v for k, v in inner.__dict__.items() if k != "forward"})
+        self._inner_class, self._change = type(inner), change
+
+    def forward(self, *args, **kwargs):
+        return self._change(self._inner_class.forward(self, *args, **kwargs))
+
+
+@pytest.mark.parametrize("part", ["mlp", "input_layernorm"])
+def test_classes_play_no_part_but_what_they_compute_does(zoo, part):
+    """The same structure under another class is fused; one that computes something else is found out."""
+    same, other = load(zoo("llama")), load(zoo("llama"))
+    for model, change in ((same, lambda y: y), (other, lambda y: y * 1.01)):
+        layer = model.model.layers[1]
+        setattr(layer, part, Attribute(getattr(layer, part), change))
+    assert runner_of(same, zoo("llama")).fused.fused["layers"] == 3
+    runner = runner_of(other, zoo("llama"))
+    assert runner.fused.fused["layers"] == 2
+    assert any(
+        "layers.1" in reason and "deviates by 0.0" in reason for reason in runner.fused.dropped
+    )
+    found, expected = logits_of(runner), logits_of(make_runner(zoo("llama"), fuse="off"))
+    assert np.abs(found - expected).max() > 1e-3 * np.abs(expected).max(), "the change must be kept"
+
+
+def test_without_the_compiled_library_the_model_stays_as_it_is(zoo, monkeypatch):
+    expected = logits_of(make_runner(zoo("llama"), fuse="off"))
+    monkeypatch.setattr(native_library, "load", lambda: None)
+    runner = make_runner(zoo("llama"))
+    assert runner.fused.to_dict() == {"fused": {}, "dropped": []}
+    assert np.abs(logits_of(runner) - expected).max() < 2e-4 * np.abs(expected).max()
+
+
+def test_a_module_that_cannot_be_probed_stays(zoo):
+    class Gated(nn.Module):
+        """A norm by its parameters, called with two arguments."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.weight, self.variance_epsilon, self.inner = inner.weight, 1e-6, [inner]
+
+        def forward(self, x, gate):
+            return self.inner[0](x) * gate
+
+    class Caller(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.gated = Gated(inner)
+
+        def forward(self, x):
+            return self.gated(x, 1.0)
+
+    model = load(zoo("llama"))
+    model.model.norm = Caller(model.model.norm)
+    runner = runner_of(model, zoo("llama"))
+    assert dict(runner.fused.fused) == {"layers": 3, "products": 1}
+    assert any("norms model.norm.gated (Gated)" in reason for reason in runner.fused.dropped)
+    plain = make_runner(zoo("llama"), fuse="off")
+    assert np.abs(logits_of(runner) - logits_of(plain)).max() < 1e-3
+
+
+@pytest.mark.parametrize("what", ["q", "k", "v"])
+def test_a_wrong_query_key_or_value_is_found_out(zoo, what, monkeypatch):
+    """Were only outputs compared, a few tokens with flat scores would hide it."""
+    original = fuse_module.FusedAttention._write_cpu
+
+    def wrong(self, qkv, cos, sin, step):
+        q = original(self, qkv, cos, sin, step)
+        rows = step.write_rows[step.pool.group_of(self.facts.layer)]
+        k_pages, v_pages = step.pool.pages(self.facts.layer)
+        if what == "q":
+            return q * 1.001
+        pages = k_pages if what == "k" else v_pages
+        pages[rows] *= 1.001
+        return q
+
+    monkeypatch.setattr(fuse_module.FusedAttention, "_write_cpu", wrong)
+    runner = make_runner(zoo("llama"))
+    assert runner.fused.fused["layers"] == runner.fused.fused["attentions"] == 0
+    assert sum("attention model.layers" in reason for reason in runner.fused.dropped) == 3
+
+
+def test_an_engine_tells_what_is_fused():
+    with Engine(model="embedded", num_blocks=16, num_threads=1) as engine:
+        fused = engine.snapshot()["fused"]
+    assert fused["fused"]["layers"] >= 1 and fused["dropped"] == []
+    with Engine(model="embedded", num_blocks=16, num_threads=1, fuse="off") as engine:
+        assert engine.snapshot()["fused"] == {"fused": {}, "dropped": []}
