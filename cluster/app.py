@@ -48,7 +48,7 @@ def build(args: dict[str, Any]) -> Application:
         + CONTROL_CALLS_PER_ROUTER * config.routers
     )
     replica = serve.deployment(
-        Replica,
+        _replica_class(config),
         name="Replica",
         **_num_replicas(config),
         max_ongoing_requests=max_calls,
@@ -83,6 +83,14 @@ def build(args: dict[str, Any]) -> Application:
         ray_actor_options=_actor_options(config.router_resources, 0),
     )
     return router.bind(replica, config.model_dump())
+
+
+def _replica_class(config: AppConfig) -> type[Replica]:
+    if not config.engine.fault_injection:
+        return Replica
+    from quire.replica.faulty_actor import FaultyReplica  # of no use, and not loaded, in production
+
+    return FaultyReplica
 
 
 def _num_replicas(config: AppConfig) -> dict[str, Any]:
