@@ -71,13 +71,18 @@ class ReplicaSide:
     """Attachments of an engine, and one attached router."""
 
     def __init__(self, streams: int):
-        self.attachments = Attachments(EPOCH, on_detach=lambda router_id: None)
+        # No heartbeat between two steps, however slow the machine is.
+        self.attachments = Attachments(EPOCH, on_detach=lambda router_id: None, heartbeat_s=3600)
         self.frames = self.attachments.stream(ROUTER, Load)
         self._keys = np.empty(streams, object)
-        self._keys[:] = [(ROUTER, i + 1) for i in range(streams)]
-        self._stream_ids = np.arange(1, streams + 1)
+        self._stream_ids = np.zeros(streams, np.int64)
         self._sources = np.ones(streams, np.int32)
         self._step = 0
+
+    def take(self, stream_ids: list[int]) -> None:
+        """The router's streams run here: it chose their ids."""
+        self._keys[:] = [(ROUTER, stream_id) for stream_id in stream_ids]
+        self._stream_ids[:] = stream_ids
 
     def output(self, token_ids: np.ndarray) -> LoopOutput:
         """What the engine's loop hands over after a step with one token for each stream."""
@@ -162,6 +167,7 @@ async def run(streams: int, steps: int) -> tuple[list[float], list[float]]:
     first = asyncio.create_task(anext(replica.frames))
     while len(router.bus._attempts) < streams:
         await asyncio.sleep(0.01)
+    replica.take(list(router.bus._attempts))
     replica.attachments.send_events(ROUTER, [])
     await first
     router_us: list[float] = []
