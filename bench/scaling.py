@@ -75,18 +75,17 @@ class CacheHost:
             )
         )
         self._known: np.ndarray | None = None  # a prompt that the cache has
-        for _ in range(ROWS):
-            self._add(32, 2048 - 64)
-        while self.scheduler.load().num_waiting:
-            self._step()
 
     def fill(self, num_cached: int) -> None:
-        """Serve prompts until so many blocks are cached."""
+        """Serve prompts until so many blocks are cached, one after the other; then start the rows."""
         while self.scheduler.load().blocks_cached < num_cached:
             prompt = self._add(self.PROMPT, 1)
             if self._known is None:
                 self._known = prompt[: self.HIT]
             self._step()
+        for _ in range(ROWS):
+            self._add(32, 2048 - 64)
+        while self.scheduler.load().num_waiting:
             self._step()
 
     def decode_ms(self, steps: int) -> list[float]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from quire.bench import cpu_workloads, scaling, startup
 from quire.bench.compare import Comparison, Turn
 from quire.bench.floor import Rates
 from quire.replica.embedded import CHECKPOINT
+from quire.replica.plan import StepResult
 
 
 def test_a_cache_is_filled_and_a_known_prompt_is_found_in_it():
@@ -22,7 +24,8 @@ def test_a_cache_is_filled_and_a_known_prompt_is_found_in_it():
     plan = host.scheduler.plan(0.0)
     # All but the last block: the last token must be computed.
     assert before == 0 and plan.num_tokens == scaling.ROWS + scaling.BLOCK_SIZE
-    assert len(scaling.CacheHost(10).decode_ms(3)) == 3
+    host.scheduler.commit(plan, StepResult(np.full(scaling.ROWS + 1, 5), 0.01), 0.0)
+    assert len(host.decode_ms(3)) == len(host.admit_ms(3)) == 3
     host.scheduler.check()
 
 
