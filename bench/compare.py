@@ -33,6 +33,7 @@ class Turn:
     workload: str
     repetition: int  # numbers a turn of all engines: ratios are taken within one
     seconds: float
+    cpu_s: float  # of the engine's processes, all threads
     other_cpu_s: float  # that everybody else took meanwhile, in seconds of one core
     peak_rss_mib: float  # of the engine's processes so far
 
@@ -63,12 +64,19 @@ class Comparison:
         """Of every turn, in order."""
         return [t.seconds for t in self.turns if (t.engine, t.workload) == (engine, workload)]
 
-    def ratios(self, engine: str, other: str, workload: str) -> list[float]:
-        """Turn by turn, how many times `engine` is as fast as `other`: above 1 it is faster."""
+    def ratios(self, engine: str, other: str, workload: str, *, cpu: bool = False) -> list[float]:
+        """Turn by turn, how many times `engine` is as fast as `other`: above 1 it is faster.
+
+        Parameters
+        ----------
+        cpu
+            Of CPU time instead of wall time: what is left to compare on a machine that others use, and only where
+            both engines have one thread, since threads that wait for each other use CPU time too.
+        """
         found: dict[int, dict[str, float]] = defaultdict(dict)
         for turn in self.turns:
             if turn.workload == workload:
-                found[turn.repetition][turn.engine] = turn.seconds
+                found[turn.repetition][turn.engine] = turn.cpu_s if cpu else turn.seconds
         return [row[other] / row[engine] for row in found.values() if {engine, other} <= row.keys()]
 
 
@@ -197,8 +205,11 @@ def _run(
             found.failures[name] = str(error)
             return None
         after = process.usage()
-        others_s = max(0.0, busy_cpu_s() - before_s - (after.cpu_s - before.cpu_s))
-    turn = Turn(name, workload.name, repetition, answer["seconds"], others_s, after.peak_rss_mib)
+        own_s = after.cpu_s - before.cpu_s
+        others_s = max(0.0, busy_cpu_s() - before_s - own_s)
+    turn = Turn(
+        name, workload.name, repetition, answer["seconds"], own_s, others_s, after.peak_rss_mib
+    )
     found.turns.append(turn)
     return turn
 
@@ -274,6 +285,7 @@ def _row(
         "engine": engine,
         "seconds": spread(seconds),
         "output_tokens_per_s": round(workload.num_output_tokens / median, 1),
+        "cpu_s": spread([t.cpu_s for t in turns]),
         "other_cpu_cores": [round(t.other_cpu_s / t.seconds, 2) for t in turns],
         "peak_rss_mib": round(max(t.peak_rss_mib for t in turns)),
     }
@@ -282,14 +294,27 @@ def _row(
         row["percent_of_floor"] = round(100 * floor.total_s / median, 1)
     if engine != baseline and (ratios := found.ratios(baseline, engine, workload.name)):
         row["ratio"] = spread(ratios)
+        row["cpu_ratio"] = spread(found.ratios(baseline, engine, workload.name, cpu=True))
     return row
 
 
 def table(summary: dict[str, Any], baseline: str) -> str:
     """Lines for a terminal."""
-    rows = [["workload", "engine", "s", "tokens/s", "of floor", f"{baseline} is", "others' cores"]]
+    rows = [
+        [
+            "workload",
+            "engine",
+            "s",
+            "tokens/s",
+            "of floor",
+            f"{baseline} is",
+            "CPU s",
+            "in CPU time",
+            "others' cores",
+        ]
+    ]
     for row in summary["rows"]:
-        ratio = row.get("ratio")
+        ratio, cpu_ratio = row.get("ratio"), row.get("cpu_ratio")
         rows.append(
             [
                 row["workload"],
@@ -300,6 +325,8 @@ def table(summary: dict[str, Any], baseline: str) -> str:
                 f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})"
                 if ratio
                 else "",
+                f"{row['cpu_s']['median']:.2f}",
+                f"{cpu_ratio['median']:.2f}x" if cpu_ratio else "",
                 f"{max(row['other_cpu_cores']):.2f}",
             ]
         )

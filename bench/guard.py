@@ -3,10 +3,10 @@
     python -m quire.bench guard
 
 Times depend on the machine and on whatever else it does; how many times as fast as another engine in the same minute
-does so much less. Both engines load the same small random weights and take turns over the same prompts; the ratio is
-taken turn by turn. A workload fails when the median of its ratios lies below the committed floor by more than the
-spread that this very run shows: the floor is in `guard_floors.json`, with the run that it comes from, and lies well
-under what was measured there, so that a failure is a regression and not a neighbour.
+does so much less, and least of all in CPU time of engines with one thread each. Both engines load the same small
+random weights and take turns over the same prompts; the ratio is taken turn by turn. A workload fails when the median
+of its ratios lies below the committed floor by more than the spread that this very run shows. The floors are in
+`guard_floors.json`; they lie well under what was measured, so that a failure is a regression and not a neighbour.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLOORS = Path(__file__).with_name("guard_floors.json")
 PEER = "transformers"
 TURNS = 9
 _BUDGET_S = 25.0  # no turn starts later: loading and the last turn come on top
-# One thread each: on a shared machine two threads wait for each other, one only for its turn.
+# On a shared machine threads wait for each other, and use CPU time for it; one waits only for its turn.
 _THREADS = 1
 
 
@@ -82,7 +82,7 @@ def judge(found: Comparison, floors: dict[str, float]) -> list[Verdict]:
         raise RuntimeError("; ".join(found.failures.values()))
     verdicts = []
     for workload, floor in floors.items():
-        ratios = found.ratios("quire", PEER, workload)
+        ratios = found.ratios("quire", PEER, workload, cpu=True)
         if not ratios:
             raise RuntimeError(f"{workload}: no turns")
         verdicts.append(Verdict(workload, floor, tuple(ratios)))

@@ -147,7 +147,7 @@ def main(options: argparse.Namespace) -> int:
     if not options.no_plots:
         for name, (run, samples, began_s) in found["last"].items():
             plots.cache(samples, run, began_s, out / f"offline_{_file_name(name)}_cache.png")
-        plots.throughput_and_latency(rows, out / "offline_latency.png")
+        plots.throughput_and_latency(rows, out / "offline_latency.png", is_sweep=False)
     print(f"written to {out}")
     return 0
 

@@ -42,19 +42,24 @@ def _figure(path: Path, columns: int = 1) -> Iterator[Any]:
     pyplot.close(figure)
 
 
-def throughput_and_latency(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def throughput_and_latency(
+    rows: Sequence[dict[str, Any]], path: Path, *, is_sweep: bool = True
+) -> None:
     """Throughput against latency, a point for each load, and percentiles of TTFT and gaps beside it.
 
     Parameters
     ----------
     rows
         Of `measures.summarise`, with `load`: the rate or the concurrency.
+    is_sweep
+        The rows are one load that grows: its points are joined by lines.
     """
     rows = [row for row in rows if row["ttft_ms"]]
     with _figure(path, 3) as (curve, first, gaps):
         x = [row["output_tokens_per_s"] for row in rows]
         for percent in ("p50", "p99"):
-            curve.plot(x, [row["latency_ms"][percent] for row in rows], "o-", label=percent)
+            y = [row["latency_ms"][percent] for row in rows]
+            curve.plot(x, y, "o-" if is_sweep else "o", label=percent)
         for row in rows:
             curve.annotate(
                 row["load"],
@@ -64,16 +69,22 @@ def throughput_and_latency(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 fontsize=7,
             )
         _finish(curve, "output tokens per second", "latency, ms", log_y=True)
-        for axes, key, name in ((first, "ttft_ms", "first token"), (gaps, "gap_ms", "between")):
-            _percentile_lines(axes, rows, key)
+        for axes, key, name in (
+            (first, "ttft_ms", "first token"),
+            (gaps, "gap_ms", "between two pieces"),
+        ):
+            _percentile_lines(axes, rows, key, "o-" if is_sweep else "o")
             _finish(axes, "load", f"{name}, ms", log_y=True)
 
 
-def _percentile_lines(axes: Axes, rows: Sequence[dict[str, Any]], key: str) -> None:
+def _percentile_lines(axes: Axes, rows: Sequence[dict[str, Any]], key: str, style: str) -> None:
     rows = [row for row in rows if row[key]]
     for percent in ("p50", "p90", "p99"):
         axes.plot(
-            [row["load"] for row in rows], [row[key][percent] for row in rows], "o-", label=percent
+            [row["load"] for row in rows],
+            [row[key][percent] for row in rows],
+            style,
+            label=percent,
         )
     axes.tick_params(axis="x", rotation=30)
 

@@ -61,7 +61,7 @@ def test_one_engine_that_fails_does_not_end_the_others(tmp_path):
 
 def turns(*rows) -> Comparison:
     found = Comparison({"quire": {}, "peer": {}}, rates=[Rates(10.0, 100.0)])
-    found.turns = [Turn(*row, 0.1, 100.0) for row in rows]
+    found.turns = [Turn(*row, 2 * row[3], 0.1, 100.0) for row in rows]
     return found
 
 
@@ -78,6 +78,7 @@ def test_the_table_has_ratios_their_spread_and_the_floor():
     own, peer = summary["rows"]
     assert own["seconds"] == {"median": 1.5, "min": 1.0, "max": 2.0, "turns": 2}
     assert own["output_tokens_per_s"] == 4.0 and "ratio" not in own
+    assert peer["cpu_ratio"]["median"] == 2.5 and own["cpu_s"]["median"] == 3.0
     assert peer["ratio"] == {"median": 2.5, "min": 2.0, "max": 3.0, "turns": 2}
     assert own["percent_of_floor"] == pytest.approx(100 * own["floor_s"] / 1.5, abs=0.1)
     text = compare.table(summary, "quire")

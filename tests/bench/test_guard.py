@@ -33,8 +33,8 @@ def test_ratios_are_taken_within_a_turn():
     found = Comparison({"quire": {}, "transformers": {}})
     for repetition, (own, peer) in enumerate([(1.0, 3.0), (10.0, 20.0), (1.0, 4.0)]):
         found.turns += [
-            Turn("quire", "w", repetition, own, 0, 0),
-            Turn("transformers", "w", repetition, peer, 0, 0),
+            Turn("quire", "w", repetition, 0, own, 0, 0),
+            Turn("transformers", "w", repetition, 0, peer, 0, 0),
         ]
     (one,) = judge(found, {"w": 2.5})
     assert one.ratios == (3.0, 2.0, 4.0) and one.median == 3.0

@@ -52,8 +52,8 @@ def test_bars_are_of_what_was_run(tmp_path):
     found = Comparison({name: settings for name in ("quire", "transformers", "openvino")})
     found.rates = [Rates(33.0, 410.0)]
     for engine, seconds in (("quire", 20.0), ("transformers", 70.0), ("openvino", 18.0)):
-        found.turns.append(Turn(engine, "W1", 0, seconds, 0.0, 100.0))
-    found.turns.append(Turn("quire", "W5", 0, 8.0, 0.0, 100.0))
+        found.turns.append(Turn(engine, "W1", 0, seconds, seconds, 0.0, 100.0))
+    found.turns.append(Turn("quire", "W5", 0, 8.0, 8.0, 0.0, 100.0))
     found.write(tmp_path / "turns")
     config = {
         "hidden_size": 1024,
