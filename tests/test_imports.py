@@ -36,6 +36,8 @@ RAY_MODULES = {
 # The modules of replica/ that may load torch; all of kernels/ may but its __init__.
 TORCH_MODULES = {
     "quire.replica.attention",
+    "quire.replica.cuda_device",
+    "quire.replica.device",
     "quire.replica.embedded.train",
     "quire.replica.fuse",
     "quire.replica.fused",
