@@ -247,6 +247,11 @@ class EngineArgs(_Section):
         "what the measured speed foretold: the replica's process ends, Serve starts another, and its "
         "streams continue elsewhere.",
     )
+    async_batching: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Plan and launch a step while the one before it runs, so that the device never "
+        "waits for the host. auto: on a GPU. On the CPU there is nothing to overlap.",
+    )
     max_prefill_ms: float | None = Field(
         100.0,
         ge=1,
@@ -302,6 +307,12 @@ class EngineArgs(_Section):
         description="Milliseconds between the first heartbeats of an idle replica; they back off "
         "to 1000.",
     )
+
+    @field_validator("async_batching", mode="before")
+    @classmethod
+    def _name_what_yaml_made_of_it(cls, value: Any) -> Any:
+        """YAML 1.1 reads on and off as true and false."""
+        return ("on" if value else "off") if isinstance(value, bool) else value
 
     @field_validator("block_size")
     @classmethod

@@ -107,7 +107,13 @@ class PagedAttention:
                 chunk=chunk,
             )
 
-    def plan(self, cu_q: np.ndarray, kv_len: np.ndarray, block_tables: np.ndarray) -> Plan:
+    def plan(
+        self,
+        cu_q: np.ndarray | torch.Tensor,
+        kv_len: np.ndarray | torch.Tensor,
+        block_tables: np.ndarray | torch.Tensor,
+        num_query: np.ndarray | None = None,
+    ) -> Plan:
         """Lay out the work of a ragged batch.
 
         Parameters
@@ -118,6 +124,9 @@ class PagedAttention:
             [rows] int, tokens in the cache, those of this step included; the queries are the last ones.
         block_tables
             [rows, max blocks] int, entries that hold no key of a query's are not read.
+        num_query
+            [rows] query tokens of each row; needed where the others are int32 tensors, which for Triton they may
+            be: then nothing is copied to the device.
         """
         if self.backend == "cpu":
             return cpu_attention.plan_attention(
@@ -130,20 +139,27 @@ class PagedAttention:
                 chunk=self._chunk,
                 query_tokens=self._query_tokens,
             )
-        return self._triton_plan(cu_q, kv_len, block_tables)
+        return self._triton_plan(cu_q, kv_len, block_tables, num_query)
 
     def _triton_plan(
-        self, cu_q: np.ndarray, kv_len: np.ndarray, block_tables: np.ndarray
+        self,
+        cu_q: np.ndarray | torch.Tensor,
+        kv_len: np.ndarray | torch.Tensor,
+        block_tables: np.ndarray | torch.Tensor,
+        num_query: np.ndarray | None,
     ) -> TritonPlan:
         from quire.kernels.decode_plan import plan_decode
         from quire.kernels.prefill_plan import plan_prefill
 
         device = self._k_cache.device
         starts, lengths, tables = (
-            torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device, non_blocking=True)
+            x
+            if isinstance(x, torch.Tensor)
+            else torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device, non_blocking=True)
             for x in (cu_q, kv_len, block_tables)
         )
-        num_query = np.diff(cu_q)
+        if num_query is None:
+            num_query = np.diff(cu_q)
         decode = prefill = None
         if not self._uniform and (num_query == 1).any():
             decode = plan_decode(self._workspace, starts, lengths)
@@ -153,7 +169,7 @@ class PagedAttention:
             prefill = plan_prefill(
                 starts,
                 lengths,
-                int(cu_q[-1]),
+                int(num_query.sum()),
                 self._num_heads,
                 num_kv_heads,
                 head_dim,

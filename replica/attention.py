@@ -27,17 +27,21 @@ class StepContext:
 
     pool: KVPool
     attentions: Sequence[PagedAttention]  # G, one for each layer group
-    cu_q: np.ndarray  # [rows + 1] int64
-    kv_len: np.ndarray  # [rows] int64
-    block_tables: np.ndarray  # [G, rows, max blocks] int64
+    # Arrays of int64 on the CPU, tensors of int32 on a GPU
+    cu_q: np.ndarray | torch.Tensor  # [rows + 1]
+    kv_len: np.ndarray | torch.Tensor  # [rows]
+    block_tables: np.ndarray | torch.Tensor  # [G, rows, max blocks]
     write_rows: list[torch.Tensor]  # G of [T * kv_heads] int64, `KVPool.rows_of` the step's slots
     slots: torch.Tensor  # [G, T] int64, block id * block_size + offset
+    num_query: np.ndarray  # [rows] query tokens of each
     _plans: dict[int, Plan] = field(default_factory=dict)
 
     def plan(self, g: int) -> Plan:
         """The attention plan of all layers of a group; laid out when the first of them asks."""
         if g not in self._plans:
-            self._plans[g] = self.attentions[g].plan(self.cu_q, self.kv_len, self.block_tables[g])
+            self._plans[g] = self.attentions[g].plan(
+                self.cu_q, self.kv_len, self.block_tables[g], self.num_query
+            )
         return self._plans[g]
 
     def attend(

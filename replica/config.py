@@ -24,6 +24,7 @@ _RESUME_STEP = 0.1
 SCHEDULERS = ("fifo", "prefill_first", "priority")
 FUSE = ("auto", "off")
 WEIGHTS = ("auto", "int8")
+ASYNC_BATCHING = ("auto", "on", "off")
 DEMOTION_ORDERS = ("lru", "most_recent")
 
 
@@ -44,6 +45,7 @@ class EngineArgs:
     max_memory_percent: float = 0.9
     kv_cache_gib: float | None = None
     cpu_offload_gib: float | None = None  # host tier; None: 4 GiB beside a GPU, none on the CPU
+    async_batching: str = "auto"  # auto | on | off: plan a step while another runs; auto: on a GPU
     scheduler: str = "fifo"  # fifo | prefill_first | priority
     max_prefill_ms: float | None = 100.0  # None: no bound
     safety_margin: float = 0.2
@@ -98,6 +100,7 @@ class EngineConfig:
     num_threads: int
     groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # those of full attention first
     num_host_blocks: int = 0  # of the host tier, of the same bytes each; 0 = there is no such tier
+    async_batching: bool = False  # launch a step before the one before it is collected
     scheduler: str = "fifo"  # fifo | prefill_first | priority
     max_prefill_ms: float | None = (
         None  # of prefill between two tokens of who decodes; None: no bound

@@ -30,6 +30,7 @@ class DecodeRows:
 
     block_size: int
     ids: np.ndarray  # [D] int64
+    claims: np.ndarray  # [D] int64, `RowTable.claims`
     cu_q: np.ndarray  # [D + 1] int32
     keys: np.ndarray  # [D] object
     sources: np.ndarray  # [D] int32
@@ -82,6 +83,10 @@ class DecodeRows:
     def block_index(self, rows: np.ndarray) -> np.ndarray:
         """[n] int32, in the rows' tables the block of the next token; [n] integers in [0, D)."""
         return self.position[rows] // self.block_size
+
+    def fills(self) -> tuple[np.ndarray, np.ndarray]:
+        """[n] int64 rows whose next token fills its block, and [n] int32, of which block in their tables."""
+        return self.ids[self.filling], self.block_index(self.filling)
 
     def take_slots(self, tables: np.ndarray) -> np.ndarray:
         """Where the next step writes KV; call it once for each step.

@@ -94,6 +94,7 @@ class Engine:
             clock=clock,
             step_timeout_s=self.config.step_timeout_s,
             recorder=self.recorder,
+            plans_ahead=self.config.async_batching,
         )
         self._grammars = GrammarCompiler(
             self.checkpoint / "tokenizer.json", self.config.vocab_size, self.config.eos_token_ids

@@ -18,6 +18,7 @@ import mmap
 import numpy as np
 import torch
 
+from quire.replica.device import CpuDevice, Device, Stream
 from quire.replica.kv_pool import KVPool
 
 
@@ -33,40 +34,43 @@ class HostPool:
         Blocks of the tier; 0 = none.
     pool
         The device's pool, with which blocks are exchanged.
+    device
+        Whose offload stream copies; the CPU by default.
     """
 
-    def __init__(self, num_blocks: int, pool: KVPool):
+    def __init__(self, num_blocks: int, pool: KVPool, device: Device | None = None):
         self.num_blocks = num_blocks
         self._pool = pool
-        device = pool.data
-        shape = (num_blocks, device.shape[1])
-        if device.is_cuda or num_blocks == 0:
-            self.data = torch.empty(shape, dtype=device.dtype, pin_memory=device.is_cuda)
+        self._device = CpuDevice() if device is None else device
+        shape, dtype = (num_blocks, pool.data.shape[1]), pool.data.dtype
+        if pool.data.device.type != "cpu" or num_blocks == 0:
+            self.data = self._device.pinned(shape, dtype)
         else:
-            memory = mmap.mmap(-1, shape[0] * shape[1] * device.dtype.itemsize)
-            self.data = torch.frombuffer(memory, dtype=device.dtype).view(shape)
+            memory = mmap.mmap(-1, shape[0] * shape[1] * dtype.itemsize)
+            self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
 
-    def save(self, pairs: np.ndarray) -> None:
-        """Copy blocks of the device here.
+    def move(self, saves: np.ndarray, restores: np.ndarray) -> None:
+        """Copy whole blocks between the tiers, first the saves; what is queued on the compute stream from now on
+        runs after that.
 
-        Parameters
-        ----------
-        pairs
-            [k, 2] integers, (device block, host block); in the order of the device's current stream.
-        """
-        for block, host_block in pairs.tolist():
-            self.data[host_block].copy_(self._pool.data[block], non_blocking=True)
-
-    def restore(self, pairs: np.ndarray) -> None:
-        """Copy blocks from here to the device.
+        Nothing is waited for here: no step in flight writes the blocks that are saved, or uses those that are
+        restored, because blocks that are given back stay in quarantine until such a step is over.
 
         Parameters
         ----------
-        pairs
-            [k, 2] integers, (host block, device block); in the order of the device's current stream.
+        saves
+            [k, 2] integers, (device block, host block).
+        restores
+            [k, 2] integers, (host block, device block).
         """
-        for host_block, block in pairs.tolist():
-            self._pool.data[block].copy_(self.data[host_block], non_blocking=True)
+        if not len(saves) and not len(restores):
+            return
+        device, tier, pool = self._device, self.data, self._pool.data
+        for block, host_block in saves.tolist():
+            device.copy(Stream.OFFLOAD, tier[host_block], pool[block], "save")
+        for host_block, block in restores.tolist():
+            device.copy(Stream.OFFLOAD, pool[block], tier[host_block], "restore")
+        device.wait(Stream.COMPUTE, device.record(Stream.OFFLOAD, "blocks moved"))
 
     def poison(self) -> None:
         """Fill everything with NaN: a test's proof that nothing unwritten is ever restored."""

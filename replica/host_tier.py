@@ -60,7 +60,7 @@ class HostTier:
         self.blocks = BlockManager(num_blocks, on_demote=prefix.forget_host)
         self._prefix = prefix
         self._planned = Transfers()
-        self._in_flight = Transfers()
+        self._in_flight: list[Transfers] = []  # by step
 
     def demote(self, block: int) -> None:
         """A cached block leaves the device: its content stays here if there is room."""
@@ -90,19 +90,19 @@ class HostTier:
         self._planned.restores[block] = host_block
 
     def launch(self) -> Transfers:
-        """The copies of the step being planned; it is in flight until `land`."""
-        if self._planned:
-            self._in_flight, self._planned = self._planned, Transfers()
-        return self._in_flight
+        """The copies of the step being planned; they are in flight until `land`."""
+        if not self._planned:
+            return Transfers()
+        launched, self._planned = self._planned, Transfers()
+        self._in_flight.append(launched)
+        return launched
 
-    def land(self) -> Transfers:
-        """The step has run, or failed: its restored blocks are given back. Returns its copies."""
-        landed = self._in_flight
+    def land(self, landed: Transfers) -> None:
+        """The step with these copies has run, or failed: its restored blocks are given back."""
         if landed:
-            self._in_flight = Transfers()
+            self._in_flight = [t for t in self._in_flight if t is not landed]
             # Restored in the order of the sequence, so released leaf first.
             self.blocks.release(reversed(landed.restores.values()))
-        return landed
 
     def forget_saves(self, landed: Transfers) -> None:
         """The step failed: what it would have saved is unknown."""
@@ -120,7 +120,7 @@ class HostTier:
             Host blocks of the offloaded requests, each as often as it has owners.
         """
         owners = [0] * self.blocks.num_blocks
-        for transfers in (self._planned, self._in_flight):
+        for transfers in (self._planned, *self._in_flight):
             for host_block in transfers.restores.values():
                 owners[host_block] += 1
         for host_block in parked:

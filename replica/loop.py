@@ -1,5 +1,13 @@
 """The engine's loop: one thread that receives, plans, launches, collects, commits and sends.
 
+With `plans_ahead` a step is planned and launched while the one before it runs, whose tokens are read after that::
+
+    host     plan 1, launch 1 | plan 2, launch 2 | collect 1, commit 1, send | plan 3, launch 3 | collect 2, ...
+    device                    [ step 1 ................ ][ step 2 ........................ ][ step 3 ...
+
+Where the scheduler cannot plan without the tokens of the step in flight, it gives no plan, and they are read first.
+Without `plans_ahead` every step is collected where it was launched; nothing else differs.
+
 The loop owns the scheduler and the runner; nobody else touches them once it runs. Other threads speak to it
 through the mailbox: a queue of closures that the loop runs between two steps. An idle loop sleeps on the
 mailbox's condition and uses no CPU.
@@ -7,6 +15,7 @@ mailbox's condition and uses no CPU.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -64,6 +73,8 @@ class EngineLoop:
         What every step may take before `step_watch` complains.
     recorder
         Is told what every step holds, in case that the process does not survive it.
+    plans_ahead
+        Launch a step before the one before it is collected.
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = 10.0,
         recorder: FlightRecorder | None = None,
+        plans_ahead: bool = False,
     ):
         self.step_watch = StepWatch(step_timeout_s, clock)
         self._scheduler = scheduler
@@ -85,6 +97,8 @@ class EngineLoop:
             None  # when the last step ended; None while there is none to run
         )
         self._clock = clock
+        self._max_in_flight = 1 if plans_ahead else 0  # while the next step is planned
+        self._in_flight: deque[tuple[StepPlan, Any]] = deque()  # launched, not collected
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -161,20 +175,26 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._drain_mailbox()
-                plan = self._scheduler.plan(self._clock())
-                if plan is not None:
-                    self._send(self._step(plan))
-                    self._busy_s = self._clock()
-                else:
-                    self._busy_s = None
-                    self._send(DeltaBatch(self._scheduler.take_ended()))
-                    # A leak ends the engine now, when it disturbs nobody, and a whole one takes its place.
-                    self._scheduler.check_idle()
-                    self._sleep(self._scheduler.next_deadline_s())
+                self._turn()
         except Exception:
             logger.exception("the engine's loop failed")
         self._end()
+
+    def _turn(self) -> None:
+        self._drain_mailbox()
+        plan = self._scheduler.plan(self._clock())
+        if plan is not None:
+            self._send(self._launch(plan))
+            self._busy_s = self._clock()
+        if self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
+            self._send(self._collect())
+            self._busy_s = self._clock()
+        elif plan is None:
+            self._busy_s = None
+            self._send(DeltaBatch(self._scheduler.take_ended()))
+            # A leak ends the engine now, when it disturbs nobody, and a whole one takes its place.
+            self._scheduler.check_idle()
+            self._sleep(self._scheduler.next_deadline_s())
 
     def _end(self) -> None:
         """Answer everybody who still waits: mail that came too late, then every live request."""
@@ -188,27 +208,69 @@ class EngineLoop:
         except Exception:  # after a failed turn the scheduler may be in any state
             logger.exception("the engine's loop could not end its requests")
 
-    def _step(self, plan: StepPlan) -> DeltaBatch:
-        self.step_watch.begin(plan.step, self._predicted_s(plan))
+    def _launch(self, plan: StepPlan) -> DeltaBatch:
+        """Launch a step; deltas only if that failed."""
+        if not self._in_flight:
+            self.step_watch.begin(plan.step, self._predicted_s(plan))
+        self._record(plan)
+        try:
+            self._in_flight.append((plan, self._runner.launch(plan)))
+        except Exception as error:
+            deltas = DeltaBatch([])
+            while self._in_flight:  # those before it may be whole
+                deltas.whole += self._collect()
+            if self._scheduler.num_in_flight:  # or one before it has failed, and this one with it
+                deltas.whole += self._fail(plan, error)
+            self._watch_next()
+            return deltas
+        return DeltaBatch([])
+
+    def _collect(self) -> DeltaBatch:
+        """Wait for the oldest step in flight and commit it."""
+        plan, launched = self._in_flight.popleft()
+        try:
+            result = self._runner.collect(launched)
+        except Exception as error:
+            return DeltaBatch(self._fail(plan, error))
+        finally:
+            self._watch_next()
+        self.num_failed_in_a_row = 0
+        deltas = self._scheduler.commit(plan, result, self._clock())
+        if len(self._in_flight) > self._scheduler.num_in_flight:  # the result could not be right
+            self._abandon()
+        return deltas
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[RequestDelta]:
+        """A step has failed: its rows may hold half-written KV, and a step behind it has read that. They end here,
+        everybody else goes on. What was cached is not trusted any more."""
+        logger.error("step %d failed", plan.step, exc_info=error)
+        self.num_failed_in_a_row += 1
+        self._abandon()
+        message = f"the engine failed in step {plan.step} ({type(error).__name__})"
+        deltas = self._scheduler.fail_step(plan, StepFailed(message))
+        self._scheduler.clear_cache()
+        return deltas
+
+    def _abandon(self) -> None:
+        """Wait until the steps in flight are over, whatever comes of them."""
+        while self._in_flight:
+            _, launched = self._in_flight.popleft()
+            with contextlib.suppress(Exception):
+                self._runner.collect(launched)
+
+    def _watch_next(self) -> None:
+        """A step is over: the watch is on the one behind it."""
+        self.step_watch.end()
+        if self._in_flight:
+            behind = self._in_flight[0][0]
+            self.step_watch.begin(behind.step, self._predicted_s(behind))
+        elif self._recorder is not None:
+            self._recorder.end()
+
+    def _record(self, plan: StepPlan) -> None:
+        """Write down whose step is about to be launched, and of the one that still runs."""
         if self._recorder is not None:
             self._recorder.begin(plan.step, self._scheduler.stream_ids_in_flight)
-        try:
-            result = self._runner.collect(self._runner.launch(plan))
-        except Exception as error:
-            # The step's rows may hold half-written KV: they end here, everybody else goes on. What was cached is
-            # not trusted any more.
-            logger.exception("step %d failed", plan.step)
-            self.num_failed_in_a_row += 1
-            message = f"the engine failed in step {plan.step} ({type(error).__name__})"
-            deltas = self._scheduler.fail_step(plan, StepFailed(message))
-            self._scheduler.clear_cache()
-            return DeltaBatch(deltas)
-        finally:
-            self.step_watch.end()
-            if self._recorder is not None:
-                self._recorder.end()
-        self.num_failed_in_a_row = 0
-        return self._scheduler.commit(plan, result, self._clock())
 
     def _predicted_s(self, plan: StepPlan) -> float:
         speed = self._scheduler.speed

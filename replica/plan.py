@@ -59,6 +59,10 @@ class TokenMask(Protocol):
         ...
 
 
+_NO_ROWS = np.empty(0, np.int64)
+_NO_ROWS.setflags(write=False)
+
+
 class SamplingBatch(NamedTuple):
     """Columns for the rows that sample a token in this step, in the order of the rows. S of them."""
 
@@ -80,6 +84,8 @@ class SamplingBatch(NamedTuple):
     # (index in [0, S), its grammar): the sampler asks for the masks once the forward pass is launched
     grammars: tuple[tuple[int, TokenMask], ...] = ()
     logprobs: tuple[tuple[int, int], ...] = ()  # (index in [0, S), number of likeliest ids wanted)
+    # [S] int64, places in the row table, where the device keeps what it samples; empty: nowhere
+    rows: np.ndarray = _NO_ROWS
 
 
 _NO_PAIRS = np.empty((0, 2), np.int64)
@@ -105,7 +111,7 @@ class StepPlan(NamedTuple):
 
     step: int  # counts up from 1
     num_decode_rows: int  # the first rows have one token each
-    token_ids: np.ndarray  # [T] int32
+    token_ids: np.ndarray  # [T] int32; not those of `decode_rows`, which may not be known yet
     positions: np.ndarray  # [T] int32, absolute position of each token in its sequence
     cu_q: np.ndarray  # [n + 1] int32, row i owns tokens [cu_q[i], cu_q[i + 1])
     kv_len: np.ndarray  # [n] int32, tokens in the cache once this step has written its own
@@ -122,6 +128,9 @@ class StepPlan(NamedTuple):
     # Whole blocks copied between the tiers before that: first the saves, then the restores.
     saves: np.ndarray = _NO_PAIRS  # [k, 2] int64, (device block, host block)
     restores: np.ndarray = _NO_PAIRS  # [k, 2] int64, (host block, device block)
+    # [D] int64, places in the row table of the first D rows: each computes what was last sampled there; D is
+    # `num_decode_rows`, or 0 where `token_ids` has all tokens
+    decode_rows: np.ndarray = _NO_ROWS
 
     @property
     def num_rows(self) -> int:

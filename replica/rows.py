@@ -69,6 +69,9 @@ class RowTable:
         self.sources = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.source`
         self.stream_ids = np.zeros(max_rows, dtype=np.int64)  # [R] `Request.stream_id`
         self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
+        # [R] counts the requests that had a row, so that a step knows its own again; 0 = none now
+        self.claims = np.zeros(max_rows, dtype=np.int64)
+        self._num_claims = 0
         self.decoding = np.zeros(max_rows, dtype=bool)  # [R] its phase is DECODING
         self.paused = np.zeros(max_rows, dtype=bool)  # [R] keeps its blocks, computes nothing
         self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
@@ -119,6 +122,8 @@ class RowTable:
         self.sources[row] = request.source
         self.stream_ids[row] = request.stream_id
         self.active[row] = True
+        self._num_claims += 1
+        self.claims[row] = self._num_claims
         self.decoding[row] = False
         self.paused[row] = request.is_paused
         self.arrival_index[row] = request.arrival_index
@@ -176,6 +181,7 @@ class RowTable:
         self.requests[row] = None
         self.keys[row] = None
         self.active[row] = False
+        self.claims[row] = 0
         self.decoding[row] = False
         self._num_enders[list(request.stop_ids)] -= 1
         self.block_tables[:, row, : self.num_blocks[:, row].max()] = 0
@@ -221,7 +227,7 @@ class RowTable:
     def decode_rows(self) -> DecodeRows:
         """The rows that are decoding and not paused, and where they stand now."""
         decodes = self._decode_rows
-        if decodes is None:
+        if decodes is None or (decodes.is_located and decodes.num_left <= 0):
             decodes = self._decode_rows = self._gather(np.flatnonzero(self._decodes(slice(None))))
         if not decodes.is_located:
             decodes.locate(self.num_computed[decodes.ids])
@@ -244,6 +250,7 @@ class RowTable:
         return DecodeRows(
             block_size=self.block_size,
             ids=ids,
+            claims=self.claims[ids],
             cu_q=np.arange(len(ids) + 1, dtype=np.int32),
             keys=self.keys[ids],
             sources=self.sources[ids],
@@ -262,8 +269,10 @@ class RowTable:
         )
 
     def _decodes(self, rows: Any) -> Any:
-        """Whether the next step decodes these rows."""
-        return self.decoding[rows] & ~self.paused[rows]
+        """Whether the next step decodes these rows: not if they have all their tokens once the step in flight is
+        over."""
+        is_short = self.num_computed[rows] + 1 < self.max_length[rows]
+        return self.decoding[rows] & ~self.paused[rows] & is_short
 
     def are_unchanged(self, decodes: DecodeRows) -> bool:
         """Whether no decoding row has come or gone since `decodes` was handed out."""
@@ -279,19 +288,20 @@ class RowTable:
         return begun if np.count_nonzero(lacks) == len(begun) else begun[lacks]
 
     def fill_blocks(
-        self, decodes: DecodeRows
+        self, rows: np.ndarray, index: np.ndarray
     ) -> Iterator[tuple[int, Request, int, list[int], bytes]]:
-        """Flush the rows whose next token fills its block.
+        """Flush rows whose newest token fills its block.
+
+        Parameters
+        ----------
+        rows, index
+            [n] integers each: the rows, and of which block in their tables.
 
         Yields
         ------
         Row, its request, the block's index in the row's tables, the block of each group, and its tokens as
         int32.
         """
-        full = decodes.filling
-        if not len(full):
-            return
-        rows, index = decodes.ids[full], decodes.block_index(full)
         blocks = self.block_tables[:, rows, index].T.tolist()
         raw = self._tail[rows].tobytes()
         width = 4 * self.block_size
@@ -405,9 +415,10 @@ class RowTable:
                 seed=decodes.seed,
                 choice=decodes.choice,
                 position=kv_len.astype(np.int64),
+                rows=rows,
             )
         else:
-            sampling = self.sampling.batch(self, rows, decodes.cu_q[:-1])
+            sampling = self.sampling.batch(self, rows, decodes.cu_q[:-1], kv_len)
         plan = StepPlan(
             step=step,
             num_decode_rows=len(rows),
@@ -418,6 +429,7 @@ class RowTable:
             block_tables=self._planned.take(rows, decodes.num_blocks, decodes),
             slots=decodes.take_slots(self._flat_tables),
             sampling=sampling,
+            decode_rows=rows,
         )
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += len(rows)
@@ -441,7 +453,11 @@ class RowTable:
         start = self.num_computed[rows]
         kv_len = start + num_q
         positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(cu_q[:-1] - start, num_q)
-        samples = np.flatnonzero(kv_len == self.length[rows])
+        # A decoding row's newest token may not be known here yet, so its length says nothing.
+        samples = np.ones(len(rows), bool)
+        chunked = slice(len(decode_rows), None)
+        samples[chunked] = kv_len[chunked] == self.length[rows[chunked]]
+        samples = np.flatnonzero(samples)
         sample_rows = rows[samples]
         block_size = self.block_size
         block_index = positions // block_size
@@ -457,9 +473,10 @@ class RowTable:
             kv_len=kv_len,
             block_tables=self._planned.take(rows, -(-int(kv_len.max()) // block_size)),
             slots=slots,
-            sampling=self.sampling.batch(self, sample_rows, cu_q[samples + 1] - 1),
+            sampling=self.sampling.batch(self, sample_rows, cu_q[samples + 1] - 1, kv_len[samples]),
             copies=tuple(copies),
             prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
+            decode_rows=decode_rows,
         )
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += len(decode_rows)
@@ -583,13 +600,15 @@ class RowTable:
             owners += np.bincount(blocks, minlength=num_blocks)
         return owners
 
-    def check(self, owners: np.ndarray) -> None:
+    def check(self, owners: np.ndarray, num_ahead: int = 0) -> None:
         """Raise `IntegrityError` where a row contradicts its request, or would write to a shared block.
 
         Parameters
         ----------
         owners
             [num_blocks] as `num_owners` counts them.
+        num_ahead
+            Tokens of a row that were planned before they were known.
         """
         computed = self.num_computed
         decode = int(computed[self.decoding].sum())
@@ -620,7 +639,7 @@ class RowTable:
                 raise IntegrityError(f"{name}: its request says row {request.row}, {request.phase}")
             num_computed, length = int(self.num_computed[row]), int(self.length[row])
             num_blocks = self.num_blocks[:, row]
-            if num_computed > min(length, int(num_blocks.min()) * self.block_size):
+            if num_computed > min(length + num_ahead, int(num_blocks.min()) * self.block_size):
                 raise IntegrityError(f"{name} has {num_computed} computed tokens of {length}")
             if decoding and (num_blocks != num_blocks[0]).any():
                 raise IntegrityError(f"{name} decodes with {num_blocks.tolist()} blocks")

@@ -6,15 +6,25 @@
  StepResult ◀── collect: tokens to the host ◀─────────────────────────────────────────────────────────┘
 ```
 
-On the CPU `launch` computes and `collect` has nothing to wait for.
+On the CPU `launch` computes and `collect` has nothing to wait for. On a GPU `launch` queues work on four streams and
+returns; step N+1 may be launched while step N runs, and gathers the tokens that N samples on the device:
+
+```
+ host     plan N+1 ▸ stage ▸ launch        collect N (sleeps) ▸ commit N ▸ plan N+2 ...
+ h2d                 [inputs of N+1] after "step done" N
+ offload             [blocks of N+1]                          nobody uses them in N: `quarantine.py`
+ compute  [ step N ......................] after both [ step N+1 .....................
+ d2h                                      [tokens of N] after "step done" N
+```
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,6 +34,7 @@ from quire.kernels.cpu_attention_torch import choose_query_tokens
 from quire.kernels.paged_attention import Backend, PagedAttention
 from quire.replica.attention import StepContext
 from quire.replica.config import EngineConfig
+from quire.replica.device import Device, Stream, open_device
 from quire.replica.fuse import FuseReport, fuse
 from quire.replica.groups import LayerGroup
 from quire.replica.host_pool import HostPool
@@ -41,17 +52,21 @@ from quire.replica.output_head import split_model
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.sampler import fill_masks, sample
 from quire.replica.spec import ModelSpec
+from quire.replica.step_inputs import InputRing, StepInputs, direct_inputs, input_bytes
+from quire.replica.step_outputs import StepOutputs, TokenSlot
 from quire.replica.token_counts import TokenCounts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InFlight:
     """A launched step."""
 
-    tokens: torch.Tensor  # [S] int64, on the device
-    logprobs: StepLogprobs | None
-    prompts: tuple[StepPromptLogprobs, ...]
+    slot: TokenSlot
     started_s: float
+    finished_s: float | None = None  # if it was over when it was launched
+    # Set by the step's work.
+    logprobs: StepLogprobs | None = None
+    prompts: tuple[StepPromptLogprobs, ...] = ()
 
 
 class Runner:
@@ -68,6 +83,8 @@ class Runner:
     pool
         KV cache of `config.num_blocks` blocks. The host tier's memory, of `config.num_host_blocks`, is allocated
         here.
+    device
+        Whose streams the work is queued on; None for that of `config.device`.
 
     Raises
     ------
@@ -83,14 +100,19 @@ class Runner:
         pool: KVPool,
         *,
         attention_backend: Backend | None = None,
+        device: Device | None = None,
     ):
         self.config = config
         self.spec = spec
         self.model = model
         self.pool = pool
-        self.host_pool = HostPool(config.num_host_blocks, pool)
-        self._device = torch.device(config.device)
-        self._token_counts = TokenCounts(config.vocab_size, self._device)
+        self._device = open_device(config.device) if device is None else device
+        self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
+        self._token_counts = TokenCounts(config.vocab_size, self._device.torch_device)
+        max_rows = config.max_running_requests + 1  # warm-up adds a prompt to all of them
+        self._outputs = StepOutputs(self._device, max_rows)
+        self._inputs = self._input_ring(max_rows)
+        self._busy_until_s = 0.0  # when the step that was collected last was over
         # Grammars take their time for a large vocabulary: they have that of the forward pass, which on the CPU
         # keeps this thread.
         self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
@@ -105,6 +127,17 @@ class Runner:
         self._decoder, self._head = split_model(model)
         # Rows of logits at once: the memory that sizing counts for those of a step's samples.
         self._max_logits_rows = config.max_running_requests
+        self._device.synchronize()  # the weights were not loaded on the compute stream
+
+    def _input_ring(self, max_rows: int) -> InputRing | None:
+        """None where steps read their plans themselves."""
+        if self._device.is_immediate:
+            return None
+        config = self.config
+        max_tokens = min(config.max_model_len, config.max_cache_tokens)
+        max_blocks = -(-max_tokens // config.block_size)
+        num_bytes = input_bytes(len(config.groups), max_rows, config.max_batch_tokens, max_blocks)
+        return InputRing(self._device, num_bytes)
 
     def _fuse(self) -> FuseReport:
         """On the CPU the fused forms need the compiled library; without it the model stays as it is."""
@@ -119,7 +152,7 @@ class Runner:
         return PagedAttention(
             self.pool.keys(group.layers[0]),
             self.spec.num_heads,
-            max_rows=self.config.max_running_requests + 1,  # warm-up adds a prompt to all of them
+            max_rows=self.config.max_running_requests + 1,
             window=group.window,
             chunk=group.chunk,
             uniform=self.config.deterministic,
@@ -152,68 +185,107 @@ class Runner:
         """`launch` and `collect`."""
         return self.collect(self.launch(plan))
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         """Start a step; on a GPU it returns before the step is done. Bounds were checked by the scheduler."""
-        started_s = time.perf_counter()
-        self.host_pool.save(plan.saves)
-        self.host_pool.restore(plan.restores)
-        self.pool.copy_blocks(plan.copies)
+        device = self._device
+        slot = self._outputs.take(len(plan.sampling.token_index))
+        in_flight = InFlight(slot, time.perf_counter())
+        self.host_pool.move(plan.saves, plan.restores)
+        inputs = self._stage(plan)
         grammars = plan.sampling.grammars
         masks = self._mask_thread.submit(fill_masks, grammars) if grammars else None
-        hidden = self._hidden_states(plan)
-        prompts = tuple(
+        device.run(
+            Stream.COMPUTE,
+            partial(self._compute, plan, inputs, in_flight, masks),
+            name=f"step {plan.step}",
+            reads=inputs.all(),
+            writes=(slot.tokens,),
+        )
+        done = device.record(Stream.COMPUTE, "step done")
+        if self._inputs is not None:
+            self._inputs.release(done)
+        self._outputs.send(slot, done)
+        if device.is_immediate:
+            in_flight.finished_s = time.perf_counter()
+        return in_flight
+
+    def collect(self, in_flight: InFlight) -> StepResult:
+        """Wait for a launched step."""
+        tokens = in_flight.slot.collect()
+        logprobs = {} if in_flight.logprobs is None else in_flight.logprobs.to_host()
+        prompts = tuple(scores.to_host() for scores in in_flight.prompts)
+        finished_s = in_flight.finished_s or time.perf_counter()
+        # Launched behind another step it has not run before that was over.
+        duration_s = finished_s - max(in_flight.started_s, self._busy_until_s)
+        self._busy_until_s = finished_s
+        return StepResult(tokens, duration_s, logprobs, prompts)
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""
+        inputs = self._stage(plan)
+        logits: list[torch.Tensor] = []
+
+        def compute() -> None:
+            hidden = self._hidden_states(plan, inputs)
+            logits.append(self._logits(hidden[inputs.token_index]))
+
+        self._device.run(Stream.COMPUTE, compute, name="forward", reads=inputs.all())
+        self._device.synchronize()
+        return logits[0]
+
+    def _stage(self, plan: StepPlan) -> StepInputs:
+        return direct_inputs(plan) if self._inputs is None else self._inputs.send(plan)
+
+    def _compute(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        in_flight: InFlight,
+        masks: Future[np.ndarray] | None,
+    ) -> None:
+        """The work of a step on the compute stream."""
+        self.pool.copy_blocks(plan.copies)
+        self._outputs.fill_in(inputs.token_ids, inputs.decode_rows)
+        hidden = self._hidden_states(plan, inputs)
+        in_flight.prompts = tuple(
             score_prompt(hidden, targets, self._logits, self._max_logits_rows)
             for targets in plan.prompts
         )
-        logits = self._logits(hidden[self._to_device(plan.sampling.token_index)])
+        logits = self._logits(hidden[inputs.token_index])
         distribution = log_distribution(logits, plan.sampling)
         tokens = sample(
             logits, plan.sampling, self._token_counts, None if masks is None else masks.result()
         )
-        logprobs = None
         if distribution is not None:
-            logprobs = of_tokens(distribution, plan.sampling, tokens)
-        return InFlight(tokens, logprobs, prompts, started_s)
-
-    def collect(self, in_flight: InFlight) -> StepResult:
-        """Wait for a launched step."""
-        tokens = in_flight.tokens.cpu().numpy()
-        logprobs = {} if in_flight.logprobs is None else in_flight.logprobs.to_host()
-        prompts = tuple(scores.to_host() for scores in in_flight.prompts)
-        return StepResult(tokens, time.perf_counter() - in_flight.started_s, logprobs, prompts)
-
-    @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""
-        return self._logits(self._hidden_states(plan)[self._to_device(plan.sampling.token_index)])
+            in_flight.logprobs = of_tokens(distribution, plan.sampling, tokens)
+        self._outputs.keep(in_flight.slot, tokens, inputs.sample_rows)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden size] to [n, vocab] float32."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
 
-    def _hidden_states(self, plan: StepPlan) -> torch.Tensor:
+    def _hidden_states(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
         """Write the step's KV; [T, hidden size]."""
-        slots = self._to_device(plan.slots)
+        on_cpu = inputs.cu_q.device.type == "cpu"
         context = StepContext(
             pool=self.pool,
             attentions=self._attentions,
-            cu_q=plan.cu_q.astype(np.int64),
-            kv_len=plan.kv_len.astype(np.int64),
-            block_tables=plan.block_tables.astype(np.int64),
-            write_rows=[self.pool.rows_of(g, group_slots) for g, group_slots in enumerate(slots)],
-            slots=slots,
+            cu_q=inputs.cu_q.numpy().astype(np.int64) if on_cpu else inputs.cu_q,
+            kv_len=inputs.kv_len.numpy().astype(np.int64) if on_cpu else inputs.kv_len,
+            block_tables=(
+                inputs.block_tables.numpy().astype(np.int64) if on_cpu else inputs.block_tables
+            ),
+            write_rows=[self.pool.rows_of(g, slots) for g, slots in enumerate(inputs.slots)],
+            slots=inputs.slots,
+            num_query=np.diff(plan.cu_q),
         )
         output = self._decoder(
-            input_ids=self._to_device(plan.token_ids)[None],
-            position_ids=self._to_device(plan.positions)[None],
+            input_ids=inputs.token_ids[None],
+            position_ids=inputs.positions[None],
             use_cache=False,
             quire=context,
         )
         return output.last_hidden_state[0]
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)
 
     # ------------------------------------------------------------------------------------------------------
     # Warm-up

@@ -44,6 +44,8 @@ class SamplingColumns:
         self._ruled = np.zeros(max_rows, dtype=bool)  # [R]
         self._has_bad_words = np.zeros(max_rows, dtype=bool)  # [R]
         self.has_grammar = np.zeros(max_rows, dtype=bool)  # [R]
+        # [R] what may come next is known only when the host has the token before it
+        self.needs_history = np.zeros(max_rows, dtype=bool)
         # [R] needs more than temperature, top-k, top-p and noise, whatever its length is
         self.special = np.zeros(max_rows, dtype=bool)
 
@@ -69,6 +71,7 @@ class SamplingColumns:
         self.bad_words[row] = BadWords(params.bad_words) if params.bad_words else None
         self._has_bad_words[row] = bool(params.bad_words)
         self.has_grammar[row] = request.grammar is not None
+        self.needs_history[row] = self.has_grammar[row] or self._has_bad_words[row]
         self.special[row] = (
             self._penalised[row]
             or self._ruled[row]
@@ -78,7 +81,9 @@ class SamplingColumns:
             or self.min_p[row] > 0
         )
 
-    def batch(self, table: RowTable, rows: np.ndarray, token_index: np.ndarray) -> SamplingBatch:
+    def batch(
+        self, table: RowTable, rows: np.ndarray, token_index: np.ndarray, position: np.ndarray
+    ) -> SamplingBatch:
         """The columns of the rows that sample.
 
         Parameters
@@ -89,6 +94,8 @@ class SamplingColumns:
             [S] int64.
         token_index
             [S] int32, flat index of the hidden state to sample from.
+        position
+            [S] integers, absolute position of the token to be sampled.
         """
         min_p = self.min_p[rows]
         return SamplingBatch(
@@ -98,8 +105,8 @@ class SamplingColumns:
             top_p=self.top_p[rows],
             seed=self.seed[rows],
             choice=self.choice[rows],
-            position=table.length[rows].astype(np.int64),
-            suppressed=self._suppressed(table, rows),
+            position=position.astype(np.int64),
+            suppressed=self._suppressed(table, rows, position),
             min_p=min_p if min_p.any() else None,
             rules=tuple(
                 (i, self.rules[rows[i]]) for i in np.flatnonzero(self._ruled[rows]).tolist()
@@ -110,13 +117,14 @@ class SamplingColumns:
                 (i, table.request(int(rows[i])).grammar)
                 for i in np.flatnonzero(self.has_grammar[rows]).tolist()
             ),
+            rows=rows,
         )
 
     def _suppressed(
-        self, table: RowTable, rows: np.ndarray
+        self, table: RowTable, rows: np.ndarray, position: np.ndarray
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """(index in `rows`, ids that must not come next there)."""
-        masked = np.flatnonzero(table.length[rows] < table.min_length[rows])
+        masked = np.flatnonzero(position < table.min_length[rows])
         suppressed = [
             (i, ids)
             for i, ids in zip(masked.tolist(), table.stop_ids[rows[masked]], strict=True)

@@ -8,8 +8,10 @@
                               └─return── evicted: its blocks in the host tier, or nothing but its tokens
 ```
 
-Owned by one thread. `plan` and `commit` (or `fail_step`) alternate; between them the step is in flight and
-blocks that are given back are not handed out again, because only `plan` allocates.
+Owned by one thread. `plan` and `commit` (or `fail_step`) alternate, or `plan` is one step ahead: then it counts on a
+token of each row in flight that it does not know yet. Between the two a step is in flight, and blocks that are given
+back meanwhile are not handed out before it is over (`quarantine.py`). What cannot be planned without those tokens is
+not planned ahead: an eviction, and the next token of a row whose constraints depend on the last one.
 
 Who gets which blocks is `admission.py`; in which order, `order.py`; how much prefill a step holds, `chunking.py`; what
 it puts into the prefix index, `step.py`. Who gives way when the cache is full is `victims.py`; `offload.py` moves it to
@@ -19,8 +21,9 @@ generated joins what it must prefill. Until all victims have returned no new req
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+import copy
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +49,7 @@ from quire.replica.order import PrefillOrder, PriorityQueue, urgency
 from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
 from quire.replica.prefix import PrefixCache
 from quire.replica.probation import Probation
+from quire.replica.quarantine import Quarantine
 from quire.replica.queues import Deadlines, WaitingQueue
 from quire.replica.request import DeltaBatch, FinishReason, Phase, Request, validate
 from quire.replica.rows import RowTable
@@ -58,6 +62,7 @@ from quire.replica.victims import ReturnQueue, choose_victim
 _HASH_STEPS = 8
 _HASH_BLOCKS = 32
 _NO_ROWS = np.empty(0, np.int64)
+MAX_STEPS_IN_FLIGHT = 2
 
 
 class Scheduler:
@@ -109,6 +114,7 @@ class Scheduler:
             config.vocab_size,
             config.groups,
         )
+        self.quarantine = Quarantine(self.blocks)
         self._admission = Admission(config, self.prefix, self.blocks, self.host, self.rows)
         self._offload = Offload(
             config, self.prefix, self.blocks, self.host, self.rows, self._admission
@@ -141,7 +147,7 @@ class Scheduler:
         )  # since the last step: their blocks are yet to be filled
         self._deadlines = Deadlines()
         self._num_submitted = 0
-        self._step: Step | None = None  # in flight
+        self._steps: deque[Step] = deque()  # in flight, the oldest first
         self._ended: list[RequestDelta] = []  # ended by `plan`, not yet told
         # A head of the queue is looked at again only after something that could let it in.
         self._num_changes = 0
@@ -157,6 +163,11 @@ class Scheduler:
     # -- requests in and out -----------------------------------------------------------------------------
 
     @property
+    def num_in_flight(self) -> int:
+        """Steps that have been planned and neither committed nor failed."""
+        return len(self._steps)
+
+    @property
     def num_running(self) -> int:
         return self.rows.num_active
 
@@ -169,7 +180,8 @@ class Scheduler:
     @property
     def stream_ids_in_flight(self) -> np.ndarray:
         """[n] int64, `Request.stream_id` of the rows of the step in flight."""
-        return self.rows.stream_ids[_NO_ROWS if self._step is None else self._step.rows]
+        rows = [step.rows for step in self._steps]
+        return self.rows.stream_ids[np.unique(np.concatenate(rows)) if rows else _NO_ROWS]
 
     def validate(self, request: Request) -> None:
         """Refuse what can never be served; safe in any thread.
@@ -341,8 +353,13 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         """Give back a running request's row and blocks; its full blocks stay cached."""
         self._prefilling.pop(request.key, None)
-        self.blocks.release(reversed(self.rows.vacate(request.row)))
+        self._give_back(reversed(self.rows.vacate(request.row)))
         self._num_changes += 1
+
+    def _give_back(self, blocks: Iterable[int], *, passed: bool = False) -> None:
+        """Release blocks, once no step in flight uses them; arguments of `BlockManager.release`."""
+        newest = self._steps[-1].number if self._steps else None
+        self.quarantine.give_back(blocks, newest, passed=passed)
 
     def _release_tip(self, request: Request) -> None:
         """The request needs the name of its last indexed block no more."""
@@ -367,46 +384,75 @@ class Scheduler:
     # -- planning ----------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """Decide the next step; None when no request is alive, or only paused ones.
+        """Decide the next step.
+
+        Returns
+        -------
+        None when no request is alive, or only paused ones; with a step in flight also when nothing can be planned
+        before that is committed.
 
         Raises
         ------
         RuntimeError
-            The step before has not been committed.
+            As many steps as may be are in flight.
         """
-        if self._step is not None:
-            raise RuntimeError(f"step {self._step.number} is still in flight")
+        if len(self._steps) == MAX_STEPS_IN_FLIGHT:
+            raise RuntimeError(f"step {self._steps[0].number} is still in flight")
         self._expire(now_s)
-        step, decodes = self._compose(now_s)
-        while not len(decodes) and not step.chunks:
+        if self._steps and self._needs_tokens():
+            return None
+        while True:
+            composed = self._compose(now_s)
+            if composed is None:
+                return None
+            step, decodes = composed
+            if len(decodes) or step.chunks:
+                break
+            if self._steps:
+                return None
             if not self._is_blocked():
                 self.prefix.hash_new()
                 return None
             # They wait for each other's sliding blocks, or for those of paused ones; ends as in `_grow_decodes`.
             self._evict(self._choose_victim())
-            step, decodes = self._compose(now_s)
+        for before in self._steps:
+            if before.decodes is decodes:
+                before.decodes_then = copy.copy(decodes)
         plan, step.rows, step.sample_rows = self.rows.build(
             step.number, decodes, step.chunks, step.copies
         )
+        step.claims = decodes.claims if not step.chunks else self.rows.claims[step.rows]
         self._started.clear()
-        transfers = self.host.launch()
+        self._fresh_parents = []
+        transfers = step.transfers = self.host.launch()
         if transfers:
             plan = plan._replace(saves=transfers.save_pairs(), restores=transfers.restore_pairs())
         step.decodes = None if step.chunks else decodes
         gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
         if gathered or step.chunks or step.number % _HASH_STEPS == 0:
             self.prefix.hash_new()
-        self._indexer.adopt(step)
-        self._step = step
+        self._steps.append(step)
+        self._adopt(step)
         self.num_steps = step.number
         return plan
 
-    def _compose(self, now_s: float) -> tuple[Step, DecodeRows]:
-        """Choose the work of a step and give it its blocks; also the rows that decode."""
+    def _needs_tokens(self) -> bool:
+        """Whether some row cannot be planned without the tokens of the step in flight; a trial goes step by step."""
+        if len(self._probation) or self._probation.current is not None:
+            return True
+        decodes = self.rows.decode_rows()
+        return not decodes.is_plain and bool(self.rows.sampling.needs_history[decodes.ids].any())
+
+    def _adopt(self, step: Step) -> None:
+        for block in self._indexer.adopt(step):
+            self._give_back([block])
+
+    def _compose(self, now_s: float) -> tuple[Step, DecodeRows] | None:
+        """Choose the work of a step and give it its blocks; also the rows that decode. None if that must wait for
+        the step in flight."""
         # A parent keeps what its forks see for one plan; forks that do not start in it compute anew what is gone.
         if self.rows.sliding:
             self._trim(held_positions(self._fresh_parents))
-        self._fresh_parents = []
         if (alone := self._compose_alone(now_s)) is not None:
             return alone
         if self._leaves_out_decodes():
@@ -415,9 +461,12 @@ class Scheduler:
             self._continue_prefills(step, False, now_s)
             if step.chunks:
                 return step, self.rows.no_decode_rows()
-        decodes, may_admit = self._grow_decodes()
+        grown = self._grow_decodes()
+        if grown is None:
+            return None
+        decodes, may_admit = grown
         step = Step(self.num_steps + 1, self._chunking.budget(len(decodes)))
-        self._indexer.register_decodes(step, decodes)
+        self._indexer.register_decodes(step, decodes, are_known=not self._steps)
         if self._prefilling:
             self._continue_prefills(step, may_admit, now_s)
         if may_admit:
@@ -451,7 +500,7 @@ class Scheduler:
             if blocks is None:
                 return None  # it grows, or gives way, beside the others
             self.rows.append_blocks(decodes, lacking, blocks)
-        self._indexer.register_decodes(step, decodes)
+        self._indexer.register_decodes(step, decodes, are_known=True)
         return step, decodes
 
     def _num_new_tokens(self, request: Request | None) -> int:
@@ -464,7 +513,7 @@ class Scheduler:
     def _trim(self, held: Mapping[int, int] | None = None) -> bool:
         """Free what fell out of the rows' windows; returns whether that was anything."""
         stale = self.rows.trim(held)
-        self.blocks.release(stale, passed=True)
+        self._give_back(stale, passed=True)
         self._num_changes += bool(stale)
         return bool(stale)
 
@@ -491,13 +540,13 @@ class Scheduler:
                 return
             self._schedule_chunk(step, request)
 
-    def _grow_decodes(self) -> tuple[DecodeRows, bool]:
+    def _grow_decodes(self) -> tuple[DecodeRows, bool] | None:
         """Give a block of each group to every decoding row that needs one, if it must be from other requests.
 
         Returns
         -------
         The decoding rows, and whether there was room for all: after an eviction nothing is admitted in the
-        same step.
+        same step. None if somebody would have to be evicted and a step is in flight.
         """
         decodes = self.rows.decode_rows()
         lacking = self.rows.lacking_block(decodes)
@@ -508,6 +557,8 @@ class Scheduler:
         while (blocks := self.blocks.allocate(len(lacking) * num_groups)) is None:
             if self._trim():
                 continue
+            if self._steps:
+                return None
             # Ends: a request alone always fits, or it would have been refused.
             self._evict(self._choose_victim())
             decodes = self.rows.decode_rows()
@@ -678,11 +729,11 @@ class Scheduler:
         error, has_stuck = self._check_result(step, tokens)
         if error is not None:
             return DeltaBatch(self.fail_step(plan, error))
-        self._step = None
-        scored = self._tell_scores(plan, result)  # before any of these rows ends
-        self.host.land()
+        self._land(self._steps.popleft())
+        scored = self._tell_scores(step, plan, result)  # before any of these rows ends
         table, rows, decodes = self.rows, step.sample_rows, step.decodes
         if decodes is not None and not has_stuck and table.are_unchanged(decodes):
+            decodes = step.decodes_then or decodes
             tokens = tokens.astype(np.int32, copy=False)
             length = table.record_decodes(decodes, tokens)
             index = decodes.position - decodes.num_prompt_tokens
@@ -690,8 +741,8 @@ class Scheduler:
             complete: dict[int, RequestDelta] = {}
         else:
             decodes = None
-            alive = table.active[rows]
-            if not alive.all():  # aborted while in flight
+            alive = self._are_alive(step, rows)
+            if not alive.all():  # aborted while in flight, or ended by the step before
                 rows, tokens = rows[alive], tokens[alive]
             if has_stuck:
                 rows, tokens = self._end_stuck(rows, tokens)
@@ -701,6 +752,9 @@ class Scheduler:
             owners = (table.keys[rows], table.sources[rows], table.stream_ids[rows])
             columns = (*owners, index, tokens)
             complete = self._end_prefills(rows, index, tokens, now_s)
+        for behind in self._steps:
+            self._indexer.register_known(behind)
+            self._adopt(behind)
         for i, reason in table.ended(rows, tokens, length, decodes).items():
             request = table.request(int(rows[i]))
             if reason is FinishReason.LENGTH and length[i] < request.max_length:
@@ -723,13 +777,26 @@ class Scheduler:
         batch = DeltaBatch([*scored, *self.take_ended(), *complete.values()], *columns)
         return batch.without(complete) if complete else batch
 
-    def _tell_scores(self, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+    def _land(self, step: Step) -> None:
+        """The step is over, whether it failed or not: what was held for it is given back."""
+        self.host.land(step.transfers)
+        if self.quarantine.land(step.number):
+            self._num_changes += 1
+
+    def _are_alive(self, step: Step, rows: np.ndarray) -> np.ndarray:
+        """[m] bool, which of the step's rows [m] still belong to the requests that it was planned for."""
+        claims = step.claims
+        if len(rows) < len(step.rows):
+            claims = claims[np.isin(step.rows, rows)]  # both in the order of the step
+        return self.rows.claims[rows] == claims
+
+    def _tell_scores(self, step: Step, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
         """Deltas with the log-probabilities of prompts; they come before the first token."""
         deltas = []
         for targets, scores in zip(plan.prompts, result.prompt_logprobs, strict=True):
-            request = self.rows.requests[targets.row]
-            if request is None:  # aborted while in flight
+            if not self._are_alive(step, np.array([targets.row]))[0]:  # aborted while in flight
                 continue
+            request = self.rows.request(targets.row)
             request.num_scored = targets.start + len(scores) - 1
             delta = request.delta(request.num_emitted, [])
             delta.prompt_logprobs = scores
@@ -747,20 +814,28 @@ class Scheduler:
         return rows[~stuck], tokens[~stuck]
 
     def fail_step(self, plan: StepPlan, error: QuireError) -> list[RequestDelta]:
-        """End every request of a step that did not run to its end; the cache forgets what it would have
-        written, in both tiers. Whose blocks it would have copied starts over."""
-        step = self._in_flight(plan)
-        self._step = None
-        transfers = self.host.land()
+        """End every request of a step that did not run to its end, and of the step behind it, which has read what
+        it left; the cache forgets what they would have written, in both tiers. Whose blocks they would have copied
+        starts over."""
+        self._in_flight(plan)
+        failed, self._steps = list(self._steps), deque()
+        for step in failed:
+            self._land(step)
         deltas = self.take_ended()
-        for row in step.rows.tolist():
-            request = self.rows.requests[row]
-            if request is not None:
+        for step in failed:
+            for row in step.rows[self._are_alive(step, step.rows)].tolist():
+                request = self.rows.request(row)
                 deltas.append(self._release(request, FinishReason.ERROR, error=error))
-        if transfers:
-            self._restart_copied(transfers)
-        self._indexer.forget([*step.registered, *transfers.restores])
-        self.host.forget_saves(transfers)
+        unknown: list[int] = []
+        for step in failed:
+            if step.transfers:
+                self._restart_copied(step.transfers)
+            unknown += [*step.registered, *step.transfers.restores]
+        self._indexer.forget(
+            unknown
+        )  # together: blocks of one step may continue those of the other
+        for step in failed:
+            self.host.forget_saves(step.transfers)
         return deltas
 
     def _restart_copied(self, transfers: Transfers) -> None:
@@ -780,10 +855,9 @@ class Scheduler:
                 self._queue_victim(request)
 
     def _in_flight(self, plan: StepPlan) -> Step:
-        step = self._step
-        if step is None or step.number != plan.step:
-            raise ValueError(f"step {plan.step} is not in flight")
-        return step
+        if not self._steps or self._steps[0].number != plan.step:
+            raise ValueError(f"step {plan.step} is not the oldest in flight")
+        return self._steps[0]
 
     def _check_result(self, step: Step, tokens: np.ndarray) -> tuple[EngineError | None, bool]:
         """What is wrong with the tokens, and whether some row got none."""
@@ -871,8 +945,9 @@ class Scheduler:
         """Blocks, rows and queues as plain data."""
         return {
             "num_steps": self.num_steps,
-            "step_in_flight": self._step is not None,
+            "steps_in_flight": len(self._steps),
             "blocks": self.blocks.snapshot(),
+            "quarantined_references": self.quarantine.num_references,
             "host_blocks": self.host.blocks.snapshot(),
             "prefix": {
                 "indexed_blocks": len(self.prefix),
@@ -901,7 +976,7 @@ class Scheduler:
 
         A few comparisons, however large the cache is; `check` finds out more.
         """
-        if self._requests:
+        if self._requests or self._steps:
             return
         held = {
             "blocks of the device": self.blocks.num_in_use,
@@ -920,10 +995,11 @@ class Scheduler:
         """Walk everything; raise `IntegrityError` (an AssertionError) where two records disagree."""
         self.prefix.check()
         owners = self.rows.num_owners(self.config.num_blocks)
-        self.blocks.check(owners.tolist(), self.prefix.__contains__)
+        held = self.quarantine.num_owners()
+        self.blocks.check((owners + held).tolist(), self.prefix.__contains__)
         offloaded = [r for r in self._requests.values() if r.parked is not None]
         self.host.check(block.host_block for r in offloaded for block in r.parked.blocks)
-        self.rows.check(owners)
+        self.rows.check(owners, max(0, len(self._steps) - 1))
         tips = Counter(id(r.tip) for r in self._requests.values() if r.tip is not None)
         for request in self._requests.values():
             if request.tip is not None and request.tip.num_rows != tips[id(request.tip)]:

@@ -22,6 +22,7 @@ from quire.kernels import cpu_attention, cpu_attention_native, native_library
 from quire.kernels.cpu_attention_torch import PREFILL_ROWS
 from quire.replica.checkpoint import count_parameters
 from quire.replica.config import (
+    ASYNC_BATCHING,
     DEMOTION_ORDERS,
     FUSE,
     SCHEDULERS,
@@ -200,6 +201,8 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         # A step decodes one token of every running request.
         max_running_requests=min(args.max_running_requests, max_batch_tokens),
         **args.light_fields(),
+        async_batching=args.async_batching == "on"
+        or (args.async_batching == "auto" and device != "cpu"),
         scheduler=args.scheduler,
         fuse=args.fuse,
         weights=args.weights,
@@ -353,6 +356,7 @@ def check_args(args: EngineArgs) -> None:
         "demotion_order": DEMOTION_ORDERS,
         "fuse": FUSE,
         "weights": WEIGHTS,
+        "async_batching": ASYNC_BATCHING,
     }
     for name, allowed in choices.items():
         if getattr(args, name) not in allowed:

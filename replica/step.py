@@ -1,8 +1,10 @@
-"""The step in flight, and the blocks that it indexes.
+"""The steps in flight, and the blocks that they index.
 
 Blocks are registered in the prefix index when the step that completes them is *planned*: within a step all
 rows write their KV before any of them reads it, layer by layer, so a row may match what an earlier row of the
-same step computes. A step that fails takes its registrations back.
+same step computes. Where the last token of a block is still being sampled by the step in flight, the block is
+registered when that step is committed: before the next plan, which is the first that could match it. A step that
+fails takes its registrations back.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from quire.replica.blocks import BlockManager
 from quire.replica.chunking import StepBudget
 from quire.replica.config import EngineConfig
 from quire.replica.decode_rows import DecodeRows
+from quire.replica.host_tier import Transfers
 from quire.replica.prefix import PrefixCache
 from quire.replica.request import Request
 from quire.replica.rows import RowTable
@@ -25,14 +28,21 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class Step:
-    """What the scheduler remembers of the step in flight."""
+    """What the scheduler remembers of a step in flight."""
 
     number: int
     budget: StepBudget  # of its chunks
     leaves_out_decodes: bool = False
     rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n]
+    claims: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n] of the rows
     sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]
     decodes: DecodeRows | None = None  # the rows, if all of them decode
+    # `decodes` as this step left them, once the step after it has been planned with them
+    decodes_then: DecodeRows | None = None
+    # [m] each, if the step was planned before the tokens of the one before it were known: rows whose next token
+    # fills its block, of which block in their tables, and their claims
+    fills: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    transfers: Transfers = field(default_factory=Transfers)
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) blocks, of forks
     registered: list[int] = field(default_factory=list)  # blocks, parents before children
@@ -52,9 +62,34 @@ class StepIndexer:
         self._blocks = blocks
         self._rows = rows
 
-    def register_decodes(self, step: Step, decodes: DecodeRows) -> None:
-        """Index the blocks that the next tokens of the decoding rows fill."""
-        for row, request, i, blocks, token_bytes in self._rows.fill_blocks(decodes):
+    def register_decodes(self, step: Step, decodes: DecodeRows, *, are_known: bool) -> None:
+        """Index the blocks that the next tokens of the decoding rows fill.
+
+        Parameters
+        ----------
+        are_known
+            Those tokens. Otherwise `register_known` does it when they are.
+        """
+        if not len(decodes.filling):
+            return
+        rows, index = decodes.fills()
+        if are_known:
+            self._register_fills(step, rows, index)
+        else:
+            step.fills = (rows, index, decodes.claims[decodes.filling])
+
+    def register_known(self, step: Step) -> None:
+        """The tokens of the step before it are known: what `register_decodes` has put off."""
+        if step.fills is None:
+            return
+        (rows, index, claims), step.fills = step.fills, None
+        alive = self._rows.claims[rows] == claims
+        self._register_fills(step, rows[alive], index[alive])
+
+    def _register_fills(self, step: Step, rows: np.ndarray, index: np.ndarray) -> None:
+        if not len(rows):
+            return
+        for row, request, i, blocks, token_bytes in self._rows.fill_blocks(rows, index):
             if self._enabled:
                 self._register(step, row, request, i, blocks, token_bytes)
 
@@ -107,16 +142,18 @@ class StepIndexer:
         request.tip, request.num_indexed = entry, i + 1
         return True
 
-    def adopt(self, step: Step) -> None:
-        """Swap blocks whose content was already indexed for the indexed ones, and free the duplicates.
+    def adopt(self, step: Step) -> list[int]:
+        """Swap blocks whose content was already indexed for the indexed ones; returns the duplicates, which the
+        rows own no more.
 
         The plan keeps the tables it was built with: the step writes and reads the duplicates, the next one
         reads the indexed blocks, complete by then. So every owner of an indexed block owns the indexed
         blocks before it too, which demotion leaf-first rests on (see `BlockManager`).
         """
-        for g, row, i, own, indexed in step.duplicates:
+        duplicates, step.duplicates = step.duplicates, []
+        for g, row, i, _, indexed in duplicates:
             self._rows.replace_block(g, row, i, indexed)
-            self._blocks.release([own])
+        return [own for _, _, _, own, _ in duplicates]
 
     def forget(self, blocks: Sequence[int]) -> None:
         """The step failed: what it would have written to these blocks is unknown."""

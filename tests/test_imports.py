@@ -52,6 +52,8 @@ TORCH_MODULES = {
     "quire.replica.runtime",
     "quire.replica.sampler",
     "quire.replica.sizing",
+    "quire.replica.step_inputs",
+    "quire.replica.step_outputs",
     "quire.replica.tiles",
     "quire.replica.token_counts",
     "quire.replica.weights",

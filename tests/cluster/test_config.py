@@ -216,6 +216,12 @@ def test_bounds_nan_and_other_types_are_refused_by_path_and_value(path, field):
         assert f"got {wrong!r}" in message(wrong)
 
 
+@pytest.mark.parametrize(("written", "read"), [("on", "on"), ("off", "off"), ("auto", "auto")])
+def test_on_and_off_are_what_they_say_though_yaml_reads_booleans(written: str, read: str):
+    engine = yaml.safe_load(f"async_batching: {written}")
+    assert EngineArgs.model_validate(engine).async_batching == read
+
+
 @given(st.integers(8, 256))
 def test_block_size_is_a_power_of_two(value: int):
     args = {"engine": {"block_size": value}}

@@ -51,10 +51,12 @@ def test_what_the_device_evicts_is_found_in_the_host_tier():
     assert len(hit.entries) == 3
     assert hit.blocks == [[first[0], None, None]]
     assert (hit.device_blocks, hit.num_host_entries) == (first[:1], 2)
-    saves = cache.host.launch().save_pairs().tolist()
+    transfers = cache.host.launch()
+    saves = transfers.save_pairs().tolist()
     assert [block for block, _ in saves] == [first[2], first[1]]  # leaf first
     assert [h for _, h in saves] == [e.host_blocks[0] for _, _, e in reversed(hit.to_restore())]
-    assert not cache.host.land().restores
+    assert not transfers.restores
+    cache.host.land(transfers)
     assert not cache.host.launch()
 
 
@@ -78,8 +80,7 @@ def test_a_copy_that_is_there_already_is_not_made_again():
     cache = Cache(2, 4)
     cache.put(0, 2)
     cache.put(1000, 2)
-    cache.host.launch()
-    cache.host.land()
+    cache.host.land(cache.host.launch())
     # Back to the device, as a request would bring it.
     hit = cache.find(0, 2)
     entries = [entry for _, _, entry in hit.to_restore()]
@@ -98,7 +99,7 @@ def test_a_copy_that_is_there_already_is_not_made_again():
     ]
     assert len(transfers.saves) == 2  # of the other sequence, which gave way
     assert cache.host.blocks.num_in_use == 2
-    cache.host.land()
+    cache.host.land(transfers)
     assert cache.host.blocks.num_in_use == 0
     cache.blocks.release(reversed(restored))
     cache.check()
@@ -114,8 +115,7 @@ def test_a_block_that_waits_to_be_restored_is_not_saved():
     cache = Cache(1, 1)
     cache.put(0, 1)
     cache.put(1000, 1)
-    cache.host.launch()
-    cache.host.land()
+    cache.host.land(cache.host.launch())
     ((_, _, entry),) = cache.find(0, 1).to_restore()
     cache.host.blocks.retain(entry.host_blocks)
     (block,) = cache.blocks.allocate(1)
@@ -124,8 +124,9 @@ def test_a_block_that_waits_to_be_restored_is_not_saved():
     cache.blocks.mark_contents([block])
     cache.blocks.release([block])
     cache.blocks.release(cache.blocks.allocate(1))
-    assert not cache.host.launch().saves
-    cache.host.land()
+    transfers = cache.host.launch()
+    assert not transfers.saves
+    cache.host.land(transfers)
     cache.check()
 
 
@@ -135,7 +136,8 @@ def test_a_failed_save_is_forgotten():
     cache.put(1000, 1)
     transfers = cache.host.launch()
     assert len(transfers.saves) == 1
-    cache.host.forget_saves(cache.host.land())
+    cache.host.land(transfers)
+    cache.host.forget_saves(transfers)
     cache.check()
     assert cache.host.blocks.num_free == 4
     assert len(cache.find(0, 2).entries) == 1

@@ -61,7 +61,7 @@ class CountingRunner:
 class Harness:
     """A running loop whose output can be waited for."""
 
-    def __init__(self, config: EngineConfig = CONFIG) -> None:
+    def __init__(self, config: EngineConfig = CONFIG, *, plans_ahead: bool = False) -> None:
         self.runner = CountingRunner()
         self.scheduler = Scheduler(config)
         self.outputs: list[LoopOutput] = []
@@ -73,6 +73,7 @@ class Harness:
             self.runner,
             self._on_output,
             clock=lambda: time.monotonic() + self.clock_offset_s,
+            plans_ahead=plans_ahead,
         )
 
     def _on_output(self, output: LoopOutput) -> None:
@@ -104,9 +105,9 @@ class Harness:
         self.loop.call(lambda scheduler: scheduler.check()).result(TIMEOUT_S)
 
 
-@pytest.fixture
-def harness() -> Iterator[Harness]:
-    harness = Harness()
+@pytest.fixture(params=[False, True], ids=["step_by_step", "ahead"])
+def harness(request) -> Iterator[Harness]:
+    harness = Harness(plans_ahead=request.param)
     harness.loop.start()
     yield harness
     if harness.loop.is_alive():

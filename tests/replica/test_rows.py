@@ -134,7 +134,7 @@ def test_planned_tables_are_those_of_the_rows_whatever_changed_between_plans(gro
             continue
         lacking = table.lacking_block(decodes)
         table.append_blocks(decodes, lacking, [next(blocks) for _ in lacking for _ in groups])
-        list(table.fill_blocks(decodes))
+        list(table.fill_blocks(*decodes.fills()))
         chunks = [(prefilling[0], 1)] if event == "chunk" and prefilling else []
         if chunks and table.num_computed[prefilling[0]] > 4:
             chunks = []
@@ -170,7 +170,7 @@ def test_generated_tokens_reach_the_request_in_order(prompt_len, tokens, block_s
         if not step:
             decode(table, row)
         decodes = table.decode_rows()
-        for full, owner, i, own, token_bytes in table.fill_blocks(decodes):
+        for full, owner, i, own, token_bytes in table.fill_blocks(*decodes.fills()):
             assert (full, owner, own) == (row, request, [i])
             assert len(request.token_ids) == table.length[row]
             assert token_bytes == request.token_ids[i * block_size :].tobytes()
@@ -237,7 +237,7 @@ def test_blocks_are_asked_for_only_when_the_next_token_has_none():
     decode(table, full, room)
     decodes = table.decode_rows()
     assert decodes.ids[table.lacking_block(decodes)].tolist() == [full]
-    assert [filled[0] for filled in table.fill_blocks(decodes)] == [room]
+    assert [filled[0] for filled in table.fill_blocks(*decodes.fills())] == [room]
     table.append_blocks(decodes, np.array([0]), [2])
     assert table.blocks(full) == [0, 2]
     assert table.lacking_block(decodes).tolist() == []

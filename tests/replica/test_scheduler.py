@@ -574,15 +574,29 @@ def test_a_full_queue_says_when_to_come_back():
     assert error.retry_after_s >= 1
 
 
-def test_steps_cannot_overlap_or_be_committed_twice():
-    scheduler = make_scheduler()
-    submit(scheduler, "a", [100])
-    plan = scheduler.plan(0.0)
+def test_two_steps_overlap_at_most_and_are_committed_once_and_in_order():
+    scheduler = make_scheduler(max_batch_tokens=16)
+    submit(scheduler, "a", range(100, 160))
+    plans = [scheduler.plan(0.0), scheduler.plan(0.0)]
     with pytest.raises(RuntimeError, match="step 1 is still in flight"):
         scheduler.plan(0.0)
-    scheduler.commit(plan, fill(plan), 0.0)
-    with pytest.raises(ValueError, match="step 1 is not in flight"):
+    with pytest.raises(ValueError, match="step 2 is not the oldest in flight"):
+        scheduler.commit(plans[1], fill(plans[1]), 0.0)
+    for plan in plans:
         scheduler.commit(plan, fill(plan), 0.0)
+    with pytest.raises(ValueError, match="step 2 is not the oldest in flight"):
+        scheduler.commit(plans[1], fill(plans[1]), 0.0)
+
+
+def test_a_step_that_fails_takes_the_one_behind_it_with_it():
+    scheduler = make_scheduler(max_batch_tokens=16)
+    submit(scheduler, "long", range(100, 140))
+    plans = [scheduler.plan(0.0), scheduler.plan(0.0)]
+    assert len(scheduler.prefix) == 4, "blocks of the second step continue those of the first"
+    (delta,) = scheduler.fail_step(plans[0], EngineError("the device is gone"))
+    assert delta.finish_reason == "error"
+    assert scheduler.num_in_flight == len(scheduler.prefix) == 0
+    scheduler.check()
 
 
 # -- what is told ----------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 The stand-in for the device keeps, for every slot, the chain of all tokens up to there, computed from what the
 row's block tables really hold; the next token is a pure function of the chain that a row reads. So a wrong
 block, a stale block or a block written twice changes a token, and every output is compared with the output
-of the request alone. In each layer group a row reads the keys that its queries see and no other: the blocks that
+of the request alone. Copies between the tiers are made when a step is launched, its tokens are computed when it is
+committed, as late as a device may: with two steps in flight the copies of the second come before the first.
+
+In each layer group a row reads the keys that its queries see and no other: the blocks that
 nobody owns and nobody could match are spoiled before each step.
 """
 
@@ -69,10 +72,10 @@ def alone(prompt, params, num_emitted):
 
 
 class ModelDevice:
-    """Slots of chains in two tiers; runs a plan as the contract says: saves, restores, then all KV is written
-    before any is read."""
+    """Slots of chains in two tiers, and the last token of each row; runs a plan as the contract says: all KV is
+    written before any is read."""
 
-    def __init__(self, num_blocks, num_host_blocks, block_size, groups):
+    def __init__(self, num_blocks, num_host_blocks, block_size, groups, max_rows):
         self.block_size = block_size
         self.groups = groups
         # The group whose queries see the token before theirs: it tells what a row continues.
@@ -81,6 +84,7 @@ class ModelDevice:
         )
         self.before = np.zeros(num_blocks * block_size, dtype=object)
         self.after = np.zeros(num_blocks * block_size, dtype=object)
+        self.last_token = np.full(max_rows, -1)
         # [host blocks, 2, block_size]: `before` and `after` of the blocks copied there
         self.host = np.full((num_host_blocks, 2, block_size), None, dtype=object)
 
@@ -99,7 +103,8 @@ class ModelDevice:
             self.before[slots], self.after[slots] = self.host[host_block]
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.transfer(plan)
+        token_ids = plan.token_ids.copy()
+        token_ids[: len(plan.decode_rows)] = self.last_token[plan.decode_rows]
         num_written = plan.num_tokens * len(self.groups)
         assert len(set(plan.slots.ravel().tolist())) == num_written, "a slot is written twice"
         size = self.block_size
@@ -130,7 +135,7 @@ class ModelDevice:
                 )
                 assert slots.tolist() == expected.tolist()
                 self.before[slots] = chain
-                chain = link(chain, int(plan.token_ids[t]))
+                chain = link(chain, int(token_ids[t]))
                 self.after[slots] = chain
         heads = [
             self.read(tables[:, row], int(starts[row]), int(plan.kv_len[row]))
@@ -144,6 +149,7 @@ class ModelDevice:
             row, position = row_of[index], int(sampling.position[i])
             assert position == plan.kv_len[row]
             tokens.append(choose(heads[row], int(sampling.seed[i]), position, banned.get(i, ())))
+        self.last_token[sampling.rows] = tokens
         return StepResult(np.array(tokens, np.int64), 0.001 * plan.num_tokens)
 
     def read(self, tables, start, length):
@@ -217,6 +223,7 @@ POLICIES = st.fixed_dictionaries(
 class SchedulerMachine(RuleBasedStateMachine):
     block_size = 8
     mix = "full"
+    max_in_flight = 1
 
     @initialize(
         num_blocks=st.integers(3, 20),
@@ -264,10 +271,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             **policy,
         )
         self.scheduler = Scheduler(self.config, max_event_batches=4)
-        self.device = ModelDevice(num_blocks, num_host_blocks, self.block_size, groups)
+        self.device = ModelDevice(num_blocks, num_host_blocks, self.block_size, groups, max_running)
         self.clients = {}
         self.paused = set()
-        self.plan = None
+        self.plans = []  # in flight
         self.now_s = 0.0
         self.replayed, self.seq = (set(), set()), 0  # by tier
 
@@ -392,82 +399,90 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.submit(trunk, blocks, tail, max_tokens, 0, 0, trunk, **options)
         self.steps(count)
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.plans) < self.max_in_flight)
     @rule()
     def launch(self):
         self.now_s += 0.25
         live = [c for c in self.clients.values() if c.ended is None]
         started = set(self.scheduler._prefilling)
-        self.plan = self.scheduler.plan(self.now_s)
-        if self.plan is None:
+        plan = self.scheduler.plan(self.now_s)
+        if plan is None and self.plans:
+            return
+        if plan is None:
             self.deliver(self.scheduler.take_ended())
             running = [c for c in live if not c.ended and c.request.key not in self.paused]
             assert not running, "requests live and no step for them"
             return
-        assert self.plan.num_tokens <= self.config.max_batch_tokens
-        assert self.plan.num_rows <= self.config.max_running_requests
-        assert (np.diff(self.plan.cu_q)[: self.plan.num_decode_rows] == 1).all()
+        assert plan.num_tokens <= self.config.max_batch_tokens
+        assert plan.num_rows <= self.config.max_running_requests
+        assert (np.diff(plan.cu_q)[: plan.num_decode_rows] == 1).all()
+        assert len(plan.decode_rows) == plan.num_decode_rows
         rows = self.scheduler.rows
-        planned = {rows.requests[row].key for row in self.scheduler._step.rows.tolist()}
+        planned = {rows.requests[row].key for row in self.scheduler._steps[-1].rows.tolist()}
         assert not planned & self.paused
-        num_decoding = int((rows.decoding & ~rows.paused).sum())
-        if self.plan.num_decode_rows < num_decoding:
+        unfinished = rows.decoding & ~rows.paused & (rows.num_computed + 1 < rows.max_length)
+        if set(unfinished.nonzero()[0].tolist()) - set(self.scheduler._steps[-1].rows.tolist()):
             assert self.config.scheduler == "prefill_first"
-            assert self.plan.num_decode_rows == 0, "the decoding rows go together"
+            assert plan.num_decode_rows == 0, "the decoding rows go together"
             assert started >= set(self.scheduler._prefilling), "a new prompt kept them waiting"
+        self.plans.append(plan)
         self.spoil_what_nobody_may_read()
-        self.result = self.device.run(self.plan)
+        self.device.transfer(plan)
 
     def spoil_what_nobody_may_read(self):
         """Blocks that a row gave back hold what another wrote by now, in the host tier too. What the step saves
         or restores is spoiled after it."""
         snapshot = self.scheduler.snapshot()
-        pinned = {h for h, _ in self.plan.restores.tolist()} | {
-            h for _, h in self.plan.saves.tolist()
-        }
+        pinned = {h for plan in self.plans for h, _ in plan.restores.tolist()}
+        pinned |= {h for plan in self.plans for _, h in plan.saves.tolist()}
         for queue in ("returning", "paused"):
             pinned |= {h for entry in snapshot[queue] for h in entry.get("host_blocks", ())}
         for block in set(range(self.config.num_host_blocks)) - pinned:
             if not self.scheduler.host.blocks.has_content(block):
                 self.device.host[block] = None
         owned = {b for row in snapshot["rows"] for b in row["blocks"]}
-        owned |= {d for d, _ in self.plan.saves.tolist()}
-        written = set((self.plan.slots // self.block_size).ravel().tolist())
+        owned |= set(self.scheduler.quarantine.num_owners().nonzero()[0].tolist())
+        owned |= {d for d, _ in self.plans[-1].saves.tolist()}
+        written = {b for p in self.plans for b in (p.slots // self.block_size).ravel().tolist()}
         for block in range(self.config.num_blocks):
             if block not in owned | written and not self.scheduler.blocks.has_content(block):
                 slots = slice(block * self.block_size, (block + 1) * self.block_size)
                 self.device.before[slots] = self.device.after[slots] = None
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule()
     def commit(self):
-        plan, self.plan = self.plan, None
-        self.deliver(self.scheduler.commit(plan, self.result, self.now_s))
+        plan = self.plans.pop(0)
+        self.deliver(self.scheduler.commit(plan, self.device.run(plan), self.now_s))
 
     @rule(count=st.integers(1, 30))
     def steps(self, count):
         for _ in range(count):
-            if self.plan is None:
+            while len(self.plans) < self.max_in_flight:
+                num_before = len(self.plans)
                 self.launch()
-            if self.plan is not None:
+                if len(self.plans) == num_before:
+                    break
+            if self.plans:
                 self.commit()
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule(spoil=st.booleans())
     def fail(self, spoil):
-        plan, self.plan = self.plan, None
-        if spoil and len(self.result.token_ids):
-            tokens = self.result.token_ids.copy()
-            tokens[-1] = VOCAB
-            result = dataclasses.replace(self.result, token_ids=tokens)
-            deltas = self.scheduler.commit(plan, result, self.now_s)
+        failed, self.plans = self.plans, []
+        result = self.device.run(failed[0])
+        if spoil and len(result.token_ids):
+            result.token_ids[-1] = VOCAB
+            deltas = self.scheduler.commit(failed[0], result, self.now_s)
         else:
-            deltas = self.scheduler.fail_step(plan, EngineError("the device is gone"))
-        # What the step wrote must not be trusted: no later row may read it. Its copies may have failed too.
-        self.device.before[plan.slots.ravel()] = None
-        for _, block in plan.restores.tolist():
-            self.device.before[self.device.slots_of(block)] = None
-        self.device.host[plan.saves[:, 1]] = None
+            deltas = self.scheduler.fail_step(failed[0], EngineError("the device is gone"))
+        assert self.scheduler.num_in_flight == 0
+        # What the steps wrote must not be trusted: no later row may read it. Their copies may have failed too.
+        for plan in failed:
+            self.device.before[plan.slots.ravel()] = None
+            for _, block in plan.restores.tolist():
+                self.device.before[self.device.slots_of(block)] = None
+            self.device.host[plan.saves[:, 1]] = None
         self.deliver(deltas)
 
     @rule(pick=st.integers(0, 30))
@@ -520,6 +535,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert blocks.num_free + blocks.num_cached + blocks.num_in_use == self.config.num_blocks
         snapshot = self.scheduler.snapshot()
         owned = Counter(b for row in snapshot["rows"] for b in set(row["blocks"]))
+        held = self.scheduler.quarantine.num_owners()
+        owned.update({b: int(held[b]) for b in held.nonzero()[0].tolist()})
+        assert self.plans or not held.any()
         assert len(owned) == blocks.num_in_use
         assert all(blocks.ref_count(block) == count for block, count in owned.items())
         host = self.scheduler.host.blocks
@@ -530,10 +548,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for entry in snapshot[queue]
             for block in entry.get("host_blocks", ())
         )
-        if self.plan is not None:  # held until it has run
-            parked.update(h for h, _ in self.plan.restores.tolist())
-        waits_for_a_step = self.plan is None and self.scheduler.host._planned.restores
-        if not waits_for_a_step:
+        for plan in self.plans:  # held until it has run
+            parked.update(h for h, _ in plan.restores.tolist())
+        if not self.scheduler.host._planned.restores:  # which wait for a step
             assert len(parked) == host.num_in_use
             assert all(host.ref_count(block) == count for block, count in parked.items())
         if not self.config.prefix_caching:
@@ -544,7 +561,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 held = int(rows.num_blocks[g, row] - rows.first_block[g, row])
                 # Trimmed when a step is planned: window, the step's chunk, and one step's before it.
                 tokens = 2 * self.config.max_batch_tokens
-                assert held <= group.max_blocks(int(rows.length[row]), tokens, self.block_size)
+                length = int(rows.length[row]) + len(self.plans)
+                assert held <= group.max_blocks(length, tokens, self.block_size)
 
     @invariant()
     def events_replay_to_what_is_held(self):
@@ -588,10 +606,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.resume(key)
         self.paused.clear()
         for _ in range(20_000):
-            if self.plan is None:
-                self.launch()
-            if self.plan is None:
+            self.steps(1)
+            if not self.plans and self.scheduler.num_running == self.scheduler.num_waiting == 0:
                 break
+        while self.plans:
             self.commit()
         assert all(client.ended is not None for client in self.clients.values())
         self.books_agree()
@@ -610,11 +628,21 @@ SETTINGS = settings(
 
 
 @pytest.mark.parametrize(
-    ("mix", "block_size"),
-    [("full", 8), ("full", 32), ("full", 64), ("sliding", 8), ("mixed", 8), ("mixed", 32)],
+    ("mix", "block_size", "max_in_flight"),
+    [
+        ("full", 8, 1),
+        ("full", 32, 1),
+        ("full", 64, 1),
+        ("sliding", 8, 1),
+        ("mixed", 8, 1),
+        ("mixed", 32, 1),
+        ("full", 8, 2),
+        ("full", 64, 2),
+        ("mixed", 8, 2),
+    ],
 )
-def test_any_life_keeps_the_books_and_the_tokens(mix, block_size):
-    attributes = {"block_size": block_size, "mix": mix}
+def test_any_life_keeps_the_books_and_the_tokens(mix, block_size, max_in_flight):
+    attributes = {"block_size": block_size, "mix": mix, "max_in_flight": max_in_flight}
     machine = type(f"Machine{mix}{block_size}", (SchedulerMachine,), attributes)
     run_state_machine_as_test(machine, settings=SETTINGS)
 

@@ -1,0 +1,84 @@
+"""What a step leaves: its tokens in the request table, for the next step, and on their way to the host.
+
+```
+ compute  [ step N: sample ─▶ last_token[row], tokens of slot 0 ] [ step N+1: gather last_token ... ─▶ slot 1 ]
+ d2h                                                        └─▶ result of slot 0
+ host                                                               └─▶ collect N, commit N
+```
+
+The host has collected N before it launches N+2, so two slots are enough and no stream waits for another's reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.replica.device import Device, Event, Stream
+
+
+@dataclass(slots=True)
+class TokenSlot:
+    """Where one step's tokens go."""
+
+    tokens: torch.Tensor  # [max rows] int64, on the device
+    result: torch.Tensor  # [max rows] int64, pinned
+    num_tokens: int = 0
+    arrived: Event | None = None
+
+    def collect(self) -> np.ndarray:
+        """Sleep until the tokens are there; [num_tokens] int64."""
+        self.arrived.wait()
+        return self.result[: self.num_tokens].numpy().copy()
+
+
+class StepOutputs:
+    """The token column of the request table, and the ring of results.
+
+    Parameters
+    ----------
+    max_rows
+        Rows of the request table, and of a step.
+    depth
+        Steps launched and not collected.
+    """
+
+    def __init__(self, device: Device, max_rows: int, depth: int = 2):
+        self._device = device
+        self.last_token = device.empty((max_rows,), torch.int64)  # [max_rows], by row of the table
+        self._slots = [
+            TokenSlot(
+                device.empty((max_rows,), torch.int64), device.pinned((max_rows,), torch.int64)
+            )
+            for _ in range(depth)
+        ]
+        self._turn = 0
+
+    def take(self, num_tokens: int) -> TokenSlot:
+        """The slot for the next step."""
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % len(self._slots)
+        slot.num_tokens = num_tokens
+        return slot
+
+    def fill_in(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Part of a step's work: the first tokens [D] are those of the table rows [D] int64."""
+        if len(rows):
+            token_ids[: len(rows)] = self.last_token[rows]
+
+    def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Part of a step's work: put [S] int64 tokens into the slot, and into the table rows [S] int64."""
+        slot.tokens[: len(tokens)].copy_(tokens)
+        if len(rows):
+            # NO_TOKEN ends its row one step late: until then it must be an id that the model knows.
+            self.last_token.index_copy_(0, rows, tokens.clamp(min=0))
+
+    def send(self, slot: TokenSlot, done: Event) -> None:
+        """Queue the copy of the slot's tokens to the host, behind `done`, the step that computes them."""
+        device = self._device
+        device.wait(Stream.D2H, done)
+        count = slot.num_tokens
+        device.copy(Stream.D2H, slot.result[:count], slot.tokens[:count], "tokens")
+        slot.arrived = device.record(Stream.D2H, "tokens arrived")
