@@ -33,7 +33,7 @@ class StepContext:
     block_tables: np.ndarray | torch.Tensor  # [G, rows, max blocks]
     write_rows: list[torch.Tensor]  # G of [T * kv_heads] int64, `KVPool.rows_of` the step's slots
     slots: torch.Tensor  # [G, T] int64, block id * block_size + offset
-    num_query: np.ndarray  # [rows] query tokens of each
+    num_query: np.ndarray | None = None  # [rows] query tokens of each; needed beside tensors
     _plans: dict[int, Plan] = field(default_factory=dict)
 
     def plan(self, g: int) -> Plan:

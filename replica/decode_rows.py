@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 _NONE = np.empty(0, np.int64)
+_MANY = np.iinfo(np.int32).max
 # numpy adds an array in half the time of a Python number.
 _ONE, _ONE64 = np.array(1, np.int32), np.array(1, np.int64)
 
@@ -76,7 +77,7 @@ class DecodeRows:
         self.begun_index = block_index[self.begun]
         self.filling = (self.offset == self.block_size - 1).nonzero()[0]
         self.num_blocks = int(block_index.max(initial=-1)) + 1
-        self.num_left = int((self.max_length - self.length).min(initial=0))
+        self.num_left = int((self.max_length - self.length).min(initial=_MANY))
         self.slots = None
         self.is_located = True
 

@@ -6,6 +6,7 @@ whatever of it is needed must show in the tokens or as a poisoned read.
 
 from __future__ import annotations
 
+import copy
 import queue
 from collections.abc import Callable, Iterable
 
@@ -75,7 +76,8 @@ class Harness:
         """Run the requests, all submitted before the first step; of each the tokens, log-probs and how it ended."""
         pool = KVPool(config.num_blocks, self.spec.groups, BLOCK_SIZE, getattr(torch, config.dtype))
         pool.poison()
-        runner = Runner(config, self.spec, self.model, pool, device=device)
+        # A runner changes its model's modules in place.
+        runner = Runner(config, self.spec, copy.deepcopy(self.model), pool, device=device)
         runner.host_pool.poison()
         scheduler = Scheduler(config)
         outputs: queue.Queue[LoopOutput] = queue.Queue()
