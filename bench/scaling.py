@@ -241,7 +241,7 @@ def main() -> None:
     plots.scaling(
         [
             {"what": "tokens of a step", "points": tokens, "log_x": False, "unit": "ms per step"},
-            {"what": "waiting requests", "points": waiting, "log_x": True, "unit": host},
+            {"what": "waiting requests", "points": waiting[1:], "log_x": True, "unit": host},
             {"what": "cached blocks", "points": decode, "log_x": True, "unit": host},
             {
                 "what": "cached blocks, admitting 1,024 cached tokens",
