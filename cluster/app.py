@@ -48,7 +48,7 @@ def build(args: dict[str, Any]) -> Application:
         + CONTROL_CALLS_PER_ROUTER * config.routers
     )
     replica = serve.deployment(
-        Replica,
+        _replica_class(config),
         name="Replica",
         num_replicas=config.replicas,
         max_ongoing_requests=max_calls,
@@ -104,6 +104,14 @@ def _actor_options(
     if resources.memory_gib is not None:
         options["memory"] = int(resources.memory_gib * 1024**3)
     return options
+
+
+def _replica_class(config: AppConfig) -> type[Replica]:
+    if not config.engine.fault_injection:
+        return Replica
+    from quire.replica.faulty_actor import FaultyReplica  # of no use, and not loaded, in production
+
+    return FaultyReplica
 
 
 def _engine_args(config: AppConfig, device: str) -> EngineArgs:

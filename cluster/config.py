@@ -276,7 +276,8 @@ class EngineArgs(_Section):
     )
     fault_injection: bool = Field(
         False,
-        description="For tests only: requests with certain seeds crash, hang or fail the engine.",
+        description="For tests only: requests with certain seeds or ids crash, hang or fail the engine "
+        "that runs them.",
     )
     heartbeat_ms: int = Field(
         100,

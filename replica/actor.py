@@ -56,13 +56,15 @@ class Replica:
         An idle replica reports to each router after this many milliseconds, backing off to 1000.
     """
 
+    engine_class = Engine
+
     async def __init__(self, engine_args: dict[str, Any], heartbeat_ms: int):
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._event_loop = asyncio.get_running_loop()
         self._finished: dict[StreamKey, asyncio.Future[Completion]] = {}
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         self._engine = await asyncio.to_thread(
-            Engine,
+            self.engine_class,
             EngineArgs(**engine_args),
             on_output=self._on_output,
             flight_path=_flight_folder() / self._replica_id,
@@ -93,7 +95,7 @@ class Replica:
         if route != [self._replica_id]:
             return
         self._leases.attach(router_id, time.monotonic())
-        frames = self._attachments.stream(router_id, self._engine.load)
+        frames = self._frames(router_id)
         snapshot = asyncio.create_task(self._send_snapshot(router_id))
         try:
             async for frame in frames:
@@ -101,6 +103,10 @@ class Replica:
         finally:
             snapshot.cancel()
             await frames.aclose()
+
+    def _frames(self, router_id: str) -> AsyncIterator[bytes]:
+        """What a router's attach stream carries; tests that inject faults (`faulty_actor.py`) override it."""
+        return self._attachments.stream(router_id, self._engine.load)
 
     async def resync(self, router_id: str, from_seq: int, *, route: list[str]) -> None:
         """Send in the router's attach stream the cache events after `from_seq`, or a snapshot when they

@@ -26,7 +26,7 @@ from quire.protos.flight import FlightRecorder
 from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
 from quire.replica.grammar import GrammarCompiler, GrammarState
-from quire.replica.loop import EngineLoop, LoopOutput
+from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.request import FinishReason, Request, validate
 from quire.replica.scheduler import Scheduler
@@ -85,10 +85,12 @@ class Engine:
         if flight_path is not None:
             self.recorder = FlightRecorder(flight_path, self.config.max_running_requests)
         self._flight_path = flight_path
+        runner, clock = self._equip(runtime.runner)
         self._loop = EngineLoop(
             scheduler,
-            runtime.runner,
+            runner,
             on_output or self._offline.on_output,
+            clock=clock,
             step_timeout_s=self.config.step_timeout_s,
             recorder=self.recorder,
         )
@@ -98,6 +100,10 @@ class Engine:
         self._compiling_lock = threading.Lock()
         self._compiling: dict[Hashable, Request] = {}  # not yet the scheduler's
         self._loop.start()
+
+    def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
+        """What the loop runs with; tests that inject faults (`faults.py`) override it."""
+        return runner, time.monotonic
 
     def submit(self, request: Request) -> None:
         """Queue a request; its output arrives through the callback.

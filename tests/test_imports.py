@@ -27,6 +27,7 @@ RAY_MODULES = {
     "quire.cluster.metrics",
     "quire.cluster.serve_config",
     "quire.replica.actor",
+    "quire.replica.faulty_actor",
     "quire.router.bus",
     "quire.router.serve_router",
     "quire.router.witness",

@@ -1,0 +1,144 @@
+"""One fault of each kind on a real cluster: the answer is the one without it, and nothing leaks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from live import Cluster, start_cluster, wait_until
+
+pytestmark = pytest.mark.system
+STEP_TIMEOUT_S = 2.0
+BODY = {
+    "prompt": "The harbour at night, and",
+    "max_tokens": 48,
+    "ignore_eos": True,
+    "seed": 5,
+    "stream": True,
+    "return_token_ids": True,
+}
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory) -> Iterator[Cluster]:
+    def change(config: dict) -> None:
+        args = config["applications"][0]["args"]
+        args |= {"replicas": 2, "routers": 1}
+        args["engine"] = {"fault_injection": True, "step_timeout_s": STEP_TIMEOUT_S}
+        args["router"] = {"max_move_s": 60.0}
+
+    yield from start_cluster(tmp_path_factory.mktemp("faulty"), change)
+
+
+def ask(cluster: Cluster, label: str = "", **fields) -> tuple[list[int], float, dict | None]:
+    """Token ids, the longest time between two events in seconds, and the error that ended it."""
+    ids: list[int] = []
+    worst_s, last_s, error = 0.0, None, None
+    headers = {"x-request-id": label} if label else {}
+    with httpx.stream(
+        "POST",
+        f"{cluster.url}/v1/completions",
+        json={**BODY, **fields},
+        headers=headers,
+        timeout=60,
+    ) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            now = time.monotonic()
+            worst_s = max(worst_s, now - last_s) if last_s is not None else 0.0
+            last_s = now
+            chunk = json.loads(line.removeprefix("data: "))
+            error = chunk.get("error")
+            ids += chunk["choices"][0]["token_ids"] if error is None else []
+    return ids, worst_s, error
+
+
+@pytest.fixture(scope="module")
+def expected(faulty) -> list[int]:
+    ids, _, error = ask(faulty)
+    assert error is None and len(ids) == BODY["max_tokens"]
+    return ids
+
+
+@pytest.fixture(autouse=True)
+def at_rest(faulty) -> Iterator[None]:
+    """Two replicas before; nothing running and no block lost after."""
+    wait_until(lambda: len(faulty.pids("Replica")) == len(faulty.loads()) == 2, 60, "two replicas")
+    yield
+
+    def is_at_rest() -> bool:
+        return all(
+            load.num_running + load.num_waiting == 0
+            and tier.blocks_free + tier.blocks_cached == tier.blocks_total
+            for load in faulty.loads()
+            for tier in load.cache.tiers
+        )
+
+    wait_until(is_at_rest, 15, "free + cached = total")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "duplicate@9",
+        "drop@9",
+        "corrupt@9",
+        "corrupt@1",
+        "delay:1.5@9",
+        "slow:30@40",
+        "clock:-3600@9",
+    ],
+)
+def test_the_answer_is_the_same_and_no_process_ends(faulty, expected, fault):
+    pids = faulty.pids("Replica")
+    ids, _, error = ask(faulty, f"fault:{fault}")
+    assert error is None
+    assert ids == expected
+    assert sorted(faulty.pids("Replica")) == sorted(pids)
+
+
+@pytest.mark.parametrize("fault", ["kill@9", "kill@40", "hang:30@9"])
+def test_the_answer_is_the_same_when_the_process_ends(faulty, expected, fault):
+    pids = faulty.pids("Replica")
+    ids, stall_s, error = ask(faulty, f"fault:{fault}")
+    assert error is None
+    assert ids == expected
+    print(f"{fault}: {stall_s:.2f} s without a token")
+    wait_until(lambda: set(faulty.pids("Replica")) != set(pids), 20, "Serve replaces the replica")
+
+
+def test_a_clock_that_jumps_ahead_looks_like_a_hung_step_and_costs_no_token(faulty, expected):
+    ids, _, error = ask(faulty, "fault:clock:3600@9")
+    assert error is None
+    assert ids == expected
+
+
+@pytest.mark.parametrize("fault", ["fail@9", "oom@9"])
+def test_a_step_that_fails_costs_nobody_a_token(faulty, expected, fault):
+    """Neither those in it nor those that come after it, served by the same process from a clean cache."""
+    pids = faulty.pids("Replica")
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(ask, faulty) for _ in range(3)]
+        answers = [ask(faulty, f"fault:{fault}")] + [other.result() for other in others]
+        answers += pool.map(lambda _: ask(faulty), range(4))
+    assert [(ids, error) for ids, _, error in answers] == [(expected, None)] * 8
+    assert sorted(faulty.pids("Replica")) == sorted(pids)
+
+
+def test_a_fault_that_follows_its_request_ends_it_and_nobody_else(faulty, expected):
+    """Not one that kills: the streams beside it would spend their budget of moves on somebody else's fault."""
+    with ThreadPoolExecutor(5) as pool:
+        bad = pool.submit(ask, faulty, "fault:drop!@9", seed=6)
+        others = [pool.submit(ask, faulty) for _ in range(4)]
+        ids, _, error = bad.result()
+        assert error is not None and "token" in error["message"]
+        assert len(ids) == 9
+        for other in others:
+            ids, _, error = other.result()
+            assert (ids, error) == (expected, None)
