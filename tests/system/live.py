@@ -53,6 +53,12 @@ class Cluster:
         """Serve's details from the dashboard's REST API."""
         return json.loads(self._dashboard("/api/serve/applications/"))
 
+    def pids(self, deployment: str) -> list[int]:
+        """Of the running replicas of a deployment, as Serve knows them: its news are a second old."""
+        deployments = self.serve_status()["applications"]["quire"]["deployments"]
+        replicas = deployments[deployment]["replicas"]
+        return [r["pid"] for r in replicas if r["state"] == "RUNNING" and r["pid"]]
+
     def ray_metrics(self) -> str:
         """What Prometheus would scrape from this node."""
         nodes = json.loads(self._dashboard("/nodes?view=summary"))["data"]["summary"]

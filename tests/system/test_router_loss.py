@@ -1,0 +1,175 @@
+"""A router that is killed: its clients see that their streams broke, and go on at another one with the next token.
+
+Real Ray, real SIGKILLs, streams of every kind over HTTP and gRPC. One round is part of the suite; `make chaos` does
+three, and thirty with `CHAOS_SIZE=long`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from chaos_clients import Clients
+from live import Cluster, wait_until
+
+from quire.bench.report import Bar, write
+
+SIZE = os.environ.get("CHAOS_SIZE", "ci")
+NUM_ROUNDS = {"ci": 3, "long": 30}[SIZE]
+CONCURRENCY = 24
+NUM_STREAMS = 48
+NUM_OPEN = 12  # streams in the middle of their answers when a router is killed
+PROBE_S = 0.2
+GHOST = {"prompt": "The harbour", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+pytestmark = pytest.mark.system
+
+
+@dataclass(slots=True)
+class Round:
+    """What one kill did."""
+
+    truncated: int
+    wrong: list[str]
+    outage_s: float  # from the kill to the last request that was not served
+    orphaned_s: float  # from the kill until the replicas do nothing
+    restarted_s: float  # from the kill until there is a router in its place
+
+
+async def ask_now_and_then(cluster: Cluster, ends: asyncio.Event) -> float:
+    """When the last request failed that began before `ends`; 0.0 if none did."""
+    failed_s = 0.0
+    body = {"prompt": "A", "max_tokens": 1}
+    while not ends.is_set():
+        began_s = time.monotonic()
+        try:
+            async with httpx.AsyncClient(base_url=cluster.url, timeout=10) as client:
+                ok = (await client.post("/v1/completions", json=body)).status_code == 200
+        except httpx.TransportError:
+            ok = False
+        if not ok:
+            failed_s = time.monotonic()
+        await asyncio.sleep(max(0.0, began_s + PROBE_S - time.monotonic()))
+    return failed_s
+
+
+async def ghost(cluster: Cluster, ends: asyncio.Event) -> None:
+    """A client that does not come back when its stream breaks."""
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        try:
+            async with client.stream("POST", "/v1/completions", json=GHOST) as response:
+                async for _ in response.aiter_lines():
+                    if ends.is_set():
+                        return
+        except httpx.TransportError:
+            return
+
+
+def is_at_rest(cluster: Cluster) -> bool:
+    return all(
+        load.num_running + load.num_waiting == 0
+        and tier.blocks_free + tier.blocks_cached == tier.blocks_total
+        for load in cluster.loads()
+        for tier in load.cache.tiers
+    )
+
+
+def age_rank(pid: int) -> int:
+    """Smaller for a process that was started earlier."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+async def kill_a_router(cluster: Cluster) -> tuple[float, float, Clients]:
+    """Kill one in the middle of streams and follow them to their ends; returns when it was killed, when the last
+    request failed, and the streams."""
+    clients = Clients(cluster, NUM_STREAMS, resumes=True, concurrency=CONCURRENCY)
+    ends, ghosts_end = asyncio.Event(), asyncio.Event()
+    asking = asyncio.create_task(ask_now_and_then(cluster, ends))
+    ghosts = [asyncio.create_task(ghost(cluster, ghosts_end)) for _ in range(4)]
+    running = asyncio.create_task(clients.run(iter(range(NUM_STREAMS))))
+    # The older one: to the other, which took the place of the last one killed, the proxy may not send anything yet.
+    pid = min(await asyncio.to_thread(cluster.pids, "Router"), key=age_rank)
+    while sum(map(clients.is_open, range(NUM_STREAMS))) < NUM_OPEN:
+        await asyncio.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    await running
+    ghosts_end.set()
+    await asyncio.gather(*ghosts)
+    await asyncio.sleep(max(0.0, killed_s + 5.0 - time.monotonic()))
+    ends.set()
+    return killed_s, await asking, clients
+
+
+def play(cluster: Cluster, calm: Clients) -> Round:
+    wait_until(lambda: len(cluster.pids("Router")) == 2, 60, "two routers")
+    wait_until(lambda: is_at_rest(cluster), 20, "free + cached = total")
+    killed_s, failed_s, clients = asyncio.run(kill_a_router(cluster))
+    # Those of the clients have ended; whatever is left was the dead router's.
+    wait_until(lambda: is_at_rest(cluster), 15, "no orphan runs, free + cached = total")
+    orphaned_s = time.monotonic() - killed_s
+    wait_until(lambda: len(cluster.pids("Router")) == 2, 60, "the router is replaced")
+    return Round(
+        sum(watch.truncations > 0 for watch in clients.watches.values()),
+        clients.wrong(calm),
+        max(0.0, failed_s - killed_s),
+        orphaned_s,
+        time.monotonic() - killed_s,
+    )
+
+
+def peace(cluster: Cluster) -> Clients:
+    calm = Clients(cluster, NUM_STREAMS)
+    asyncio.run(calm.run(iter(range(NUM_STREAMS))))
+    assert [n for n, outcome in calm.outcomes.items() if isinstance(outcome, str)] == []
+    return calm
+
+
+@pytest.mark.timeout(240)
+def test_streams_go_on_when_their_router_is_killed(cluster):
+    played = play(cluster, peace(cluster))
+    print(played)
+    assert played.wrong == []
+    assert played.truncated > 0, "the router had no streams"
+    assert played.outage_s <= 10
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.timeout(600 if SIZE == "ci" else 3600)
+def test_routers_are_killed_again_and_again(chaos_cluster):
+    calm = peace(chaos_cluster)
+    rounds = []
+    for number in range(NUM_ROUNDS):
+        rounds.append(play(chaos_cluster, calm))
+        print(f"round {number}: {rounds[-1]}", flush=True)
+    wrong = [line for played in rounds for line in played.wrong]
+    bars = [
+        Bar("chaos/router_kills", NUM_ROUNDS, "SIGKILL", NUM_ROUNDS, at_most=False),
+        Bar(
+            "chaos/router_kill_bad_streams",
+            len(wrong),
+            "streams",
+            0,
+            details={
+                "streams": NUM_ROUNDS * NUM_STREAMS,
+                "resumed": sum(played.truncated for played in rounds),
+            },
+        ),
+        Bar("chaos/router_kill_outage", max(p.outage_s for p in rounds), "s", 10),
+        Bar("chaos/router_kill_orphans", max(p.orphaned_s for p in rounds), "s", 15),
+        Bar("chaos/router_restart", max(p.restarted_s for p in rounds), "s", 60),
+    ]
+    for bar in bars:
+        print(bar.to_json())
+    out = os.environ.get("CHAOS_OUT")
+    if out:
+        write(Path(out).with_name("chaos_routers.json"), f"make chaos SIZE={SIZE}", bars)
+    assert not wrong, "\n".join(wrong)
+    assert all(played.truncated for played in rounds), "a router that was killed had no streams"
