@@ -141,14 +141,6 @@ def _actor_options(
     return options
 
 
-def _replica_class(config: AppConfig) -> type[Replica]:
-    if not config.engine.fault_injection:
-        return Replica
-    from quire.replica.faulty_actor import FaultyReplica  # of no use, and not loaded, in production
-
-    return FaultyReplica
-
-
 def _engine_args(config: AppConfig, device: str) -> EngineArgs:
     limits = config.engine.model_dump(exclude={"heartbeat_ms"})
     if limits["num_threads"] is None and device == "cpu":

@@ -111,7 +111,7 @@ def _add_router(commands: argparse._SubParsersAction) -> None:
 
 def _router_replay(arguments: argparse.Namespace) -> int:
     from quire.router import decision_log
-    from quire.router.log_replay import replay, report
+    from quire.router.decision_replay import replay, report
     from quire.router.policy import make_policy
 
     paths = []

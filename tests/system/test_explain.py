@@ -12,7 +12,7 @@ from live import wait_until
 from quire.cluster.cli import main
 from quire.protos import generation_pb2
 from quire.router.decision_log import read
-from quire.router.log_replay import replay
+from quire.router.decision_replay import replay
 from quire.router.policy import make_policy
 
 pytestmark = pytest.mark.system

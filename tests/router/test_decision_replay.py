@@ -13,7 +13,7 @@ from routing_fleets import FLEETS, fleet_of, idle
 
 from quire.cluster.cli import main
 from quire.router.decision_log import DecisionLog, DecisionLogError, read
-from quire.router.log_replay import replay, report
+from quire.router.decision_replay import replay, report
 from quire.router.policy import POLICY_NAMES, Demand, RouteRequest, make_policy
 from quire.router.types import Explain
 
