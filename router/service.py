@@ -329,7 +329,11 @@ class RouterService:
     async def _prompt_ids(self, request: GenerationRequest, hello: Hello) -> np.ndarray:
         """[tokens] int32."""
         if request.messages is None and not isinstance(request.prompt, str):
-            return np.asarray(request.prompt, dtype=np.int32)
+            try:
+                return np.asarray(request.prompt, dtype=np.int32)
+            except OverflowError:
+                params.check_prompt_ids(request.prompt, hello.vocab_size)
+                raise
         if request.messages is not None:
             if self._template is None:
                 raise UnsupportedField(
