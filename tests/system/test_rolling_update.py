@@ -56,8 +56,8 @@ def rolling_cluster(tmp_path_factory) -> Iterator[Cluster]:
 def pids(cluster: Cluster, deployment: str) -> set[int]:
     """Of the processes that run and have the newest version, as Serve says; empty while a change is under way."""
     application = cluster.serve_status()["applications"]["quire"]
-    details = application["deployments"][deployment]
-    if application["status"] != "RUNNING" or details["status"] != "HEALTHY":
+    details = application["deployments"].get(deployment)
+    if details is None or application["status"] != "RUNNING" or details["status"] != "HEALTHY":
         return set()
     return {r["pid"] for r in details["replicas"] if r["state"] == "RUNNING"}
 
