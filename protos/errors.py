@@ -116,6 +116,7 @@ class DeadlineExceeded(QuireError):
     """The request's own deadline has passed."""
 
     code = "deadline_exceeded"
+    openai_type = "timeout_error"
     http_status = 408
     grpc_status = "DEADLINE_EXCEEDED"
 
@@ -124,6 +125,7 @@ class SlowClient(QuireError):
     """The client did not take what was sent to it for too long; its request has ended."""
 
     code = "slow_client"
+    openai_type = "timeout_error"
     http_status = 408
     grpc_status = "ABORTED"
 

@@ -167,7 +167,7 @@ def resolve(
     check(request, limits)
     _check_prompt_len(num_prompt_tokens, max_model_len)
     if isinstance(request.prompt, tuple):
-        _check_prompt_ids(request.prompt, vocab_size)
+        check_prompt_ids(request.prompt, vocab_size)
     for i, token_id in enumerate(request.stop_token_ids):
         _integer(f"stop_token_ids[{i}]", token_id, 0, vocab_size - 1)
     for name in ("logit_bias", "allowed_token_ids"):
@@ -242,7 +242,7 @@ def _check_prompt_len(num_prompt_tokens: int, max_model_len: int) -> None:
         )
 
 
-def _check_prompt_ids(ids: Sequence[Any], vocab_size: int) -> None:
+def check_prompt_ids(ids: Sequence[Any], vocab_size: int) -> None:
     for i, token_id in enumerate(ids):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise _invalid(f"prompt[{i}]", f"a token id in [0, {vocab_size})", token_id)
@@ -322,7 +322,7 @@ def _check_deadline(deadline_s: Any) -> None:
     if not _is_number(deadline_s) or math.isnan(deadline_s):
         raise _invalid("deadline_s", "a number of seconds", deadline_s)
     if deadline_s <= 0:
-        raise DeadlineExceeded(f"the deadline passed {-deadline_s:.3f} s ago", field="deadline_s")
+        raise DeadlineExceeded(f"the deadline passed {abs(deadline_s):.3f} s ago", field="timeout")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -370,7 +370,11 @@ class RouterService:
     async def _prompt_ids(self, request: GenerationRequest, hello: Hello) -> np.ndarray:
         """[tokens] int32."""
         if request.messages is None and not isinstance(request.prompt, str):
-            return np.asarray(request.prompt, dtype=np.int32)
+            try:
+                return np.asarray(request.prompt, dtype=np.int32)
+            except OverflowError:
+                params.check_prompt_ids(request.prompt, hello.vocab_size)
+                raise
         if request.messages is not None:
             if self._template is None:
                 raise UnsupportedField(
@@ -874,14 +878,16 @@ class RequestStream:
         """The replica, its stream or its call broke."""
         if lost.planned:
             self._leave()
-        elif self._emitted and not self._attempt.placed:
+            return
+        self._lost_attempts.append((lost.replica, self._attempt.stream_id))
+        if self._emitted and not self._attempt.placed:
             await self._try_again(Unavailable(lost.reason, retry_after_s=NO_REPLICA_RETRY_S))
         else:
-            self._lost_attempts.append((lost.replica, self._attempt.stream_id))
             self._on_lost(lost.reason)
-            if self._suspicion.num_incidents + len(self._lost_attempts) >= MAX_INCIDENTS:
-                await self._look_into_losses()
-                self._check_standing(lost.reason)
+        # Also one that no frame has confirmed: the replica may have died of its first step with the request.
+        if self._suspicion.num_incidents + len(self._lost_attempts) >= MAX_INCIDENTS:
+            await self._look_into_losses()
+            self._check_standing(lost.reason)
 
     async def _look_into_losses(self) -> None:
         """Whether the replicas crashed, and in steps with this request; the first time nobody waits for the answer."""

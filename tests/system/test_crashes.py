@@ -47,7 +47,7 @@ def faulty_cluster(tmp_path_factory) -> Iterator[Cluster]:
 
 
 def fields(i: int) -> dict[str, object]:
-    return {"temperature": 0.9, "seed": 100 + i, "max_tokens": NUM_TOKENS}
+    return {"temperature": 0.9, "top_p": 1.0, "seed": 100 + i, "max_tokens": NUM_TOKENS}
 
 
 @pytest.fixture(scope="module")
