@@ -33,7 +33,7 @@ class Steps:
         plan = self.scheduler.plan(0.0)
         if plan is None:
             return False
-        names = self.scheduler.rows.keys[self.scheduler._step.rows].tolist()
+        names = self.scheduler.rows.keys[self.scheduler._steps[-1].rows].tolist()
         assert len(names) == plan.num_rows == len(self.scheduler.stream_ids_in_flight)
         self.rows.append(set(names))
         result = StepResult(plan.sampling.position % 900 + 10, 0.001)
@@ -95,7 +95,7 @@ def test_a_suspect_that_leaves_or_fails_makes_room_for_the_others():
     assert steps.rows[-1] == {"aborted"}
     steps.scheduler.abort("aborted")
     plan = steps.scheduler.plan(0.0)
-    assert steps.scheduler.rows.keys[steps.scheduler._step.rows].tolist() == ["fails"]
+    assert steps.scheduler.rows.keys[steps.scheduler._steps[-1].rows].tolist() == ["fails"]
     assert [d.key for d in steps.scheduler.fail_step(plan, ValueError())] == ["fails"]
     steps.run()
     assert steps.ended == {"one": "length"}
