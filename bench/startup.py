@@ -43,12 +43,12 @@ def child(checkpoint: str, dtype: str, kv_cache_gib: float) -> None:
             engine.generate([[(7 * j + 13 * i) % vocab for j in range(length)]], params)
         status = Path("/proc/self/status").read_text()
         pool = engine._loop._runner.pool
-        weights = engine._loop._runner.model.parameters()
+        weights_bytes = _weights_bytes(engine._loop._runner.model)
         print(
             json.dumps(
                 {
                     "peak_rss_bytes": 1024 * int(status.partition("VmHWM:")[2].split()[0]),
-                    "weights_bytes": sum(p.numel() * p.element_size() for p in weights),
+                    "weights_bytes": weights_bytes,
                     "cache_bytes": pool.data.numel() * pool.data.element_size(),
                     # One, the half-filled block of the last prompt, was written too.
                     "blocks_without_content": engine.call(lambda s: s.load().blocks_free).result(),
@@ -56,6 +56,13 @@ def child(checkpoint: str, dtype: str, kv_cache_gib: float) -> None:
             ),
             flush=True,
         )
+
+
+def _weights_bytes(model: Any) -> int:
+    """Of the parameters, and of the packed weights that products on the CPU have in their place."""
+    held = (getattr(module, "packed", None) for module in model.modules())
+    packed = {id(weight): weight.num_bytes for weight in held if weight is not None}
+    return sum(packed.values()) + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def measure(checkpoint: str, dtype: str, kv_cache_gib: float) -> dict[str, Any]:

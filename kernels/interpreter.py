@@ -8,6 +8,9 @@ NumPy has no bfloat16: the interpreter (Triton 3.6 to 3.9) keeps such tensors as
    doubled rounding in a kernel, and to differ from torch in every sum of two rows. GPUs round to nearest even.
 3. Its conversion from bfloat16 goes through another path than 2, so both are replaced.
 
+Its dot product of floats is numpy's, whose library gives a row other bits in another place of the tile on some
+CPUs. The matrix units do not, and the kernels rest on it, so products are added up one k after the other.
+
 And Triton 3.6 turns a scalar, which it holds as an array of one element, into a Python number in a way that NumPy 2.4
 and later refuse (Triton 3.7 repaired it).
 """
@@ -30,24 +33,36 @@ def repair_interpreter() -> None:
     """Make all the repairs; call before the first kernel runs. A second call does nothing."""
     if getattr(InterpreterBuilder, "is_repaired", False):
         return
-    _repair_bfloat16_dot()
+    _repair_dot()
     _repair_bfloat16_casts()
     _repair_index()
     InterpreterBuilder.is_repaired = True
 
 
-def _repair_bfloat16_dot() -> None:
+def _repair_dot() -> None:
     create_dot = InterpreterBuilder.create_dot
 
     def widened(self, x):
         return self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
 
-    def create_dot_widened(self, a, b, d, input_precision, max_num_imprecise_acc):
-        return create_dot(
-            self, widened(self, a), widened(self, b), d, input_precision, max_num_imprecise_acc
-        )
+    def create_dot_by_rows(self, a, b, d, input_precision, max_num_imprecise_acc):
+        a, b = widened(self, a), widened(self, b)
+        if {a.dtype.scalar, b.dtype.scalar} <= {tl.float32, tl.float16} and a.data.ndim == 2:
+            return TensorHandle(_product(a.data, b.data, d.data), d.dtype.scalar)
+        return create_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
-    InterpreterBuilder.create_dot = create_dot_widened
+    InterpreterBuilder.create_dot = create_dot_by_rows
+
+
+def _product(a: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """[m, n] a @ b + d, added up in the order of k at every place, in d's dtype."""
+    a, b = a.astype(d.dtype, copy=False), b.astype(d.dtype, copy=False)
+    total = np.zeros_like(d)
+    term = np.empty_like(d)
+    for k in range(len(b)):
+        np.multiply(a[:, k, None], b[k], out=term)
+        total += term
+    return total + d
 
 
 def _repair_bfloat16_casts() -> None:

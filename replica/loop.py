@@ -184,12 +184,14 @@ class EngineLoop:
         self._drain_mailbox()
         plan = self._scheduler.plan(self._clock())
         if plan is not None:
-            self._send(self._launch(plan))
-            self._busy_s = self._clock()
+            self._launch(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             self._send(self._collect())
             self._busy_s = self._clock()
-        elif plan is None:
+        elif plan is not None:
+            self._send(DeltaBatch([]))  # what has ended need not wait for the step
+            self._busy_s = self._clock()
+        else:
             self._busy_s = None
             self._send(DeltaBatch(self._scheduler.take_ended()))
             # A leak ends the engine now, when it disturbs nobody, and a whole one takes its place.
@@ -208,22 +210,19 @@ class EngineLoop:
         except Exception:  # after a failed turn the scheduler may be in any state
             logger.exception("the engine's loop could not end its requests")
 
-    def _launch(self, plan: StepPlan) -> DeltaBatch:
-        """Launch a step; deltas only if that failed."""
+    def _launch(self, plan: StepPlan) -> None:
+        """Launch a step; if that fails, its requests end, and what is in flight before it is collected."""
         if not self._in_flight:
             self.step_watch.begin(plan.step, self._predicted_s(plan))
         self._record(plan)
         try:
             self._in_flight.append((plan, self._runner.launch(plan)))
         except Exception as error:
-            deltas = DeltaBatch([])
             while self._in_flight:  # those before it may be whole
-                deltas.whole += self._collect()
+                self._deltas.extend(self._collect())
             if self._scheduler.num_in_flight:  # or one before it has failed, and this one with it
-                deltas.whole += self._fail(plan, error)
+                self._deltas.extend(self._fail(plan, error))
             self._watch_next()
-            return deltas
-        return DeltaBatch([])
 
     def _collect(self) -> DeltaBatch:
         """Wait for the oldest step in flight and commit it."""
