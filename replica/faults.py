@@ -19,6 +19,7 @@ with `!` in every one, so that it follows the request from replica to replica.
 | `oom` | | an allocation fails in the step |
 | `clock` | seconds | the engine's clock jumps, also back |
 | `drop` | | the frame with the token is not sent |
+| `lose` | | the frame is sent without the request's token, but with those of the others |
 | `duplicate` | | it is sent twice, and the one before it once more |
 | `delay` | seconds | it and all after it are sent so much later |
 | `corrupt` | | one of its bits is flipped |
@@ -28,6 +29,7 @@ with `!` in every one, so that it follows the request from replica to replica.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -39,14 +41,14 @@ from typing import Any
 
 import numpy as np
 
-from quire.protos.wire import Frame, Submit
+from quire.protos.wire import Frame, Submit, TokenColumns
 from quire.replica.engine import Engine
 from quire.replica.loop import StepRunner
 from quire.replica.plan import StepPlan, StepResult
 
 logger = logging.getLogger("ray.serve")
 IN_STEP = ("kill", "hang", "slow", "fail", "oom", "clock")
-IN_STREAM = ("drop", "duplicate", "delay", "corrupt")
+IN_STREAM = ("drop", "lose", "duplicate", "delay", "corrupt")
 _LABEL = re.compile(r"fault:([a-z]+)(?::(-?[0-9.]+))?(!?)@([0-9]+)")
 
 
@@ -172,13 +174,27 @@ class FaultyEngine(Engine):
         return FaultyRunner(runner, self.faults), self.faults.now_s
 
 
-def disturbed(kind: str, data: bytes, before: bytes) -> list[bytes]:
-    """What is sent instead of a frame."""
+def disturbed(fault: Fault, data: bytes, before: bytes) -> list[bytes]:
+    """What is sent instead of a frame, after the frame before it."""
+    kind = fault.kind
     if kind == "drop":
         return []
+    if kind == "lose":
+        return [_without(Frame.decode(data), fault.stream_id).encode()]
     if kind == "duplicate":
         return [data, data, before] if before else [data, data]
     if kind == "corrupt":
         middle = len(data) // 2
         return [data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]]
     return [data]
+
+
+def _without(frame: Frame, stream_id: int) -> Frame:
+    columns = frame.columns
+    if columns is not None:
+        kept = columns.stream_ids != stream_id
+        columns = TokenColumns(
+            columns.stream_ids[kept], columns.index[kept], columns.token_ids[kept]
+        )
+    deltas = [delta for delta in frame.deltas if delta.stream_id != stream_id]
+    return dataclasses.replace(frame, deltas=deltas, columns=columns)

@@ -34,6 +34,6 @@ class FaultyReplica(Replica):
                 logger.warning("fault: %s %g", fault.kind, fault.number)
                 if fault.kind == "delay":
                     await asyncio.sleep(fault.number)
-                for frame in disturbed(fault.kind, data, before):
+                for frame in disturbed(fault, data, before):
                     yield frame
             before = data

@@ -608,6 +608,10 @@ class RequestStream:
         else:
             best = ranking[0]
             self._route, num_cached = ranking.names(), best.cached_tokens + best.host_tokens
+            if service.decision_log is not None:
+                # Before the booking changes the columns that the decision was made from.
+                asked, attempt = self._asked(num_prompt_tokens), self.explain.attempts + 1
+                self._logged = service.decision_log.decided(asked, ranking, attempt, now)
             self._booking = service.table.book(
                 ranking, self._hashes, num_prompt_tokens, now, self._request.session
             )
@@ -626,10 +630,6 @@ class RequestStream:
                 self.explain,
                 now,
             )
-            if service.decision_log is not None:
-                attempt = self.explain.attempts
-                asked = self._asked(num_prompt_tokens)
-                self._logged = service.decision_log.decided(asked, ranking, attempt, now)
         submit = Submit(
             router_id=service.router_id,
             stream_id=service.transport.next_stream_id(),

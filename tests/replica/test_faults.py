@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quire.protos.errors import EngineError
-from quire.protos.wire import Frame, SamplingParams, Submit, TokenDelta
+from quire.protos.wire import Frame, SamplingParams, Submit, TokenColumns, TokenDelta
 from quire.replica.faults import Fault, Faults, FaultyEngine, disturbed, parse
 
 PROMPT = [5, 6, 7, 8]
@@ -90,8 +90,15 @@ def test_a_frame_is_found_by_its_token():
 
 
 def test_what_is_sent_instead_of_a_frame():
-    assert disturbed("drop", b"abc", b"x") == []
-    assert disturbed("duplicate", b"abc", b"x") == [b"abc", b"abc", b"x"]
-    assert disturbed("delay", b"abc", b"x") == [b"abc"]
-    (flipped,) = disturbed("corrupt", b"abc", b"x")
+    def instead(kind, data=b"abc"):
+        return disturbed(parse(submit(f"fault:{kind}@9")), data, b"x")
+
+    assert instead("drop") == []
+    assert instead("duplicate") == [b"abc", b"abc", b"x"]
+    assert instead("delay:1") == [b"abc"]
+    (flipped,) = instead("corrupt")
     assert flipped != b"abc" and len(flipped) == 3
+    columns = TokenColumns(np.array([6, 7]), np.array([4, 9], np.int32), np.array([1, 2], np.int32))
+    frame = Frame("e", [TokenDelta(7, 9, [1]), TokenDelta(8, 9, [1])], columns=columns)
+    (left,) = instead("lose", frame.encode())
+    assert [delta.stream_id for delta in Frame.decode(left).token_deltas()] == [8, 6]

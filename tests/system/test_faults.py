@@ -132,9 +132,9 @@ def test_a_step_that_fails_costs_nobody_a_token(faulty, expected, fault):
 
 
 def test_a_fault_that_follows_its_request_ends_it_and_nobody_else(faulty, expected):
-    """Not one that kills: the streams beside it would spend their budget of moves on somebody else's fault."""
+    """Not one that takes others with it: they would spend their budget of moves on somebody else's fault."""
     with ThreadPoolExecutor(5) as pool:
-        bad = pool.submit(ask, faulty, "fault:drop!@9", seed=6)
+        bad = pool.submit(ask, faulty, "fault:lose!@9", seed=6)
         others = [pool.submit(ask, faulty) for _ in range(4)]
         ids, _, error = bad.result()
         assert error is not None and "token" in error["message"]

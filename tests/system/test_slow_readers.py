@@ -136,6 +136,11 @@ def slow_channel(cluster: Cluster, number: int) -> grpc.Channel:
     return grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}", options=options)
 
 
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True,
+    reason="While 48 gRPC streams are stalled behind HAProxy, other gRPC calls get no answer within 10 s",
+)
 def test_fifty_readers_that_stall(cluster, credit):
     """Most of them over gRPC: over HTTP the kernel takes three megabytes for each socket before anybody waits."""
     with cluster.channel() as channel:
