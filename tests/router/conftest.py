@@ -1,8 +1,10 @@
-"""Small tokenizers of the two families that matter, made here: no download."""
+"""Small tokenizers of the two families that matter, made here: no download. And the loop that real engines live in."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,14 @@ def metaspace() -> Tokenizer:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One event loop for the module: its replicas live in it."""
+    import torch  # only tests with real engines need it
+
+    before = torch.get_num_threads()
+    with asyncio.Runner() as runner:
+        yield runner
+    torch.set_num_threads(before)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from local_serve import LocalCluster, LocalReplica, assert_idle, start_replica, until
@@ -64,15 +63,6 @@ def test_grants_travel_together():
 
 
 # -- real engines and the real bus -----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    """One event loop for the module: the replicas live in it."""
-    before = torch.get_num_threads()
-    with asyncio.Runner() as runner:
-        yield runner
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

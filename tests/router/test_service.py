@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-import torch
 from local_serve import (
     LocalCluster,
     LocalReplica,
@@ -138,15 +137,6 @@ async def read(stream: RequestStream) -> Answer:
 def patch() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         yield patch
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    """One event loop for the module: the replicas live in it."""
-    before = torch.get_num_threads()
-    with asyncio.Runner() as runner:
-        yield runner
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

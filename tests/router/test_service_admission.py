@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-import torch
 from local_serve import LocalCluster, LocalReplica, start_replica, until
 
 from quire.cluster.autoscaling import KV_IN_USE, NUM_REQUESTS, QUEUED_PREFILL_S
@@ -42,14 +41,6 @@ ONE_BY_ONE = AdmissionLimits(
 )
 LONG = 300  # tokens
 TOKENIZER = TextTokenizer.load(CHECKPOINT)
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    before = torch.get_num_threads()
-    with asyncio.Runner() as runner:
-        yield runner
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-import torch
 from local_serve import LocalCluster, LocalReplica, start_replica, until
 
 from quire.protos.errors import EngineCrash
@@ -32,14 +31,6 @@ ENGINE = dict(
 )
 TOKENIZER = TextTokenizer.load(CHECKPOINT)
 NUM_OTHERS = 8
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    before = torch.get_num_threads()
-    with asyncio.Runner() as runner:
-        yield runner
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
