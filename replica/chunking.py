@@ -150,10 +150,12 @@ class Chunking:
         return StepBudget(self._speed, tokens, seconds, self._block_size)
 
     def observe(
-        self, budget: StepBudget, num_decodes: int, duration_s: float, left_out: bool
+        self, budget: StepBudget, num_decodes: int, duration_s: float, left_out: bool, now_s: float
     ) -> None:
-        """A step with this budget has run."""
-        self._speed.observe(budget.num_tokens, num_decodes, duration_s, budget.num_keys)
+        """A step with this budget has run, until now."""
+        self._speed.observe(
+            budget.num_tokens, num_decodes, duration_s, budget.num_keys, end_s=now_s
+        )
         self._waited_s = self._waited_s + duration_s if left_out else 0.0
         if num_decodes:
             self._num_cut = self._num_cut + 1 if budget.cut else 0

@@ -771,8 +771,9 @@ class Scheduler:
                         i, RequestDelta(keys[i], int(index[i]), [int(tokens[i])])
                     )
                     delta.logprobs = [logprobs[row]]
+        left_out = step.leaves_out_decodes
         self._chunking.observe(
-            step.budget, plan.num_decode_rows, result.duration_s, step.leaves_out_decodes
+            step.budget, plan.num_decode_rows, result.duration_s, left_out, now_s
         )
         batch = DeltaBatch([*scored, *self.take_ended(), *complete.values()], *columns)
         return batch.without(complete) if complete else batch

@@ -22,6 +22,9 @@ class StepSpeed:
     """
 
     WEIGHT = 0.1  # forgotten in a step by the averages
+    HORIZON_S = (
+        10.0  # and by the prefill's in so much time without one: what ran beside it then is gone
+    )
     FIT_WEIGHT = 0.05  # and by the fit, which needs steps at different positions
     # A token at the start of a prompt costs at least this share of the average one: noise may make `a` vanish.
     _MIN_SHARE = 0.25
@@ -32,6 +35,7 @@ class StepSpeed:
         self._steps_since_decode = 0  # steps with prefill since one without
         self._prefill_s = 0.0
         self._prefill_tokens = 0.0
+        self._prefill_end_s = -math.inf  # of the last step with prefill
         # Sums of products for the fit: tokens * tokens, tokens * keys, keys * keys, and each times seconds.
         self._tt = self._tk = self._kk = self._ts = self._ks = 0.0
         self._per_token_s = 0.0  # a
@@ -62,6 +66,8 @@ class StepSpeed:
         num_decode_rows: int,
         duration_s: float,
         num_prefill_keys: int = 0,
+        *,
+        end_s: float = 0.0,
     ) -> None:
         """Take in one step.
 
@@ -69,6 +75,8 @@ class StepSpeed:
         ----------
         num_prefill_keys
             Keys up to each prefill token, summed over them.
+        end_s
+            When it ended, on a monotonic clock.
         """
         if num_prefill_tokens == 0:
             # After many steps with prefill the old average says little about the rows that decode now.
@@ -81,7 +89,9 @@ class StepSpeed:
             self._steps_since_decode += 1
         decode_s = self.decode_step_s if num_decode_rows else 0.0
         prefill_s = max(0.0, duration_s - decode_s)
-        keep = 1 - self.WEIGHT
+        pause_s = max(0.0, end_s - duration_s - self._prefill_end_s)
+        self._prefill_end_s = end_s
+        keep = (1 - self.WEIGHT) * math.exp(-pause_s / self.HORIZON_S)
         self._prefill_s = keep * self._prefill_s + prefill_s
         self._prefill_tokens = keep * self._prefill_tokens + num_prefill_tokens
         self._fit(num_prefill_tokens, num_prefill_keys, prefill_s)

@@ -152,12 +152,12 @@ class CostPolicy:
         return rank(self.name, fleet, cost, rng, self.tie_s, **terms)
 
     def _speeds(self, fleet: Fleet) -> np.ndarray:
-        """[n] seconds of a unit of work; who has not measured its own has the median."""
-        median = fleet.median_s_per_work or self.fallback_prefill_s_per_work
+        """[n] seconds of a unit of work; who has not measured its own has what the others show."""
+        prior = fleet.prior_s_per_work or self.fallback_prefill_s_per_work
         speeds = fleet.prefill_s_per_work
-        noise = np.abs(speeds - median) <= self.speed_noise * median
+        noise = np.abs(speeds - prior) <= self.speed_noise * prior
         noise |= speeds <= 0
-        return np.where(noise, median, speeds)
+        return np.where(noise, prior, speeds)
 
     def _wait(self, fleet: Fleet, speed: np.ndarray) -> np.ndarray:
         """W: what is still queued, by the report and by our own unanswered requests."""

@@ -64,13 +64,13 @@ class Fleet:
     kv_tokens: np.ndarray  # [n] float64, of the decoding requests, with our own unanswered ones
     mean_requests: np.ndarray  # [n] float64, running and waiting, mean of the last seconds' reports
     mean_kv_tokens: np.ndarray  # [n] float64, of the decoding requests, mean of the last seconds
-    prefill_s_per_work: np.ndarray  # [n] float64, measured; 0: not yet known
+    prefill_s_per_work: np.ndarray  # [n] float64, measured and still believed; 0: not yet known
     host_copy_s_per_token: np.ndarray  # [n] float64, from host memory to the device
     cache_age_s: np.ndarray  # [n] float64, for how long a block stays cached; inf: nothing evicted
     free_tokens: np.ndarray  # [n] float64, of KV memory, evictable ones included; inf: not known
     used_tokens: np.ndarray  # [n] float64, of KV memory of running requests
     num_waiting: np.ndarray  # [n] float64, requests that wait there, by the last report
-    median_s_per_work: float = 0.0  # of those that are known; 0: none is
+    prior_s_per_work: float = 0.0  # median of those that are known; 0: none is
     demand: Demand = field(default_factory=Demand)
     attention_context_tokens: float = 30_000.0
     longest_prefix: int | None = None  # hash of the longest prefix of this prompt that is held

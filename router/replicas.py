@@ -28,12 +28,12 @@ from quire.router.demand import DemandMeter, Followers
 from quire.router.index import Booking, PrefixIndex
 from quire.router.policy import Fleet, Ranking, prefill_work
 from quire.router.replay import Replay
+from quire.router.speeds import MeasuredSpeed, believed
 from quire.router.types import ReplicaStatus
 
 _EVICTION_HORIZON_S = 10.0
-_SPEED_HORIZON_S = 30.0
 _LOAD_HORIZON_S = 5.0  # about the time of one output, over which a mean has to foretell the load
-_MEDIAN_PERIOD_S = 0.2
+_SPEEDS_PERIOD_S = 0.2
 
 
 class ReplicaState(enum.Enum):
@@ -111,10 +111,10 @@ class _Replica:
     unanswered_work: float = 0.0
     unanswered_tokens: int = 0
     num_ours: int = 0  # requests of this router in flight on it
-    # Of our requests that it answered of late: what its measured speed is an average of.
-    answered_tokens: float = 0.0
-    answered_work: float = 0.0
-    prefill_s_per_work: float = 0.0  # 0: not yet known
+    speed: MeasuredSpeed = field(default_factory=MeasuredSpeed)
+    believed_s_per_work: float = (
+        0.0  # of `speed`, at the last look at all of them; 0: not yet known
+    )
     mean_requests: float = 0.0  # by the reports of the last seconds
     mean_kv_tokens: float = 0.0
     removed_per_s: float = 0.0  # routing blocks that its cache evicts
@@ -134,18 +134,6 @@ class _Replica:
         self.move_to(ReplicaState.DRAINING if self.draining else ReplicaState.SYNCING)
         self.seen_s = None
         self.replay.begin_stream()
-
-    def take_speed(self, s_per_token: float, elapsed_s: float) -> None:
-        """Average the measured speed, per unit of work, over a time long enough for many prompts."""
-        if s_per_token <= 0:
-            return
-        keep = math.exp(-elapsed_s / _SPEED_HORIZON_S)
-        work_per_token = self.answered_work / self.answered_tokens if self.answered_tokens else 1.0
-        speed = s_per_token / work_per_token
-        previous = self.prefill_s_per_work or speed
-        self.prefill_s_per_work = keep * previous + (1.0 - keep) * speed
-        self.answered_tokens *= keep
-        self.answered_work *= keep
 
     def average_load(self, load: Load, elapsed_s: float | None) -> None:
         """Take a report into the means; `elapsed_s` after the one before, None: it is the first."""
@@ -219,9 +207,9 @@ class ReplicaTable:
         self._max_sessions = max_sessions
         self._replicas: dict[str, _Replica] = {}
         self._columns = ReplicaColumns()
-        self._median_s_per_work = 0.0
-        self._median_of = 0  # replicas
-        self._median_until_s = 0.0
+        self._prior_s_per_work = 0.0  # see `router/speeds.py`
+        self._speeds_of = 0  # replicas
+        self._speeds_until_s = 0.0
         self._num_ours = 0  # our requests in flight
         self._demand = DemandMeter()
         self._followers = Followers()
@@ -348,7 +336,7 @@ class ReplicaTable:
             rate = max(0, num_removed - entry.num_removed) / elapsed_s  # a new epoch counts anew
             entry.removed_per_s = keep * entry.removed_per_s + (1.0 - keep) * rate
             entry.num_removed = num_removed
-            entry.take_speed(load.prefill_s_per_token, elapsed_s)
+        entry.speed.take(load.prefill_s_per_token, now_s)
         entry.average_load(load, None if entry.report_s is None else now_s - entry.report_s)
         if load.num_steps != entry.load.num_steps:
             self._demand.on_step(load.num_decode_tokens, load.decode_step_s)
@@ -440,8 +428,7 @@ class ReplicaTable:
         if entry is not None:
             entry.bookings.pop(booking, None)
             entry.unanswered.pop(booking, None)
-            entry.answered_tokens += booking.prefill_tokens
-            entry.answered_work += booking.work
+            entry.speed.answered(booking.prefill_tokens, booking.work)
             # First come, first served: the next is prefilled from now on.
             entry.head_s = now_s
             entry.sum_bookings()
@@ -486,6 +473,7 @@ class ReplicaTable:
         avoid
             Replicas to leave out, unless that leaves none.
         """
+        self._look_at_speeds(now_s)
         names, rows = self._columns.names, self._columns.columns
         depths, host, longest = self._held_tokens(hashes, num_prompt_tokens)
         heard_s = now_s - self.lost_after_s
@@ -519,7 +507,7 @@ class ReplicaTable:
             free_tokens=rows[columns.FREE_TOKENS],
             used_tokens=rows[columns.USED_TOKENS],
             num_waiting=rows[columns.NUM_WAITING],
-            median_s_per_work=self._median_speed(now_s),
+            prior_s_per_work=self._prior_s_per_work,
             demand=self._demand.demand(max(1, len(names)), now_s),
             attention_context_tokens=self._attention_context_tokens,
             longest_prefix=prefix,
@@ -557,17 +545,20 @@ class ReplicaTable:
             depths -= host
         return depths, host, longest
 
-    def _median_speed(self, now_s: float) -> float:
-        """Median seconds per unit of work, of those that are known; looked at once in a while."""
-        num_known = len(self._columns)
-        if now_s >= self._median_until_s or num_known != self._median_of:
-            speeds = self._columns.columns[columns.PREFILL_S_PER_WORK]
-            speeds = speeds[speeds > 0]
-            self._median_s_per_work = float(np.median(speeds)) if len(speeds) else 0.0
-            self._median_of = num_known
-            # Until one is known each look may find the first.
-            self._median_until_s = now_s + (_MEDIAN_PERIOD_S if len(speeds) else 0.0)
-        return self._median_s_per_work
+    def _look_at_speeds(self, now_s: float) -> None:
+        """Bring what is believed of the replicas' speeds up to date, once in a while."""
+        if now_s < self._speeds_until_s and len(self._columns) == self._speeds_of:
+            return
+        entries = list(self._replicas.values())
+        measured = np.array([entry.speed.s_per_work for entry in entries])
+        age_s = now_s - np.array([entry.speed.measured_s for entry in entries])
+        speeds, self._prior_s_per_work = believed(measured, age_s)
+        for entry, speed in zip(entries, speeds.tolist(), strict=True):
+            entry.believed_s_per_work = speed
+            self._columns.columns[columns.PREFILL_S_PER_WORK][entry.row] = speed
+        self._speeds_of = len(self._columns)
+        # Until one is known each look may find the first.
+        self._speeds_until_s = now_s + (_SPEEDS_PERIOD_S if self._prior_s_per_work else 0.0)
 
     def _session_row(self, session: str, names: Sequence[str]) -> int:
         replica = self._sessions.get(session) if session else None
@@ -591,7 +582,7 @@ class ReplicaTable:
             entry.head_s,
             load.num_running + load.num_waiting + len(entry.bookings),
             load.num_decode_tokens + entry.unanswered_tokens,
-            entry.prefill_s_per_work,
+            entry.believed_s_per_work,
             age_s,
             free if block else math.inf,
             load.blocks_in_use * block,

@@ -237,3 +237,12 @@ def test_prefill_first_lets_decodes_wait_no_longer_than_the_bound():
     left_out = [tokens for rows, tokens, _ in machine.steps if not rows]
     assert len(left_out) > 20, "prompts come first"
     assert max(machine.gaps_s) <= 0.3 + 0.010 + 17 * 0.0002
+
+
+def test_what_ran_beside_a_burst_is_forgotten_after_a_pause():
+    speed = StepSpeed()
+    for i in range(50):
+        speed.observe(100, 0, 0.9, end_s=1.0 + i)
+    assert speed.prefill_s_per_token == pytest.approx(0.009)
+    speed.observe(100, 0, 0.1, end_s=50.0 + 8 * StepSpeed.HORIZON_S)
+    assert speed.prefill_s_per_token == pytest.approx(0.001, rel=0.1)

@@ -46,7 +46,7 @@ def fleet_of(rows, num_prompt_tokens=1000, **facts):
     )
     speeds = columns["prefill_s_per_work"][columns["prefill_s_per_work"] > 0]
     median = float(np.median(speeds)) if len(speeds) else 0.0
-    facts = {"attention_context_tokens": 1e9, "median_s_per_work": median} | facts
+    facts = {"attention_context_tokens": 1e9, "prior_s_per_work": median} | facts
     return Fleet([str(i) for i in range(len(rows))], **columns, **facts)
 
 

@@ -255,6 +255,26 @@ def test_load_is_the_report_and_the_bookings_it_cannot_contain():
     assert seen(1.3) == [0, 0, 0, 3] and matched(table, [1, 2], 1.3) == {"r": 0}
 
 
+def test_a_slow_speed_of_long_ago_is_not_held_against_a_replica():
+    table, replica = attached(attention_context_tokens=1e9)
+    other = FakeReplica("other")
+    table.add("s", "other")
+    table.on_frame("s", other.frame(), 0.0)
+    for which, name, s_per_token in ((replica, "r", 1e-4), (other, "s", 9e-4)):
+        which.load = Load(num_steps=1, prefill_s_per_token=s_per_token)
+        table.on_frame(name, which.frame(), 1.0)
+    assert table.fleet([], 100, 1.0).prefill_s_per_work == pytest.approx([1e-4, 9e-4])
+    for second in range(2, 120):
+        replica.load = Load(num_steps=second, prefill_s_per_token=1e-4 + 1e-9 * second)
+        table.on_frame("r", replica.frame(), second)
+        table.on_frame("s", other.frame(), second)  # a heartbeat
+    fleet = table.fleet([], 100, 120.0)
+    assert fleet.prefill_s_per_work == pytest.approx([1e-4, 1e-4], rel=0.06)
+    other.load = Load(num_steps=2, prefill_s_per_token=9e-4 + 1e-9)  # slow indeed
+    table.on_frame("s", other.frame(), 121.0)
+    assert table.fleet([], 100, 121.0).prefill_s_per_work[1] == pytest.approx(9e-4, rel=0.05)
+
+
 @given(st.data())
 def test_every_booking_comes_back(data):
     """Whatever happens to replicas in between, what is booked is what is unanswered, and in the end nothing."""

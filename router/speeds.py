@@ -1,0 +1,88 @@
+"""How fast each replica prefills, from what it reports, and how far that is still to be believed.
+
+A replica's number is evidence of the time in which it was measured. Prompts beside many decodes, or on a core that
+another replica shared, took longer than they would now, and an idle cluster sends nothing more to who seems slow: the
+number would stand for ever. So it returns to what the others show as it ages:
+
+    seconds per work = prior * (measured / prior) ** w        w = exp(-age / horizon)
+    prior            = median of the measured, each counted w times
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+HORIZON_S = 30.0  # over which reports are averaged, and after which a measurement counts 1/e
+
+
+class MeasuredSpeed:
+    """Seconds of a unit of one replica's prefill work (`policy.prefill_work`).
+
+    Attributes
+    ----------
+    s_per_work
+        Averaged over `HORIZON_S`, long enough for many prompts; 0: not yet known.
+    measured_s
+        When the last report came that tells of a prefill; -inf: none has.
+    """
+
+    __slots__ = ("_reported", "_tokens", "_work", "measured_s", "s_per_work")
+
+    def __init__(self) -> None:
+        self.s_per_work = 0.0
+        self.measured_s = -math.inf
+        self._reported = 0.0  # seconds per token
+        # Of our requests that it answered of late: what its number is an average of.
+        self._tokens = 0.0
+        self._work = 0.0
+
+    def answered(self, num_tokens: int, work: float) -> None:
+        """It prefilled these tokens of a request of ours."""
+        self._tokens += num_tokens
+        self._work += work
+
+    def take(self, s_per_token: float, now_s: float) -> None:
+        """A report that came at `now_s`. Each prefill changes the number: an equal one is no news."""
+        if s_per_token <= 0 or s_per_token == self._reported:
+            return
+        if not self.s_per_work:  # the first
+            self.measured_s = now_s
+        keep = math.exp((self.measured_s - now_s) / HORIZON_S)
+        work_per_token = self._work / self._tokens if self._tokens else 1.0
+        speed = s_per_token / work_per_token
+        self.s_per_work = keep * (self.s_per_work or speed) + (1.0 - keep) * speed
+        self._reported, self.measured_s = s_per_token, now_s
+        self._tokens *= keep
+        self._work *= keep
+
+
+def believed(s_per_work: np.ndarray, age_s: np.ndarray) -> tuple[np.ndarray, float]:
+    """What to count on, of replicas that measured `s_per_work` [n] float64 (0: not known) so long ago, [n] float64.
+
+    Returns
+    -------
+    [n] float64, 0 where nothing was measured; and the prior, 0.0 where nobody has measured.
+    """
+    known = (s_per_work > 0).nonzero()[0]
+    if not len(known):
+        return np.zeros(len(s_per_work)), 0.0
+    speeds = s_per_work[known]
+    ages = age_s[known]
+    # When all are old, who is the least old still leads: the weights are relative.
+    weights = np.exp((ages.min() - ages) / HORIZON_S)
+    prior = _weighted_median(speeds, weights)
+    result = np.zeros(len(s_per_work))
+    result[known] = prior * (speeds / prior) ** np.exp(-ages / HORIZON_S)
+    return result, prior
+
+
+def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
+    """Between two values that have half of the weight each, their mean."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    half = below[-1] / 2
+    low = int(np.searchsorted(below, half * (1 - 1e-9)))
+    high = int(np.searchsorted(below, half * (1 + 1e-9)))
+    return float(values[order[low]] + values[order[high]]) / 2

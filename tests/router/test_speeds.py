@@ -1,0 +1,74 @@
+"""What is believed of the replicas' speeds: averages of fresh reports, the others' number for what is old."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.router.speeds import HORIZON_S, MeasuredSpeed, believed
+
+speeds = st.floats(1e-7, 1.0)
+ages = st.floats(0.0, 1e4)
+
+
+def test_reports_are_averaged_over_time_and_per_unit_of_work():
+    speed = MeasuredSpeed()
+    assert speed.s_per_work == 0 and speed.measured_s == -math.inf
+    speed.answered(100, 200.0)  # twice the work of tokens without context
+    speed.take(0.002, 5.0)
+    assert speed.s_per_work == pytest.approx(0.001) and speed.measured_s == 5.0
+    speed.take(0.004, 5.0 + HORIZON_S)
+    assert speed.s_per_work == pytest.approx(0.001 / math.e + 0.002 * (1 - 1 / math.e))
+
+
+def test_heartbeats_of_an_idle_replica_are_no_news():
+    speed = MeasuredSpeed()
+    speed.take(0.009, 1.0)
+    for second in range(2, 400):
+        speed.take(0.009, second)
+        speed.take(0.0, second)
+    assert speed.measured_s == 1.0 and speed.s_per_work == 0.009
+    speed.take(0.001, 400.0)  # the old one is forgotten, not averaged with
+    assert speed.s_per_work == pytest.approx(0.001, rel=1e-4)
+
+
+def test_an_old_measurement_returns_to_what_the_fresh_show():
+    measured = np.array([0.001, 0.009])
+    fresh, _ = believed(measured, np.array([0.0, 0.0]))
+    assert fresh == pytest.approx(measured)
+    old, prior = believed(measured, np.array([0.0, 2 * HORIZON_S]))
+    assert prior == 0.001 and old == pytest.approx([0.001, 0.001 * 9 ** math.exp(-2)])
+    assert old[1] < 0.0014  # of no weight beside a request that waits
+
+
+def test_who_is_slow_under_load_stays_slow():
+    """A machine half as fast as the others, with prompts all the time."""
+    measured, prior = believed(np.array([1.0, 1.0, 2.0]), np.array([0.1, 0.2, 0.1]))
+    assert prior == 1.0 and measured[2] == pytest.approx(2.0, rel=0.01)
+
+
+def test_nothing_known_stays_unknown():
+    measured, prior = believed(np.array([0.0, 0.5]), np.array([math.inf, 3.0]))
+    assert measured.tolist() == [0.0, 0.5] and prior == 0.5
+    measured, prior = believed(np.zeros(2), np.full(2, math.inf))
+    assert measured.tolist() == [0.0, 0.0] and prior == 0.0
+
+
+@given(st.lists(st.tuples(speeds, ages), min_size=1, max_size=20))
+def test_belief_lies_between_the_measured_and_the_prior(replicas):
+    measured, age_s = (np.array(column) for column in zip(*replicas, strict=True))
+    result, prior = believed(measured, age_s)
+    slack = 1e-9
+    assert measured.min() * (1 - slack) <= prior <= measured.max() * (1 + slack)
+    assert np.all(result >= np.minimum(measured, prior) * (1 - slack))
+    assert np.all(result <= np.maximum(measured, prior) * (1 + slack))
+
+
+@given(st.lists(speeds, min_size=1, max_size=20), ages)
+def test_of_one_age_the_prior_is_the_median(measured, age_s):
+    _, prior = believed(np.array(measured), np.full(len(measured), age_s))
+    assert prior == pytest.approx(float(np.median(measured)))
