@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,8 @@ class Router(GrpcApi):
         checkpoint = await asyncio.to_thread(
             resolve_checkpoint, app.model, app.revision, weights=False
         )
-        router_id = f"router-{secrets.token_hex(4)}"
+        context = serve.get_replica_context()
+        router_id = f"router-{context.replica_tag}"  # which the Ray dashboard knows
         table = ReplicaTable(PrefixIndex(), lost_after_s=app.router.stream_idle_timeout_s)
         self._args = app.router
         self._defaults = GenerationDefaults.load(checkpoint)
@@ -68,7 +68,6 @@ class Router(GrpcApi):
             credit_tokens=app.router.stream_credit_tokens,
             slow_client_timeout_s=app.router.slow_client_timeout_s,
         )
-        context = serve.get_replica_context()
         peers = Peers(serve.get_deployment_handle(context.deployment, context.app_name))
         self.service = _service(app, checkpoint, router_id, table, self._bus, peers)
         self._bus.queued_prefill_s = self.service.gate.queued_prefill_s

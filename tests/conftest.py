@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 # Before torch, transformers or ray are imported, here or in a child process.
@@ -16,6 +18,7 @@ for _name, _value in {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "GRPC_VERBOSITY": "ERROR",  # its notices of connections that end, as they shall
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -23,6 +26,13 @@ for _name, _value in {
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if "CI" in os.environ else "default")
+
+
+@pytest.fixture(autouse=True)
+def fatal_errors_reach_the_terminal(pytestconfig: pytest.Config) -> Iterator[None]:
+    """A replica that runs in this process has such errors written to its own crash report from then on."""
+    yield
+    faulthandler.enable(file=pytestconfig.stash[fault_handler_stderr_fd_key])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

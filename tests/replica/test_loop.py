@@ -16,7 +16,7 @@ from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.loop import EngineLoop, LoopOutput
 from quire.replica.plan import RequestDelta, StepPlan, StepResult
-from quire.replica.request import Request
+from quire.replica.request import DeltaBatch, Request
 from quire.replica.scheduler import Scheduler
 
 TIMEOUT_S = 10.0
@@ -322,14 +322,17 @@ def test_failed_steps_in_a_row_are_counted(harness):
 
 def test_a_broken_scheduler_ends_the_loop_and_leaves_nobody_waiting(monkeypatch):
     harness = Harness()
+    commit, num_commits = harness.scheduler.commit, itertools.count(1)
+
+    def breaks(*args: object) -> DeltaBatch:
+        if next(num_commits) == 5:
+            raise AssertionError("records disagree")
+        return commit(*args)
+
+    monkeypatch.setattr(harness.scheduler, "commit", breaks)
     harness.loop.start()
     running = harness.submit(max_tokens=400)
     harness.first_delta(running)
-
-    def broken(*_: object) -> None:
-        raise AssertionError("records disagree")
-
-    monkeypatch.setattr(harness.scheduler, "commit", broken)
     assert harness.last_delta(running).finish_reason == "abort"  # a router goes on elsewhere
     harness.loop._thread.join(TIMEOUT_S)
     assert not harness.loop.is_alive()

@@ -85,4 +85,5 @@ def test_a_router_that_is_scaled_away_finishes_its_streams(plain_cluster):
 
     asyncio.run(run())
     wait_until(lambda: routers() == 1, 60, "one router is left")
-    assert httpx.get(f"{plain_cluster.url}/ready").status_code == 200
+    ready = httpx.get(f"{plain_cluster.url}/ready")
+    assert ready.status_code == 200, ready.text
