@@ -142,7 +142,7 @@ def _actor_options(
 
 
 def _engine_args(config: AppConfig, device: str) -> EngineArgs:
-    limits = config.engine.model_dump(exclude={"heartbeat_ms"})
+    limits = config.engine.model_dump(exclude={"heartbeat_ms", "fault_injection"})
     if limits["num_threads"] is None and device == "cpu":
         # Replicas on one node would otherwise each start a thread per core and preempt one another.
         cores = ray.cluster_resources().get("CPU", 1)

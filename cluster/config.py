@@ -297,8 +297,8 @@ class EngineArgs(_Section):
     )
     fault_injection: bool = Field(
         False,
-        description="For tests only: requests with certain seeds or ids crash, hang or fail the engine "
-        "that runs them.",
+        description="For tests only: requests with certain ids crash, hang or fail the engine that "
+        "runs them.",
     )
     heartbeat_ms: int = Field(
         100,

@@ -94,17 +94,15 @@ def timeout_seconds(value: str | None) -> float | None:
 
 
 @dataclass(slots=True)
-class Answer:
-    """The deltas of one choice, put together as they come."""
+class Progress:
+    """How far one choice has come: all that a stream keeps of what it has sent."""
 
-    pieces: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
     finish_reason: str | None = None  # stop | length
     stop_reason: str | int | None = None
-    logprobs: list[TokenScores] | None = None
 
     def add(self, delta: OutputDelta) -> None:
-        """Append a delta.
+        """Count a delta.
 
         Raises
         ------
@@ -113,14 +111,9 @@ class Answer:
         """
         if delta.finish_reason == "abort":
             raise Aborted("the request was aborted by the server")
-        self.pieces.append(delta.text)
-        self.token_ids += delta.token_ids
+        self.num_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
-        if delta.logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = []
-            self.logprobs += delta.logprobs
 
     def end(self) -> None:
         """Check that the stream has said why it ended.
@@ -132,6 +125,25 @@ class Answer:
         """
         if self.finish_reason is None:
             raise EngineError("the answer ended without a finish reason")
+
+
+@dataclass(slots=True)
+class Answer(Progress):
+    """The deltas of one choice, put together as they come."""
+
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenScores] | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        """Append a delta; see `Progress.add`."""
+        Progress.add(self, delta)
+        self.pieces.append(delta.text)
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += delta.logprobs
 
     @property
     def text(self) -> str:

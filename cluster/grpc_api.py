@@ -30,7 +30,7 @@ from grpc_health.v1 import health_pb2
 from quire.cluster import structured_output
 from quire.cluster.front_end import (
     TIMEOUT_HEADER,
-    Answer,
+    Progress,
     collect,
     explain_headers,
     internal_error,
@@ -140,17 +140,17 @@ class GrpcApi:
         stream = await self.service.generate(asked)
         try:
             ids = EventIds(stream.origin, asked.marks)
-            answers = [Answer() for _ in range(asked.n)]
-            open_answers = [
-                answer
-                for answer, mark in zip(answers, asked.marks, strict=True)
+            sent = [Progress() for _ in range(asked.n)]
+            unfinished = [
+                progress
+                for progress, mark in zip(sent, asked.marks, strict=True)
                 if not mark.finished
             ]
-            num_open, is_first = len(open_answers), True
+            num_open, is_first = len(unfinished), True
             async for delta in stream:
-                answer = answers[delta.choice]
-                index = asked.marks[delta.choice].num_tokens + len(answer.token_ids)
-                answer.add(delta)
+                progress = sent[delta.choice]
+                index = asked.marks[delta.choice].num_tokens + progress.num_tokens
+                progress.add(delta)
                 response = generation.GenerateResponse(
                     text=delta.text,
                     token_ids=delta.token_ids,
@@ -167,15 +167,15 @@ class GrpcApi:
                     if asked.resume_from is None:
                         response.prompt_logprobs.extend(_prompt_scores(stream))
                 if delta.finish_reason is not None:
-                    _set_finish(response, answer)
+                    _set_finish(response, progress)
                     num_open -= 1
                 if not num_open:
                     _set_usage(response, stream.usage)
                     # Before the last message: Ray's own proxy sends metadata only along with one.
                     _set_explain(grpc_context, stream.explain)
                 yield response
-            for answer in open_answers:
-                answer.end()
+            for progress in unfinished:
+                progress.end()
         finally:
             await stream.aclose()
 
@@ -389,13 +389,13 @@ def _request_id(request: generation.GenerateRequest, context: Context) -> str:
 
 def _set_finish(
     response: generation.GenerateResponse | generation.GenerateOnceResponse | generation.Choice,
-    answer: Answer,
+    ended: Progress,
 ) -> None:
-    response.finish_reason = _FINISH_REASONS[answer.finish_reason]
-    if isinstance(answer.stop_reason, str):
-        response.stop_string = answer.stop_reason
-    elif answer.stop_reason is not None:
-        response.stop_token_id = answer.stop_reason
+    response.finish_reason = _FINISH_REASONS[ended.finish_reason]
+    if isinstance(ended.stop_reason, str):
+        response.stop_string = ended.stop_reason
+    elif ended.stop_reason is not None:
+        response.stop_token_id = ended.stop_reason
 
 
 def _scores(scores: list[TokenScores] | None) -> list[generation.TokenScores]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -61,6 +62,7 @@ from quire.cluster.http_schema import (
     CompletionRequest,
     TextPart,
     parse_body,
+    refusal,
 )
 from quire.protos.errors import BodyTooLarge, InvalidRequest, ModelNotFound, QuireError
 from quire.router import resume
@@ -95,6 +97,7 @@ def build_app(
     app.add_middleware(_Boundary, echo_request_id=echo_request_id)
     app.add_exception_handler(QuireError, _on_quire_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     _add_generation_routes(app, get_service, max_body_bytes)
     _add_information_routes(app, get_service, version)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -323,6 +326,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return json_response(
         {"error": detail}, status_code=error.status_code, headers=dict(error.headers or {})
     )
+
+
+async def _on_bad_parameter(request: Request, error: Exception) -> Response:
+    """Of the query; FastAPI's own answer would be of another shape, with status 422."""
+    assert isinstance(error, RequestValidationError)
+    problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
+    return _error_response(refusal(problems))
 
 
 def _error_response(error: QuireError) -> Response:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.cluster.front_end import Answer, collect, explain_headers, internal_error
+from quire.cluster.front_end import Answer, Progress, collect, explain_headers, internal_error
 from quire.cluster.http_answers import (
     chat_logprobs,
     completion_logprobs,
@@ -102,7 +102,7 @@ class GenerationResponse(Response):
     ) -> None:
         marks = self._request.marks
         ids = EventIds(stream.origin, marks)
-        answers = [Answer() for _ in encoders]
+        sent = [Progress() for _ in encoders]
         silent = {choice for choice, mark in enumerate(marks) if not mark.finished}
         scores = stream.prompt_scores
         async for delta in stream:
@@ -116,13 +116,13 @@ class GenerationResponse(Response):
                     encoder.skip(stream.told_chars(choice))
                 else:
                     chunk = with_id(ids.begin(choice), first)
-            answers[choice].add(delta)
+            sent[choice].add(delta)
             chunk += with_id(ids.after(delta), encoder.delta(delta, stream.usage))
             if chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        for answer, mark in zip(answers, marks, strict=True):
+        for progress, mark in zip(sent, marks, strict=True):
             if not mark.finished:
-                answer.end()
+                progress.end()
 
     def _first_chunk(
         self, encoder: ChunkEncoder, scores: list[TokenScores] | None, stream: GenerationStream

@@ -8,7 +8,7 @@ by name; then pydantic checks types strictly (no "1" for 1, no true for 1). Boun
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -472,7 +472,7 @@ def parse_body(model: type[_Body], body: Any) -> _Body:
     try:
         parsed = model.model_validate(served)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False)) from None
+        raise refusal(error.errors(include_url=False)) from None
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest(
             "stream_options: only with stream true, which is not set", field="stream_options"
@@ -510,7 +510,7 @@ def _hint(model: type[BaseModel], name: str) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
+def refusal(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     """The first problem, with the path to it in the client's spelling: ``messages[0].role``."""
     first = errors[0]
     name, *rest = first["loc"]
@@ -536,6 +536,8 @@ _TYPES = {
     "bool_type": "a boolean",
     "dict_type": "an object",
     "float_type": "a number",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer",
     "int_type": "an integer",
     "list_type": "a list",
     "model_type": "an object",

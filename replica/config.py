@@ -57,7 +57,6 @@ class EngineArgs:
     weights: str = "auto"  # auto | int8: of the linear layers but the output head, in memory
     fuse: str = "auto"  # auto | off: whether modules give way to fused ones, see `fuse`
     step_timeout_s: float = 10.0  # what every step may take before it counts as hung
-    fault_injection: bool = False  # for tests: requests may ask for faults (`fault_seeds`)
     # Another name for prefix_caching, as transformers has it.
     allow_block_sharing: InitVar[bool | None] = None
 

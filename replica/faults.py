@@ -12,7 +12,8 @@ with `!` in every one, so that it follows the request from replica to replica.
 
 | kind | NUMBER | what happens |
 |---|---|---|
-| `kill` | | SIGKILL in the middle of the step |
+| `kill` | | SIGKILL in the middle of the step: a kill from outside |
+| `crash` | | a segmentation fault in the step: a death of its own making |
 | `hang` | seconds | the step does not return for so long |
 | `slow` | milliseconds | this step and those after it take so much longer |
 | `fail` | | the step raises |
@@ -23,8 +24,6 @@ with `!` in every one, so that it follows the request from replica to replica.
 | `duplicate` | | it is sent twice, and the one before it once more |
 | `delay` | seconds | it and all after it are sent so much later |
 | `corrupt` | | one of its bits is flipped |
-
-`fault_seeds.py` names some of these by seeds, for requests whose ids mean something.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from quire.replica.loop import StepRunner
 from quire.replica.plan import StepPlan, StepResult
 
 logger = logging.getLogger("ray.serve")
-IN_STEP = ("kill", "hang", "slow", "fail", "oom", "clock")
+IN_STEP = ("kill", "crash", "hang", "slow", "fail", "oom", "clock")
 IN_STREAM = ("drop", "lose", "duplicate", "delay", "corrupt")
 _LABEL = re.compile(r"fault:([a-z]+)(?::(-?[0-9.]+))?(!?)@([0-9]+)")
 
@@ -150,6 +149,8 @@ class FaultyRunner:
             logger.warning("fault: %s %g in step %d", fault.kind, fault.number, plan.step)
             if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.kind == "crash":
+                signal.raise_signal(signal.SIGSEGV)  # in this thread: the step does not go on
             elif fault.kind == "hang":
                 time.sleep(fault.number)
             elif fault.kind == "slow":

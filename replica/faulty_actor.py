@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 from quire.protos.wire import Frame, Submit
 from quire.replica.actor import Replica
@@ -17,6 +18,10 @@ class FaultyReplica(Replica):
     """A replica to which faults happen."""
 
     engine_class = FaultyEngine
+
+    async def __init__(self, engine_args: dict[str, Any], heartbeat_ms: int):
+        logger.warning("fault_injection is on: requests can bring this process down")
+        await super().__init__(engine_args, heartbeat_ms)
 
     async def generate(self, submit: bytes, *, route: list[str]) -> bytes:
         fault = parse(Submit.decode(submit))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.replica.config import EngineArgs, EngineConfig
-from quire.replica.fault_seeds import FaultyRunner
 from quire.replica.runner import Runner
 from quire.replica.sizing import resolve
 from quire.replica.spec import ModelSpec
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +20,7 @@ class Runtime:
     checkpoint: Path
     spec: ModelSpec
     config: EngineConfig
-    runner: Runner | FaultyRunner
+    runner: Runner
 
 
 def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
@@ -49,8 +45,5 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
     startup_s["load"] = -began + (began := time.perf_counter())
     runner.warm_up()
     runner.mark_ready()
-    if args.fault_injection:
-        logger.warning("fault_injection is on: requests can bring this process down")
-        runner = FaultyRunner(runner)
     startup_s["warm_up"] = time.perf_counter() - began
     return Runtime(checkpoint, spec, config, runner)

@@ -862,6 +862,7 @@ def test_explain_of_an_unknown_request_says_who_was_asked(http: httpx.Client) ->
     for query, field in (
         ("limit=0", "limit"),
         ("limit=1001", "limit"),
+        ("limit=ten", "limit"),
         ("request_id=", "request_id"),
     ):
         check_error(http.get(f"/v1/router/explain?{query}"), 400, "invalid_request", field)

@@ -68,12 +68,14 @@ class LocalReplica:
         await asyncio.sleep(0)
 
 
-async def start_replica(name: str, monkeypatch, **engine_args: Any) -> LocalReplica:
-    """Run `Replica.__init__` as Serve would."""
+async def start_replica(
+    name: str, monkeypatch, actor_class: type[Replica] = Replica, **engine_args: Any
+) -> LocalReplica:
+    """Run the actor's `__init__` as Serve would."""
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(actor_module, "ReplicaMetrics", NoMetrics)
-    actor = object.__new__(Replica)
+    actor = object.__new__(actor_class)
     await actor.__init__(engine_args, 20)
     return LocalReplica(actor, name)
 

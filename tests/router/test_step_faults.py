@@ -12,7 +12,7 @@ from quire.protos.errors import EngineCrash
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
 from quire.replica.embedded import CHECKPOINT
-from quire.replica.fault_seeds import RAISE
+from quire.replica.faulty_actor import FaultyReplica
 from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits
 from quire.router.policy import make_policy
@@ -37,7 +37,7 @@ NUM_OTHERS = 8
 def replicas(runner) -> Iterator[list[LocalReplica]]:
     with pytest.MonkeyPatch.context() as patch:
         replicas = [
-            runner.run(start_replica(name, patch, fault_injection=True, **ENGINE)) for name in "ab"
+            runner.run(start_replica(name, patch, FaultyReplica, **ENGINE)) for name in "ab"
         ]
         yield replicas
     for replica in replicas:
@@ -71,15 +71,19 @@ def test_only_the_guilty_request_fails_and_the_engines_go_on(runner, replicas, e
         )
         await cluster.start()
 
-        async def answer(prompt: str, **fields: object) -> tuple[list[int], int]:
+        async def answer(
+            prompt: str, label: str = "test", **fields: object
+        ) -> tuple[list[int], int]:
             stream = await service.generate(
-                GenerationRequest(request_id="test", prompt=prompt, **fields)
+                GenerationRequest(request_id=label, prompt=prompt, **fields)
             )
             ids = [i async for delta in stream for i in delta.token_ids]
             return ids, stream.explain.attempts
 
         others = [asyncio.ensure_future(answer(f"Story {i}", **params(i))) for i in range(8)]
-        poison = asyncio.ensure_future(answer("Poison", **(params(0) | {"seed": RAISE})))
+        poison = asyncio.ensure_future(
+            answer("Poison", "fault:fail!@60", **(params(0) | {"seed": 99}))
+        )
         with pytest.raises(EngineCrash, match=r"failed 3 times .* nothing else in its step"):
             await poison
         answers = await asyncio.gather(*others)

@@ -1,6 +1,8 @@
 """Replicas that hang or crash are replaced, and only the request that makes them crash fails. Real Ray.
 
-The faults are those of `quire.replica.fault_seeds`. What streams should be is what an engine alone answers.
+The faults are those of `quire.replica.faults`. What streams should be is what an engine alone answers. One round of
+each in `make chaos`, fifty with `CHAOS_SIZE=long`; one of each is part of the suite, on a smaller cluster:
+`test_faults.py`.
 """
 
 from __future__ import annotations
@@ -9,29 +11,32 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from live import Cluster, start_cluster, wait_until
 
+from quire.bench.report import Bar, write
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
 from quire.replica.embedded import CHECKPOINT
-from quire.replica.fault_seeds import CRASH, FAULT_POSITION, HANG
 from quire.router.tokenizer import TextTokenizer
 
+SIZE = os.environ.get("CHAOS_SIZE", "ci")
 pytestmark = [
     pytest.mark.system,
     pytest.mark.chaos,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(600 if SIZE == "ci" else 7200),
 ]
-NUM_ROUNDS = {"ci": 1, "long": 50}[os.environ.get("CHAOS_SIZE", "ci")]
-rounds = pytest.mark.parametrize("number", range(NUM_ROUNDS))
+NUM_ROUNDS = {"ci": 1, "long": 50}[SIZE]
 NUM_REPLICAS = 3
 NUM_OTHERS = 12
 NUM_TOKENS = 400
+ALONE = -1  # number of the request that has a fault
+FAULT_AT = 60  # output token
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +57,11 @@ def fields(i: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[int | str, list[int]]:
-    """Token ids by stream number, and of the request whose step hangs."""
+    """Token ids by stream number, and of the request that has a fault."""
     tokenizer = TextTokenizer.load(CHECKPOINT)
     wanted = {i: (f"Story {i}", fields(i)) for i in range(NUM_OTHERS)}
-    wanted["hang"] = ("Story", fields(0) | {"seed": HANG})
+    wanted["alone"] = ("Story", fields(ALONE))
     prompts = [tokenizer.encode(prompt).tolist() for prompt, _ in wanted.values()]
-    assert max(map(len, prompts)) < FAULT_POSITION
     params = [SamplingParams(**given, ignore_eos=True) for _, given in wanted.values()]
     with Engine(model="embedded", deterministic=True) as engine:
         outputs = engine.generate(prompts, params)
@@ -80,13 +84,16 @@ def wait_until_replaced(cluster: Cluster, before: dict[str, int], num_gone: int)
     assert len(set(before.values()) & set(replicas(cluster).values())) == NUM_REPLICAS - num_gone
 
 
-async def ask(client: openai.AsyncOpenAI, prompt: str, **given: object) -> list[int]:
+async def ask(
+    client: openai.AsyncOpenAI, prompt: str, label: str = "", **given: object
+) -> list[int]:
     token_ids: list[int] = []
     stream = await client.completions.create(
         model="embedded",
         prompt=prompt,
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
+        extra_headers={"x-request-id": label} if label else None,
         **given,
     )
     async for chunk in stream:
@@ -94,8 +101,8 @@ async def ask(client: openai.AsyncOpenAI, prompt: str, **given: object) -> list[
     return token_ids
 
 
-def run_beside_others(cluster: Cluster, prompt: str, **given: object) -> tuple[object, list]:
-    """The answer to one request, or its error, and those of the others that run meanwhile."""
+def run_beside_others(cluster: Cluster, prompt: str, label: str) -> tuple[object, list]:
+    """The answer to a request with a fault, or its error, and those of the others that run meanwhile."""
 
     async def run() -> tuple[object, list]:
         async with openai.AsyncOpenAI(
@@ -106,32 +113,88 @@ def run_beside_others(cluster: Cluster, prompt: str, **given: object) -> tuple[o
                 for i in range(NUM_OTHERS)
             ]
             await asyncio.sleep(0.3)
-            outcome = (await asyncio.gather(ask(client, prompt, **given), return_exceptions=True))[
-                0
-            ]
+            faulty = ask(client, prompt, label, **fields(ALONE))
+            (outcome,) = await asyncio.gather(faulty, return_exceptions=True)
             return outcome, await asyncio.gather(*others, return_exceptions=True)
 
     return asyncio.run(run())
 
 
-@rounds
-def test_a_hung_step_ends_its_process_and_every_stream_goes_on(faulty_cluster, expected, number):
-    before = replicas(faulty_cluster)
-    answer, others = run_beside_others(faulty_cluster, "Story", **(fields(0) | {"seed": HANG}))
-    assert answer == expected["hang"]
-    assert others == [expected[i] for i in range(NUM_OTHERS)]
-    assert httpx.get(f"{faulty_cluster.url}/ready").status_code == 200
-    wait_until_replaced(faulty_cluster, before, 1)
+@pytest.fixture(scope="module")
+def bars() -> Iterator[list[Bar]]:
+    """What the tests of this file have found; written where `CHAOS_OUT` says."""
+    found: list[Bar] = []
+    yield found
+    out = os.environ.get("CHAOS_OUT")
+    if out:
+        write(Path(out).with_name("chaos_crashes.json"), f"make chaos SIZE={SIZE}", found)
 
 
-@rounds
-def test_a_poison_request_fails_and_everybody_else_is_untouched(faulty_cluster, expected, number):
-    before = replicas(faulty_cluster)
-    error, others = run_beside_others(faulty_cluster, "Poison", **(fields(0) | {"seed": CRASH}))
-    assert isinstance(error, openai.APIError) and error.code == "engine_crash", repr(error)
-    assert "with nothing else in its step" in error.message
-    assert others == [expected[i] for i in range(NUM_OTHERS)]
-    wait_until_replaced(faulty_cluster, before, 3)
+def judge(bars: list[Bar], name: str, unit: str, wrong: list[list[str]]) -> None:
+    """Each round of `wrong` says what was not as it should be."""
+    num_good = sum(not of_round for of_round in wrong)
+    bars.append(Bar(f"chaos/{name}", num_good, unit, len(wrong), at_most=False))
+    everything = [f"round {n}: {line}" for n, of_round in enumerate(wrong) for line in of_round]
+    assert not everything, "\n".join(everything)
+
+
+def wrong_others(others: list, expected: dict[int | str, list[int]]) -> list[str]:
+    return [f"stream {i}: {other!r}" for i, other in enumerate(others) if other != expected[i]]
+
+
+def test_a_hung_step_ends_its_process_and_every_stream_goes_on(faulty_cluster, expected, bars):
+    wrong = []
+    for _ in range(NUM_ROUNDS):
+        before = replicas(faulty_cluster)
+        answer, others = run_beside_others(faulty_cluster, "Story", f"fault:hang:3600@{FAULT_AT}")
+        wrong.append(wrong_others(others, expected))
+        if answer != expected["alone"]:
+            wrong[-1].append(f"the request whose step hung: {answer!r}")
+        assert httpx.get(f"{faulty_cluster.url}/ready").status_code == 200
+        wait_until_replaced(faulty_cluster, before, 1)
+    judge(bars, "hung_steps", "hangs", wrong)
+
+
+def test_a_poison_request_fails_and_everybody_else_is_untouched(faulty_cluster, expected, bars):
+    wrong = []
+    for _ in range(NUM_ROUNDS):
+        before = replicas(faulty_cluster)
+        error, others = run_beside_others(faulty_cluster, "Story", f"fault:crash!@{FAULT_AT}")
+        wrong.append(wrong_others(others, expected))
+        code = getattr(error, "code", None)
+        if code != "engine_crash" or "with nothing else in its step" not in error.message:
+            wrong[-1].append(f"the poison request: {error!r}")
+        wait_until_replaced(faulty_cluster, before, 3)
+    judge(bars, "poison_requests", "requests", wrong)
+
+
+def test_frames_that_are_repeated_late_or_broken_change_no_answer(faulty_cluster, expected, bars):
+    """Of the fault's own request, whose frames they are."""
+
+    async def run() -> list[object]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{faulty_cluster.url}/v1", api_key="none", max_retries=0, timeout=300
+        ) as client:
+            return await asyncio.gather(
+                *(ask(client, "Story", label, **fields(ALONE)) for label in labels),
+                return_exceptions=True,
+            )
+
+    pids = sorted(faulty_cluster.pids("Replica"))
+    wrong = []
+    for number in range(NUM_ROUNDS):
+        at = 1 + number * 7 % (NUM_TOKENS - 1)  # early and late in the answer
+        labels = [f"fault:{kind}@{at}" for kind in ("duplicate", "delay:1", "drop", "corrupt")]
+        answers = asyncio.run(run())
+        wrong.append(
+            [
+                f"{label}: {answer!r}"
+                for label, answer in zip(labels, answers, strict=True)
+                if answer != expected["alone"]
+            ]
+        )
+    judge(bars, "frame_faults", "rounds", wrong)
+    assert sorted(faulty_cluster.pids("Replica")) == pids
 
 
 def test_kills_from_outside_convict_nobody(faulty_cluster, expected):

@@ -142,3 +142,19 @@ def test_a_fault_that_follows_its_request_ends_it_and_nobody_else(faulty, expect
         for other in others:
             ids, _, error = other.result()
             assert (ids, error) == (expected, None)
+
+
+def test_a_poison_request_fails_and_everybody_else_is_untouched(faulty, expected):
+    """The third replica that it crashes had nothing else in its step."""
+    pids = faulty.pids("Replica")
+    with ThreadPoolExecutor(5) as pool:
+        others = [pool.submit(ask, faulty) for _ in range(4)]
+        bad = pool.submit(ask, faulty, "fault:crash!@9", seed=6)
+        ids, _, error = bad.result()
+        assert error is not None and error["code"] == "engine_crash"
+        assert "with nothing else in its step" in error["message"]
+        assert len(ids) == 9
+        for other in others:
+            ids, _, error = other.result()
+            assert (ids, error) == (expected, None)
+    wait_until(lambda: not set(faulty.pids("Replica")) & set(pids), 20, "both were replaced")
