@@ -27,20 +27,6 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
     yield from start_cluster(folder, record)
 
 
-@pytest.fixture(scope="session")
-def chaos_cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """Three replicas and two routers, whose processes are killed."""
-
-    def change(config: dict) -> None:
-        args = config["applications"][0]["args"]
-        args |= {"replicas": 3, "routers": 2, "engine": {"deterministic": True}}
-        # All replicas may be dead until the first is back: on two cores, with three of them starting, that
-        # is more than the 30 s of the default.
-        args["router"] = {"max_move_s": 120.0}
-
-    yield from start_cluster(tmp_path_factory.mktemp("chaos"), change)
-
-
 @pytest.fixture
 def generation(cluster: Cluster) -> Iterator[generation_pb2_grpc.GenerationStub]:
     with cluster.channel() as channel:

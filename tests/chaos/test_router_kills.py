@@ -1,7 +1,6 @@
 """A router that is killed: its clients see that their streams broke, and go on at another one with the next token.
 
-Real Ray, real SIGKILLs, streams of every kind over HTTP and gRPC. One round is part of the suite; `make chaos` does
-three, and thirty with `CHAOS_SIZE=long`.
+Real Ray, real SIGKILLs, streams of every kind over HTTP and gRPC: three rounds, thirty with `CHAOS_SIZE=long`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,11 @@ NUM_OPEN = 12  # streams in the middle of their answers when a router is killed
 PROBE_S = 0.2
 GHOST = {"prompt": "The harbour", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
-pytestmark = pytest.mark.system
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.chaos,
+    pytest.mark.timeout(600 if SIZE == "ci" else 3600),
+]
 
 
 @dataclass(slots=True)
@@ -139,18 +142,6 @@ def peace(cluster: Cluster) -> Clients:
     return calm
 
 
-@pytest.mark.timeout(240)
-def test_streams_go_on_when_their_router_is_killed(cluster):
-    played = play(cluster, peace(cluster))
-    print(played)
-    assert played.wrong == []
-    assert played.truncated > 0, "the router had no streams"
-    assert played.outage_s <= 10
-
-
-@pytest.mark.chaos
-@pytest.mark.slow
-@pytest.mark.timeout(600 if SIZE == "ci" else 3600)
 def test_routers_are_killed_again_and_again(chaos_cluster):
     calm = peace(chaos_cluster)
     rounds = []

@@ -38,7 +38,6 @@ LONE_STREAMS = 8  # at a time, while replicas are killed one by one
 pytestmark = [
     pytest.mark.system,
     pytest.mark.chaos,
-    pytest.mark.slow,
     # Under 4 minutes on two idle cores; a limit for what hangs.
     pytest.mark.timeout(900 if SIZE == "ci" else 7200),
 ]
