@@ -127,10 +127,12 @@ class Outcome:
 class Watch:
     """When the messages of a stream came, at worst; how often it was refused before the first one; where it broke."""
 
+    router: str = ""  # that serves it, where the API tells before the end
     refusals: int = 0
     attempts: int = 0  # of the router, where the API tells
     truncations: int = 0
     last_id: str = ""  # of the events so far
+    messages: int = 0
     gap: tuple[float, float] = (0.0, 0.0)  # the longest time without a message, begin and end
     _last_s: float | None = None
 
@@ -141,6 +143,7 @@ class Watch:
 
     def tick(self) -> None:
         now = time.monotonic()
+        self.messages += 1
         if self._last_s is not None and now - self._last_s > self.stall_s:
             self.gap = (self._last_s, now)
         self._last_s = now
@@ -191,6 +194,7 @@ async def _read_http(client: httpx.AsyncClient, spec: Spec, watch: Watch, outcom
             if response.status_code in (429, 503) or not is_ours:
                 raise Refused(body)
             raise AssertionError((response.status_code, body))
+        watch.router = response.headers["x-quire-router"]
         event_id = data = ""
         async for line in response.aiter_lines():
             if line.startswith("id: "):
