@@ -20,7 +20,7 @@ from quire.router.types import Explain, GenerationStream, OutputDelta, TokenScor
 logger = logging.getLogger(__name__)
 
 # `developer` is OpenAI's newer name of the system turn; open checkpoints' templates know `system`.
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TOOL_ROLES = ("tool", "function")
 TIMEOUT_HEADER = "x-request-timeout-seconds"  # Ray Serve's own, as HTTP header or gRPC metadata
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
@@ -47,11 +47,11 @@ def served_role(role: str, field: str) -> str:
         raise UnsupportedField(
             f"{field}: {role!r} is not supported: tool calls are not served", field=field
         )
-    if role not in _ROLES:
+    if role not in ROLES:
         raise InvalidRequest(
-            f"{field} must be one of {', '.join(_ROLES)}, got {role[:64]!r}", field=field
+            f"{field} must be one of {', '.join(ROLES)}, got {role[:64]!r}", field=field
         )
-    return _ROLES[role]
+    return ROLES[role]
 
 
 def request_label(value: str, field: str) -> str:

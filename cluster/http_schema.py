@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from quire.cluster import structured_output
-from quire.cluster.front_end import served_role
+from quire.cluster.front_end import ROLES, served_role
 from quire.protos.errors import InvalidRequest, UnsupportedField
 from quire.protos.wire import MAX_LOGPROBS, Grammar
 from quire.router.types import GenerationRequest
@@ -320,9 +320,19 @@ class TextPart(_Strict):
 class ChatMessage(BaseModel):
     """One turn. Its further fields (`tool_calls`, ...) may be null; the router refuses others."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        json_schema_extra={
+            "required": ["role", "content"],
+            "additionalProperties": {"type": "null"},
+        },
+    )
 
-    role: str = Field(description="system, developer (served as system), user or assistant.")
+    role: str = Field(
+        description="system, developer (served as system), user or assistant.",
+        json_schema_extra={"enum": list(ROLES)},
+    )
     # Any: the router names the part at fault, and knows what the template takes.
     content: Any = Field(
         None,
@@ -333,14 +343,18 @@ class ChatMessage(BaseModel):
             ]
         },
     )
-    name: str | None = Field(None, description="Who speaks, for templates that tell them apart.")
+    name: str | None = Field(
+        None,
+        description="Who speaks, for templates that tell them apart.",
+        json_schema_extra={"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]},
+    )
 
 
 class ChatCompletionRequest(_GenerationBody):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
-        description="The conversation, oldest first."
+        description="The conversation, oldest first.", json_schema_extra={"minItems": 1}
     )
     max_completion_tokens: int | None = Field(
         None, description="The newer name of `max_tokens`; both only if they are equal."
