@@ -36,7 +36,7 @@ LEAVES = 0.3  # of the clients, before their answer is whole
 MAX_STAY_S = 1.0  # of those who leave
 SAMPLE_S = 1.0
 BOUND_MB_PER_MIN = 1.0
-LEAK_KIB = 4  # a step; a few MB a minute
+LEAK_KIB = 4  # a step: 17 MB a minute at the 70 steps a second of this load
 NUM_BLOCKS = 512  # of the KV cache: touched, all of them, within the first half
 
 pytestmark = [
