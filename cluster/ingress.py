@@ -77,6 +77,8 @@ class Router(GrpcApi):
         # What is loaded stays: no collection walks Ray and the tokenizer again while streams wait.
         gc.collect()
         gc.freeze()
+        # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
+        gc.collect()
         self._bus.start()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
