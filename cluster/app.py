@@ -74,7 +74,9 @@ def build(args: dict[str, Any]) -> Application:
         serve.ingress(http_app)(Router),
         name="Router",
         num_replicas=config.routers,
-        max_ongoing_requests=config.max_replicas * max_calls,
+        # All that it may have sent and all that may wait at its gate: who comes then shall be refused by the
+        # gate, and not wait for its turn where nobody sees it.
+        max_ongoing_requests=config.max_replicas * max_calls + config.router.max_queued_requests,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.router.drain_timeout_s,

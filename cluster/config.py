@@ -217,8 +217,8 @@ class EngineArgs(_Section):
         1024,
         ge=0,
         le=1_000_000,
-        description="Most requests that wait for a place; one more is refused as overloaded (HTTP "
-        "429).",
+        description="Most requests that wait at a replica for a place. Routers send no more and let them "
+        "wait on their side; of routers that send at once one may be refused as overloaded (HTTP 429).",
     )
     scheduler: Literal["fifo", "prefill_first", "priority"] = Field(
         "fifo",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve._private import constants
 from ray.serve.handle import DeploymentHandle
 
 from quire.cluster.config import AppConfig, RouterArgs
@@ -49,6 +50,7 @@ class Router(GrpcApi):
 
     async def __init__(self, replicas: DeploymentHandle, config: dict[str, Any]):
         app = AppConfig.from_args(config)
+        self.is_direct_ingress = constants.RAY_SERVE_ENABLE_DIRECT_INGRESS
         # A Hugging Face id is downloaded here: minutes, off the event loop.
         checkpoint = await asyncio.to_thread(
             resolve_checkpoint, app.model, app.revision, weights=False
@@ -74,6 +76,8 @@ class Router(GrpcApi):
         # What is loaded stays: no collection walks Ray and the tokenizer again while streams wait.
         gc.collect()
         gc.freeze()
+        # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
+        gc.collect()
         self._bus.start()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:

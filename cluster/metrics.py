@@ -9,6 +9,7 @@ from quire.router.types import Explain, Usage
 
 # Seconds; from a cached prompt on an idle GPU to a long queue.
 _TTFT_BOUNDARIES = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30]
+_REFUSAL_BOUNDARIES = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 10]
 _MOVE_BOUNDARIES = [0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 30]
 # Tokens; below the first boundary is 0. Ray's histograms take no negative boundary, so that the two
 # signs of predicted - actual are two histograms: their counts are equal, their sums subtract.
@@ -52,6 +53,11 @@ class ServeObserver(Observer):
         self._migrations = metrics.Counter(
             "quire_migrations", description="Attempts after the first: streams that moved"
         )
+        self._refusal = metrics.Histogram(
+            "quire_refusal_seconds",
+            description="From a request's arrival at the router to its refusal as overloaded",
+            boundaries=_REFUSAL_BOUNDARIES,
+        )
         self._move = metrics.Histogram(
             "quire_move_seconds",
             description="From the loss of a stream's replica, as the router sees it, to its next token",
@@ -63,6 +69,9 @@ class ServeObserver(Observer):
 
     def on_inter_token(self, itl_s: float) -> None:
         self._itl.observe(itl_s)
+
+    def on_refusal(self, seconds: float) -> None:
+        self._refusal.observe(seconds)
 
     def on_move(self, stall_s: float) -> None:
         self._move.observe(stall_s)

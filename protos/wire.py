@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_LOGPROBS = 20
 PROBATION_TOKENS = 4  # that a request with `Submit.alone` generates in steps of its own
 LEASE_S = 10.0  # a stream that its router has not named for so long ends at the replica
@@ -574,6 +574,8 @@ class Load(NamedTuple):
     num_offloads: int = 0  # preempted requests whose blocks were copied to the host tier
     num_restores: int = 0  # of them those that returned from there
     stalled_s: float = 0.0  # since the last step ended, while there is one to run; 0 when idle
+    num_places: int | None = None  # requests that it takes before it refuses one; None = no bound
+    num_routers: int = 1  # that are attached, and share these places
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ class Replica:
         # What is loaded stays: no collection walks torch and the model again in the middle of a step.
         gc.collect()
         gc.freeze()
+        # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
+        gc.collect()
         self._attachments = Attachments(
             self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
         )

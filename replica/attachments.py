@@ -274,9 +274,14 @@ class Attachments:
             events,
             self._last.events_seq,
             self._last.digest,
-            self._last.load if load is None else load,
+            self._shared(self._last.load if load is None else load),
             columns=columns,
         )
+
+    def _shared(self, load: Load) -> Load:
+        """With the number of routers that are told."""
+        num_routers = len(self._by_router)
+        return load if num_routers <= 1 else load._replace(num_routers=num_routers)
 
     def _snapshot_frames(self, seq: int, gpu: np.ndarray, host: np.ndarray) -> list[Frame]:
         digest = tier_digest(xor_hashes(gpu), xor_hashes(host))
@@ -289,7 +294,7 @@ class Attachments:
                     self._epoch,
                     events_seq=seq,
                     digest=digest,
-                    load=self._last.load,
+                    load=self._shared(self._last.load),
                     snapshot=gpu[start:end],
                     snapshot_more=end < num_hashes,
                     host_snapshot=host[max(0, start - len(gpu)) : max(0, end - len(gpu))],

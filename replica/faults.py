@@ -18,6 +18,8 @@ with `!` in every one, so that it follows the request from replica to replica.
 | `slow` | milliseconds | this step and those after it take so much longer |
 | `fail` | | the step raises |
 | `oom` | | an allocation fails in the step |
+| `drag` | milliseconds | this step and every one after it, whoever is in it, takes so much longer |
+| `leak` | KiB | this step and every one after it, whoever is in it, keeps so much memory for ever |
 | `clock` | seconds | the engine's clock jumps, also back |
 | `drop` | | the frame with the token is not sent |
 | `lose` | | the frame is sent without the request's token, but with those of the others |
@@ -46,7 +48,7 @@ from quire.replica.loop import StepRunner
 from quire.replica.plan import StepPlan, StepResult
 
 logger = logging.getLogger("ray.serve")
-IN_STEP = ("kill", "crash", "hang", "slow", "fail", "oom", "clock")
+IN_STEP = ("kill", "crash", "hang", "slow", "fail", "oom", "drag", "leak", "clock")
 IN_STREAM = ("drop", "lose", "duplicate", "delay", "corrupt")
 _LABEL = re.compile(r"fault:([a-z]+)(?::(-?[0-9.]+))?(!?)@([0-9]+)")
 
@@ -106,6 +108,9 @@ class Faults:
 
     waiting: list[Fault] = field(default_factory=list)
     clock_offset_s: float = 0.0
+    drag_s: float = 0.0  # of each step
+    leak_bytes: int = 0  # in each step
+    leaked: list[bytes] = field(default_factory=list)
 
     def arm(self, fault: Fault) -> None:
         self.waiting.append(fault)
@@ -159,8 +164,17 @@ class FaultyRunner:
                 raise RuntimeError("a fault was asked for")
             elif fault.kind == "oom":
                 raise MemoryError("a fault was asked for")
+            elif fault.kind == "drag":
+                self._faults.drag_s = fault.number / 1000
+            elif fault.kind == "leak":
+                self._faults.leak_bytes = int(fault.number * 1024)
             else:
                 self._faults.clock_offset_s += fault.number
+        if self._faults.drag_s:
+            time.sleep(self._faults.drag_s)
+        if self._faults.leak_bytes:
+            # Not zeros, which the kernel would give no memory for.
+            self._faults.leaked.append(b"\xff" * self._faults.leak_bytes)
         return self._runner.launch(plan)
 
     def collect(self, in_flight: Any) -> StepResult:

@@ -930,6 +930,7 @@ class Scheduler:
             num_offloads=self.num_offloads,
             num_restores=self.num_restores,
             stalled_s=stalled_s,
+            num_places=max(0, self.config.max_waiting_requests - self.num_waiting),
         )
 
     def clear_cache(self) -> None:

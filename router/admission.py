@@ -8,6 +8,11 @@
        while prefill is what they are busy with, less when decoding or memory holds them up
     P  seconds of its own prefill
 
+That holds while prefill is what everybody waits for. Where the replicas have time but no places, short prompts with
+long answers for instance, requests leave as others end, whatever their prompts cost, and instead of B / r it is
+
+    n / q    n requests that go before it, q of them leave in a second, as measured
+
 A request that can go at once is never refused: later it would take as long. One that would wait longer than
 `max_wait_s` is, and so is one that finds its tenant's share of the queue taken. That share is as much as is still free
 (the dynamic threshold of Choudhury and Hahne 1998, alpha = 1): a single tenant may fill half of the queue, two a third
@@ -58,30 +63,45 @@ class AdmissionLimits:
 
 
 class DrainRate:
-    """Seconds of prefill that leave the queue in a second, while somebody waits."""
+    """What leaves the queue in a second, while somebody waits: seconds of prefill, or requests."""
 
     def __init__(self) -> None:
-        self._released_s = 0.0
+        self._released = 0.0
         self._elapsed_s = 0.0
+        self._prior_s = _PRIOR_S
 
-    def on_release(self, prefill_s: float) -> None:
+    def on_release(self, amount: float) -> None:
         """A request left the queue for a replica."""
-        self._released_s += prefill_s
+        self._released += amount
 
     def on_time(self, elapsed_s: float) -> None:
         """So much time passed while the queue held somebody."""
         keep = math.exp(-elapsed_s / _RATE_HORIZON_S)
-        self._released_s *= keep
+        self._released *= keep
         self._elapsed_s = self._elapsed_s * keep + elapsed_s
+        self._prior_s *= keep
 
     def rate(self, num_replicas: int) -> float:
-        """The measured rate; the number of replicas counts for the first two seconds of it."""
+        """Of seconds of prefill; the number of replicas counts as if it had been measured for two seconds before,
+        and is forgotten like all that was."""
         expected = max(1, num_replicas)
-        return (self._released_s + _PRIOR_S * expected) / (self._elapsed_s + _PRIOR_S)
+        return (self._released + self._prior_s * expected) / (self._elapsed_s + self._prior_s)
+
+    def request_rate(self) -> float:
+        """Of requests. Nothing can be expected beforehand, so it is the highest that the time so far has not
+        refuted: as if one more were just leaving."""
+        return (self._released + 1.0) / self._elapsed_s if self._elapsed_s else math.inf
 
 
 def expected_wait_s(
-    queue: FairQueue, *, tenant: str, priority: int, queued_s: float, prefill_s: float, rate: float
+    queue: FairQueue,
+    *,
+    tenant: str,
+    priority: int,
+    queued_s: float,
+    prefill_s: float,
+    rate: float,
+    request_rate: float | None = None,
 ) -> float:
     """Seconds until the first token: the estimate above.
 
@@ -89,9 +109,14 @@ def expected_wait_s(
     ----------
     queued_s, prefill_s, rate
         W, P and r.
+    request_rate
+        q, where the replicas lack places; None: they lack time.
     """
-    ahead_s = queue.prefill_s_ahead(tenant, priority, prefill_s)
-    return queued_s + ahead_s / rate + prefill_s
+    if request_rate is None:
+        before_s = queue.prefill_s_ahead(tenant, priority, prefill_s) / rate
+    else:
+        before_s = queue.num_ahead(tenant, priority) / request_rate
+    return queued_s + before_s + prefill_s
 
 
 def refusal(

@@ -2,7 +2,7 @@
 
 One JSON object a line, of three kinds; a file begins with the first.
 
-    {"quire_decision_log": 1, "router": ..., "started": seconds since 1970}
+    {"quire_decision_log": 2, "router": ..., "started": seconds since 1970}
     {"decision": 17, "policy": ..., "time": ..., "now_s": ..., "attempt": 1, "prompt_tokens": ..., "priority": 0,
      "chosen": replica, "fleet": {column: [of each replica], ..., "demand": {...}}}
     {"outcome": 17, "replica": ..., "cached_tokens": ..., "queue_s": ..., "ttft_s": ...}
@@ -30,7 +30,7 @@ from quire.router.policy import Demand, Fleet, Ranking, RouteRequest
 from quire.router.types import Explain
 
 logger = logging.getLogger("ray.serve")
-VERSION = 1
+VERSION = 2
 _MAX_QUEUED = 1024  # lines on their way to the disk; more are dropped and counted
 _FLEET_FIELDS = tuple(dataclasses.fields(Fleet))
 _COLUMNS = frozenset(f.name for f in _FLEET_FIELDS if f.type == "np.ndarray")

@@ -142,6 +142,13 @@ class FairQueue:
         others_s = sum(min(t.prefill_s, share_s) for t in self._turns if t is not tenant)
         return own_s + others_s
 
+    def num_ahead(self, name: str, priority: int) -> int:
+        """Requests that go before a new one, as `prefill_s_ahead` counts seconds. Rounds share out tokens, so of
+        tenants whose requests differ much in size it is an estimate."""
+        tenant = self._tenants.get(name)
+        own = 0 if tenant is None else sum(t.priority <= priority for t in tenant.waiting)
+        return own + sum(min(len(t.waiting), own + 1) for t in self._turns if t is not tenant)
+
     def push(self, ticket: Ticket) -> None:
         """Queue a request at the end of its priority."""
         ticket.number = next(self._numbers)

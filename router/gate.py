@@ -8,8 +8,8 @@
                          ├──no replica for `max_away_s`──▶ Unavailable
                          └──its client has gone──▶ removed
 
-A replica is *open* while it has less than `dispatch_window_s` of prefill queued and few requests waiting. So the
-replicas are kept busy, and the order is decided here, as late as it can be.
+A replica is *open* while it has less than `dispatch_window_s` of prefill queued, few requests waiting, and places for
+more. So the replicas are kept busy, and the order is decided here, as late as it can be.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class _View:
     queued_s: float  # W of the replica that has least
     prefill_s: float  # P on the best
     num_replicas: int
+    lacks_places: bool  # and not only time, where no replica is open
 
 
 class AdmissionGate:
@@ -89,8 +90,9 @@ class AdmissionGate:
         self._max_away_s = max_away_s
         self._queue = FairQueue(limits.quantum_tokens)
         self._waiters: dict[Ticket, _Waiter] = {}
-        self._rate = DrainRate()
-        self._last = _View(True, 0.0, 0.0, 1)
+        self._rate = DrainRate()  # of prefill, while the replicas lack time
+        self._request_rate = DrainRate()  # while they lack places
+        self._last = _View(True, 0.0, 0.0, 1, False)
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
 
@@ -111,8 +113,7 @@ class AdmissionGate:
         Overloaded
         """
         if self._queue:
-            view = self._last
-            error = self._refusal(tenant, priority, 0, view.queued_s, 0.0, view.num_replicas)
+            error = self._refusal(tenant, priority, 0, 0.0, self._last)
             if error is not None:
                 raise error
 
@@ -135,12 +136,7 @@ class AdmissionGate:
             return
         self._last = view
         error = self._refusal(
-            arrival.tenant,
-            arrival.priority,
-            arrival.tokens,
-            view.queued_s,
-            view.prefill_s,
-            view.num_replicas,
+            arrival.tenant, arrival.priority, arrival.tokens, view.prefill_s, view
         )
         if error is not None:
             raise error
@@ -158,21 +154,16 @@ class AdmissionGate:
             self._wake.set()
 
     def _refusal(
-        self,
-        tenant: str,
-        priority: int,
-        tokens: int,
-        queued_s: float,
-        prefill_s: float,
-        num_replicas: int,
+        self, tenant: str, priority: int, tokens: int, prefill_s: float, view: _View
     ) -> Overloaded | None:
         wait_s = expected_wait_s(
             self._queue,
             tenant=tenant,
             priority=priority,
-            queued_s=queued_s,
+            queued_s=view.queued_s,
             prefill_s=prefill_s,
-            rate=self._rate.rate(num_replicas),
+            rate=self._rate.rate(view.num_replicas),
+            request_rate=self._request_rate.request_rate() if view.lacks_places else None,
         )
         return refusal(
             self.limits,
@@ -180,7 +171,7 @@ class AdmissionGate:
             tenant=tenant,
             tokens=tokens,
             wait_s=wait_s,
-            queued_s=queued_s,
+            queued_s=view.queued_s,
             prefill_s=prefill_s,
         )
 
@@ -208,7 +199,8 @@ class AdmissionGate:
         try:
             while self._queue:
                 now_s = self._clock()
-                self._rate.on_time(now_s - seen_s)
+                lacking = self._request_rate if self._last.lacks_places else self._rate
+                lacking.on_time(now_s - seen_s)
                 seen_s = now_s
                 for ticket in self._queue.expire(now_s):
                     self._end(
@@ -248,7 +240,10 @@ class AdmissionGate:
             if not view.is_open:
                 return num_sent
             self._queue.take(ticket)
-            self._rate.on_release(ticket.prefill_s)
+            if view.lacks_places:
+                self._request_rate.on_release(1)
+            else:
+                self._rate.on_release(ticket.prefill_s)
             try:
                 arrival.send(ranking)
             except Exception as error:
@@ -279,5 +274,10 @@ class AdmissionGate:
         if wait_s is None:
             wait_s = np.zeros(len(fleet))
         few = fleet.num_waiting <= self.limits.max_replica_waiting_requests
-        is_open = bool((few & (wait_s <= self.limits.dispatch_window_s)).any())
-        return _View(is_open, float(wait_s.min()), best.prefill_s, len(fleet))
+        few &= fleet.num_places >= 1  # else it would come back refused
+        has_time = wait_s <= self.limits.dispatch_window_s
+        is_open = bool((few & has_time).any())
+        # What an open replica lacked is what the others before lacked. Where there are many short prompts and no
+        # places for them their prefill looks like much.
+        lacks_places = self._last.lacks_places if is_open else not few.all()
+        return _View(is_open, float(wait_s.min()), best.prefill_s, len(fleet), lacks_places)

@@ -70,6 +70,9 @@ class Fleet:
     free_tokens: np.ndarray  # [n] float64, of KV memory, evictable ones included; inf: not known
     used_tokens: np.ndarray  # [n] float64, of KV memory of running requests
     num_waiting: np.ndarray  # [n] float64, requests that wait there, by the last report
+    num_places: (
+        np.ndarray
+    )  # [n] float64, further requests of ours until it refuses one; inf: no bound
     prior_s_per_work: float = 0.0  # median of those that are known; 0: none is
     demand: Demand = field(default_factory=Demand)
     attention_context_tokens: float = 30_000.0

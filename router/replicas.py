@@ -466,7 +466,8 @@ class ReplicaTable:
         session: str = "",
         avoid: Set[str] = frozenset(),
     ) -> Fleet:
-        """The replicas that can take a request with these routing hashes, as a policy sees them.
+        """The replicas that can take a request with these routing hashes, as a policy sees them. Those that would
+        refuse it are among them only if all would.
 
         Parameters
         ----------
@@ -477,11 +478,14 @@ class ReplicaTable:
         names, rows = self._columns.names, self._columns.columns
         depths, host, longest = self._held_tokens(hashes, num_prompt_tokens)
         heard_s = now_s - self.lost_after_s
-        if avoid or rows[columns.SEEN_S].min(initial=math.inf) < heard_s:
+        full = rows[columns.NUM_PLACES] < 1
+        if avoid or full.any() or rows[columns.SEEN_S].min(initial=math.inf) < heard_s:
             out = rows[columns.SEEN_S] < heard_s
             if avoid:
                 avoided = out | np.fromiter((name in avoid for name in names), bool, len(names))
                 out = out if avoided.all() else avoided
+            full |= out
+            out = out if full.all() else full
             kept = (~out).nonzero()[0]
             rows = [column[kept] for column in rows]
             depths, host = depths[kept], host[kept]
@@ -507,6 +511,7 @@ class ReplicaTable:
             free_tokens=rows[columns.FREE_TOKENS],
             used_tokens=rows[columns.USED_TOKENS],
             num_waiting=rows[columns.NUM_WAITING],
+            num_places=rows[columns.NUM_PLACES],
             prior_s_per_work=self._prior_s_per_work,
             demand=self._demand.demand(max(1, len(names)), now_s),
             attention_context_tokens=self._attention_context_tokens,
@@ -590,6 +595,7 @@ class ReplicaTable:
             load.num_waiting,
             entry.mean_requests,
             entry.mean_kv_tokens,
+            _num_places(entry),
         )
         self._columns.write(entry.row, values)
 
@@ -614,6 +620,20 @@ class ReplicaTable:
 def _is_ready(entry: _Replica) -> bool:
     """Before the first frame of the attach stream its tokens have no way to us."""
     return entry.state in (ReplicaState.SYNCING, ReplicaState.ATTACHED) and entry.seen_s is not None
+
+
+def _num_places(entry: _Replica) -> float:
+    """Requests of ours that the replica takes before it refuses one, as far as can be known.
+
+    What was sent since its report waits there too. And never are more of ours without a first token than this
+    router's share of its bound: in a long step nothing is taken in, so that a report may not know what came long
+    before it, and what other routers have just sent no report knows.
+    """
+    load = entry.load
+    if load.num_places is None:
+        return math.inf
+    share = max(1, (load.num_places + load.num_waiting) // load.num_routers)
+    return min(load.num_places - len(entry.bookings), share - len(entry.unanswered))
 
 
 def _age(then_s: float | None, now_s: float) -> float | None:

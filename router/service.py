@@ -93,6 +93,9 @@ class Observer:
     def on_inter_token(self, itl_s: float) -> None:
         """Seconds between two deltas of one stream."""
 
+    def on_refusal(self, seconds: float) -> None:
+        """A request was refused as overloaded, so long after its arrival."""
+
     def on_move(self, stall_s: float) -> None:
         """A stream that lost its replica has its next token; seconds since the router knew of the loss."""
 
@@ -204,6 +207,15 @@ class RouterService:
     async def generate(self, request: GenerationRequest) -> RequestStream | ChoicesStream:
         """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""
         arrived_s = self.clock()
+        try:
+            return await self._generate(request, arrived_s)
+        except Overloaded:
+            self.observer.on_refusal(self.clock() - arrived_s)
+            raise
+
+    async def _generate(
+        self, request: GenerationRequest, arrived_s: float
+    ) -> RequestStream | ChoicesStream:
         if request.model not in (None, self.facts.name):
             raise ModelNotFound(
                 f"model: {request.model!r} is not served here; this application serves "

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 
@@ -76,6 +77,20 @@ def test_slow_is_for_all_tokens_from_then_on(engine):
     began_s = time.monotonic()
     engine.generate([PROMPT], PARAMS, progress=False)
     assert time.monotonic() - began_s >= 4 * 0.02
+    engine.faults.waiting.clear()
+
+
+def test_a_drag_and_a_leak_are_for_all_steps_from_then_on(engine):
+    arm(engine, "drag", 20, 0)
+    arm(engine, "leak", 3, 8)
+    began_s = time.monotonic()
+    engine.generate([PROMPT], PARAMS, progress=False)
+    assert [len(lost) for lost in engine.faults.leaked] == [3 * 1024] * 4
+    others = dataclasses.replace(PARAMS, seed=1)
+    engine.generate([PROMPT], others, progress=False)
+    assert time.monotonic() - began_s >= 24 * 0.02
+    assert len(engine.faults.leaked) == 4 + 12
+    engine.faults.drag_s = engine.faults.leak_bytes = 0
     engine.faults.waiting.clear()
 
 

@@ -28,6 +28,7 @@ _IDLE = {
     "free_tokens": math.inf,
     "used_tokens": 0.0,
     "num_waiting": 0.0,
+    "num_places": math.inf,
 }
 
 
@@ -72,6 +73,7 @@ ROWS = st.fixed_dictionaries(
         "free_tokens": st.one_of(_TOKENS, st.just(math.inf)),
         "used_tokens": _TOKENS,
         "num_waiting": _TOKENS,
+        "num_places": st.one_of(st.floats(-500, 500), st.just(math.inf)),
     }
 )
 FLEETS = st.lists(ROWS, max_size=20)

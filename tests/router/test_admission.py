@@ -99,7 +99,18 @@ def test_the_rate_begins_as_the_number_of_replicas_and_becomes_what_was_measured
     for _ in range(1000):  # 0.2 s of prefill in a second
         rate.on_release(0.02)
         rate.on_time(0.1)
-    assert rate.rate(4) == pytest.approx((0.2 * 10 + 2 * 4) / (10 + 2), rel=0.05)
+    assert rate.rate(4) == pytest.approx(0.2, rel=0.05)
+
+
+def test_requests_leave_as_fast_as_the_time_so_far_has_not_refuted():
+    rate = DrainRate()
+    assert rate.request_rate() == float("inf")
+    rate.on_time(0.5)
+    assert rate.request_rate() == 2
+    for _ in range(1000):
+        rate.on_release(1)
+        rate.on_time(0.25)
+    assert rate.request_rate() == pytest.approx(4, rel=0.05)
 
 
 class Fleet:
@@ -156,7 +167,11 @@ def test_nothing_waits_while_a_replica_is_open():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("full", [Fleet.row(5000), Fleet.row(num_waiting=33)], ids=["W", "waiting"])
+@pytest.mark.parametrize(
+    "full",
+    [Fleet.row(5000), Fleet.row(num_waiting=33), Fleet.row(num_places=0)],
+    ids=["W", "waiting", "places"],
+)
 def test_requests_wait_until_a_replica_is_open_and_then_go_by_turns(full):
     async def run() -> None:
         fleet = Fleet()
@@ -177,6 +192,44 @@ def test_requests_wait_until_a_replica_is_open_and_then_go_by_turns(full):
         await asyncio.gather(*tasks)
         assert [tenant for tenant, _ in fleet.sent[:4]].count("small") == 2
         assert [i for tenant, i in fleet.sent if tenant == "flood"] == [0, 1, 2, 3]
+
+    asyncio.run(run())
+
+
+def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
+    """Short prompts with long answers: by the prefill that waits, everybody's turn would come at once."""
+
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.rows = [Fleet.row(num_places=0)]
+        gate = fleet.gate(max_wait_s=10.0, max_queued_requests=10_000)
+        tasks, refused = [], []
+
+        def send(ranking: Ranking) -> None:
+            fleet.sent.append(len(fleet.sent))
+            fleet.rows[0] = Fleet.row(num_places=0)
+
+        def arrive() -> None:
+            async def enter() -> None:
+                try:
+                    await gate.enter(fleet.arrival(len(tasks), tokens=10, send=send))
+                except Overloaded as error:
+                    refused.append(error)
+
+            tasks.append(asyncio.create_task(enter()))
+
+        for second in range(40):  # 2 come each second, one of them goes
+            fleet.now_s = float(second)
+            for _ in range(2):
+                arrive()
+            await turns()
+            fleet.rows[0] = Fleet.row(num_places=1)
+            await until(lambda second=second: len(fleet.sent) > second)
+        assert 8 <= len(gate.queue) <= 16, "10 s for them, by a measured rate of one a second"
+        assert refused and all("router.max_wait_s" in error.message for error in refused)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
 

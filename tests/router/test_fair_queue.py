@@ -242,6 +242,9 @@ def test_of_the_others_only_as_much_is_ahead_as_the_rounds_give_them():
     assert queue.prefill_s_ahead("new", 0, 0.5) == pytest.approx(0.5 + 0.1)
     assert queue.prefill_s_ahead("small", 0, 0.1) == pytest.approx(0.1 + 0.2)
     assert queue.prefill_s_ahead("flood", -1, 1.0) == pytest.approx(1.0 * 0 + 0.1)
+    assert queue.num_ahead("flood", 0) == len(queue)
+    assert queue.num_ahead("new", 0) == 2
+    assert queue.num_ahead("flood", -1) == 1
 
 
 def test_a_deep_debt_costs_no_loop():

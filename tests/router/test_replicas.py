@@ -255,6 +255,39 @@ def test_load_is_the_report_and_the_bookings_it_cannot_contain():
     assert seen(1.3) == [0, 0, 0, 3] and matched(table, [1, 2], 1.3) == {"r": 0}
 
 
+def test_the_places_left_are_those_of_the_report_less_what_was_sent_since():
+    table, replica = attached(FakeReplica(load=Load(num_places=2)), submit_lag_s=0.01)
+    assert table.fleet([], 1, 1.0).num_places[0] == 2
+    booking = book(table, [1], 64, 1.0)
+    assert table.fleet([], 1, 1.0).num_places[0] == 1
+    table.on_frame("r", replica.frame(), 1.005)  # cannot contain it
+    assert table.fleet([], 1, 1.0).num_places[0] == 1
+    table.on_frame("r", replica.frame(), 1.1)
+    assert table.fleet([], 1, 1.1).num_places[0] == 1, "it may not have looked into its mail yet"
+    replica.load = Load(num_waiting=1, num_places=1)
+    table.on_frame("r", replica.frame(), 1.2)
+    assert table.fleet([], 1, 1.2).num_places[0] == 1, "that is ours"
+    replica.load = replica.load._replace(num_routers=2)
+    table.on_frame("r", replica.frame(), 1.2)
+    assert table.fleet([], 1, 1.2).num_places[0] == 0, "half of two is taken"
+    table.end(booking, 1.2)
+    replica.load = Load()
+    table.on_frame("r", replica.frame(), 1.3)
+    assert table.fleet([], 1, 1.3).num_places[0] == float("inf"), "of an engine without a bound"
+
+
+def test_replicas_that_would_refuse_are_left_out_unless_all_would():
+    table, _ = attached(FakeReplica(load=Load(num_places=0)))
+    other = FakeReplica("other", load=Load(num_places=1))
+    table.add("s", "other")
+    table.on_frame("s", other.frame(), 0.0)
+    assert table.fleet([], 1, 0.0).replicas == ["s"]
+    assert table.fleet([], 1, 0.0, avoid={"s"}).replicas == ["r"], "that one is worse"
+    other.load = Load(num_places=0)
+    table.on_frame("s", other.frame(), 0.1)
+    assert table.fleet([], 1, 0.1).replicas == ["r", "s"]
+
+
 def test_a_slow_speed_of_long_ago_is_not_held_against_a_replica():
     table, replica = attached(attention_context_tokens=1e9)
     other = FakeReplica("other")

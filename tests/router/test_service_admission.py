@@ -145,17 +145,22 @@ async def held(replica: LocalReplica) -> AsyncIterator[None]:
 
 
 def test_a_request_that_one_replica_has_no_place_for_is_tried_on_the_next(runner, replicas):
+    """Another router has taken the last place, which no report has told yet."""
+
     async def run() -> None:
         a, _ = replicas
-        async with stack_of(replicas, AFirst(), AdmissionLimits()) as stack:
+        async with (
+            stack_of(replicas, AFirst(), AdmissionLimits()) as stack,
+            stack_of(replicas, AFirst(), AdmissionLimits()) as other,
+        ):
             running = await stack.open("first", max_tokens=LONG)
             async with held(a):  # so that the first still runs when the others arrive
-                waiting = stack.start("second", max_tokens=2)
-                await until(lambda: len(stack.sent) == 2)
+                waiting = other.start("second", max_tokens=2)
+                await until(lambda: len(other.sent) == 1)
                 opening = asyncio.create_task(stack.open("third"))
-                await until(lambda: len(stack.sent) == 3)
+                await until(lambda: len(stack.sent) == 2)
             stream = await opening
-            assert [s.request_id for s in stack.sent] == ["first", "second", "third", "third"]
+            assert [s.request_id for s in stack.sent] == ["first", "third", "third"]
             assert stream.explain.replica == "b" and stream.explain.attempts == 2
             assert sum([len(delta.token_ids) async for delta in stream]) == 4
             await running.aclose()
@@ -167,17 +172,37 @@ def test_a_request_that_one_replica_has_no_place_for_is_tried_on_the_next(runner
 def test_a_request_that_no_replica_has_a_place_for_is_refused(runner, replicas):
     async def run() -> None:
         a, _ = replicas
+        async with (
+            stack_of([a], limits=AdmissionLimits()) as stack,
+            stack_of([a], limits=AdmissionLimits()) as other,
+        ):
+            running = await stack.open("first", max_tokens=LONG)
+            async with held(a):
+                waiting = other.start("second", max_tokens=2)
+                await until(lambda: len(other.sent) == 1)
+                refused = asyncio.create_task(stack.open("third"))
+                await until(lambda: len(stack.sent) == 2)
+            with pytest.raises(Overloaded, match="max_waiting_requests") as caught:
+                await refused
+            assert caught.value.retry_after_s >= 1
+            await running.aclose()
+            assert await waiting == 2
+
+    runner.run(run())
+
+
+def test_a_request_that_would_be_refused_waits_at_the_router_instead(runner, replicas):
+    async def run() -> None:
+        a, _ = replicas
         async with stack_of([a], limits=AdmissionLimits()) as stack:
             running = await stack.open("first", max_tokens=LONG)
             async with held(a):
-                waiting = stack.start("second", max_tokens=2)
-                await until(lambda: len(stack.sent) == 2)
-                refused = asyncio.create_task(stack.open("third"))
-                await until(lambda: len(stack.sent) == 3)
-            with pytest.raises(Overloaded, match="max_waiting_requests"):
-                await refused
+                tasks = [stack.start(f"{i}", max_tokens=2) for i in range(4)]
+                await until(lambda: len(stack.service.gate.queue) == 3)
+                assert len(stack.sent) == 2
             await running.aclose()
-            assert await waiting == 2
+            assert await asyncio.gather(*tasks) == [2] * 4
+            assert len(stack.sent) == 5, "none came back"
 
     runner.run(run())
 
