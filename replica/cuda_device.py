@@ -97,6 +97,10 @@ class CudaDevice:
         with self._range(graph.name), torch.cuda.stream(self._streams[Stream.COMPUTE]):
             graph.graph.replay()
 
+    def release(self, graph: Graph) -> None:
+        assert isinstance(graph, CudaGraph), f"a graph of another device: {graph!r}"
+        graph.graph.reset()
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 

@@ -118,6 +118,10 @@ class Device(Protocol):
         """Queue captured work on the compute stream."""
         ...
 
+    def release(self, graph: Graph) -> None:
+        """Free captured work; it must not be in flight, and is not replayed any more."""
+        ...
+
     def synchronize(self) -> None:
         """Sleep until everything queued has run."""
         ...
@@ -170,6 +174,9 @@ class CpuDevice:
 
     def replay(self, graph: Graph) -> None:
         raise RuntimeError(f"{graph.name} cannot be replayed: {self.no_graphs_because}")
+
+    def release(self, graph: Graph) -> None:
+        raise RuntimeError(f"{graph.name} cannot be freed: {self.no_graphs_because}")
 
     def synchronize(self) -> None:
         pass

@@ -165,6 +165,9 @@ class FaultyRunner:
     def collect(self, in_flight: Any) -> StepResult:
         return self._runner.collect(in_flight)
 
+    def use_idle(self) -> bool:
+        return self._runner.use_idle()
+
 
 class FaultyEngine(Engine):
     """An engine to whose steps faults happen."""

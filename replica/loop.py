@@ -46,6 +46,10 @@ class StepRunner(Protocol):
 
     def collect(self, in_flight: Any) -> StepResult: ...
 
+    def use_idle(self) -> bool:
+        """Prepare for later steps, for a second at most; returns whether there was anything to do."""
+        ...
+
 
 @dataclass(slots=True)
 class LoopOutput:
@@ -196,7 +200,8 @@ class EngineLoop:
             self._send(DeltaBatch(self._scheduler.take_ended()))
             # A leak ends the engine now, when it disturbs nobody, and a whole one takes its place.
             self._scheduler.check_idle()
-            self._sleep(self._scheduler.next_deadline_s())
+            if self._mail or not self._runner.use_idle():
+                self._sleep(self._scheduler.next_deadline_s())
 
     def _end(self) -> None:
         """Answer everybody who still waits: mail that came too late, then every live request."""

@@ -71,7 +71,7 @@ class FakeEvent:
         self._device.host_wait(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FakeGraph:
     """Captured work."""
 
@@ -79,6 +79,7 @@ class FakeGraph:
     work: Work
     reads: Tensors
     writes: Tensors
+    is_released: bool = False
 
 
 @dataclass(slots=True)
@@ -139,6 +140,10 @@ class FakeDevice:
         self._ignored = frozenset(ignored_waits)
         self._queues: dict[Stream, deque[_Item]] = {stream: deque() for stream in Stream}
 
+    def ignore(self, waits: Iterable[tuple[str, str]]) -> None:
+        """From now on these waits do nothing, as `ignored_waits`."""
+        self._ignored = frozenset(waits)
+
     # -- memory ------------------------------------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -185,10 +190,18 @@ class FakeDevice:
 
     def replay(self, graph: Graph) -> None:
         assert isinstance(graph, FakeGraph)
+        if graph.is_released:
+            raise RuntimeError(f"{graph.name} is replayed after it was freed")
         self.num_replays += 1
         self.run(
             Stream.COMPUTE, graph.work, name=graph.name, reads=graph.reads, writes=graph.writes
         )
+
+    def release(self, graph: Graph) -> None:
+        assert isinstance(graph, FakeGraph)
+        if any(self._queues.values()):
+            raise RuntimeError(f"{graph.name} is freed while work is in flight")
+        graph.is_released = True
 
     def _put(self, stream: Stream, item: _Item) -> None:
         self._queues[stream].append(item)
