@@ -168,6 +168,9 @@ class FaultyRunner:
     def use_idle(self) -> bool:
         return self._runner.use_idle()
 
+    def telemetry(self) -> dict[str, object]:
+        return self._runner.telemetry()
+
 
 class FaultyEngine(Engine):
     """An engine to whose steps faults happen."""

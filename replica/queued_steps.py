@@ -31,6 +31,7 @@ from quire.replica.plan import StepPlan
 from quire.replica.step_inputs import DecodeInputs, InputRing, StepInputs, input_bytes, pieces
 from quire.replica.step_outputs import InFlight, StepOutputs
 from quire.replica.step_sampler import Masks, StepSampler
+from quire.replica.telemetry import DeviceTime
 
 # Entries of block tables that travel with one upload: more come in several.
 MAX_CHANGES = 8192
@@ -70,6 +71,8 @@ class QueuedSteps:
         self._sampler = sampler
         self._outputs = outputs
         self._max_logits_rows = config.max_running_requests
+        self.time = DeviceTime()
+        self._done: Event | None = None  # of the step queued last, unless the engine fell idle
         num_groups, max_rows = len(pool.groups), config.num_rows + 1
         self.table = DeviceTable(
             device, num_groups, config.num_rows, config.max_row_blocks, pool.trash_block, backend
@@ -110,16 +113,49 @@ class QueuedSteps:
             buffers["logits"] = self._decode.logits
         return buffers
 
-    def launch(self, plan: StepPlan, in_flight: InFlight, masks: Masks) -> Event:
-        """Queue a step and the copy of its tokens to the host; the event of its end."""
+    def launch(self, plan: StepPlan, in_flight: InFlight, masks: Masks) -> None:
+        """Queue a step and the copy of its tokens to the host."""
         device, slot = self._device, in_flight.slot
         is_decode = len(plan.decode_rows) == plan.num_rows and not plan.copies
         queue = self._queue_decode if is_decode else self._queue_ragged
         queue(plan, in_flight, masks)
-        done = device.record(Stream.COMPUTE, "step done")
+        done = in_flight.done = device.record(Stream.COMPUTE, "step done", timed=True)
+        in_flight.done_before, self._done = self._done, done
         self.inputs.release(done)
         self._outputs.send(slot, done)
-        return done
+
+    def note(self, in_flight: InFlight) -> None:
+        """A step is over: add its times."""
+        between, before = self._device.seconds_between, in_flight.done_before
+        self.time.add(
+            between(in_flight.begun, in_flight.done),
+            None if before is None else between(before, in_flight.begun),
+        )
+
+    def fall_idle(self) -> None:
+        """No step will follow soon: what passes until then is no gap."""
+        self._done = None
+
+    def telemetry(self) -> dict[str, object]:
+        """Counters since the start."""
+        shelf = self.graphs.shelf
+        computed = shelf.num_rows + shelf.num_padding_rows
+        return {
+            "device": self.time.to_dict(),
+            "graphs": {
+                "off_because": self.graphs.off_because,
+                "num_cached": len(self.graphs),
+                "num_captures": self.graphs.num_captures,
+                "num_hits": shelf.num_hits,
+                "num_misses": shelf.num_misses,
+                "padding": shelf.num_padding_rows / max(computed, 1),  # of the rows computed
+            },
+            "uploads": {"num_copies": self.inputs.num_copies, "num_bytes": self.inputs.num_bytes},
+        }
+
+    def _begin(self, in_flight: InFlight) -> None:
+        """Its inputs have been sent for: from here on the device is busy with the step."""
+        in_flight.begun = self._device.record(Stream.COMPUTE, "step begins", timed=True)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV; the logits of the rows that sample, [S, vocab] float32."""
@@ -166,6 +202,7 @@ class QueuedSteps:
     def _queue_ragged(self, plan: StepPlan, in_flight: InFlight, masks: Masks) -> None:
         has_columns = len(plan.sampling.rows) == len(plan.sampling.token_index)
         plan, inputs, new = self._stage(plan)
+        self._begin(in_flight)
 
         def compute() -> None:
             self.table.apply(new)
@@ -232,6 +269,7 @@ class QueuedSteps:
         num_rows = plan.num_rows if graph is None else graph.key.num_rows
         keys = self.table.noise_keys(plan.rows, plan.kv_len)
         inputs, new = self.inputs.send_decode(plan, num_rows, keys, self._differences(plan))
+        self._begin(in_flight)
         self._apply(new)
         if graph is not None:
             self.graphs.replay(graph)

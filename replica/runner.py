@@ -48,6 +48,7 @@ from quire.replica.spec import ModelSpec
 from quire.replica.step_inputs import StepInputs, direct_inputs
 from quire.replica.step_outputs import InFlight, StepOutputs
 from quire.replica.step_sampler import Masks, StepSampler
+from quire.replica.telemetry import DeviceTime
 
 
 class Runner:
@@ -180,6 +181,8 @@ class Runner:
     def collect(self, in_flight: InFlight) -> StepResult:
         """Wait for a launched step."""
         tokens = in_flight.slot.collect()
+        if self.queued is not None:
+            self.queued.note(in_flight)
         logprobs = {} if in_flight.logprobs is None else in_flight.logprobs.to_host()
         prompts = tuple(scores.to_host() for scores in in_flight.prompts)
         finished_s = in_flight.finished_s or time.perf_counter()
@@ -203,7 +206,14 @@ class Runner:
 
     def use_idle(self) -> bool:
         """Prepare for later steps while there is none; returns whether there was anything to do."""
-        return self.graphs is not None and self.graphs.use_idle()
+        if self.queued is None:
+            return False
+        self.queued.fall_idle()
+        return self.queued.graphs.use_idle()
+
+    def telemetry(self) -> dict[str, object]:
+        """Counters of the device's time, graphs and copies since the start."""
+        return {} if self.queued is None else self.queued.telemetry()
 
     def _compute(
         self, plan: StepPlan, inputs: StepInputs, in_flight: InFlight, masks: Masks
@@ -257,8 +267,10 @@ class Runner:
         ):
             for temperature in (0.0, 1.0):
                 self.run(self._trash_plan([n for n in lengths if n > 0], temperature))
-        if self.graphs is not None:
-            self.graphs.capture_first()
+        if self.queued is not None:
+            self.queued.graphs.capture_first()
+            self.queued.fall_idle()
+            self.queued.time = DeviceTime()
 
     def _trash_plan(self, lengths: list[int], temperature: float) -> StepPlan:
         """A step of rows with these numbers of new tokens, all of whose KV goes to the trash block."""

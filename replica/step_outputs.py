@@ -42,6 +42,10 @@ class InFlight:
     slot: TokenSlot
     started_s: float
     finished_s: float | None = None  # if it was over when it was launched
+    # On a device that queues its work: when the step began and ended, and the end of the one before it
+    begun: Event | None = None
+    done: Event | None = None
+    done_before: Event | None = None
     # Set by the step's work.
     logprobs: StepLogprobs | None = None
     prompts: tuple[StepPromptLogprobs, ...] = ()

@@ -64,10 +64,11 @@ class Harness:
         plans_ahead: bool,
         prepare: Callable[[Runner], None] = lambda runner: None,
         on_delta: Callable[[EngineLoop, object], None] = lambda loop, delta: None,
+        expected_keys: Iterable[object] = (),
     ) -> Told:
         """Run the requests, all submitted before the first step; of each the tokens, log-probs and how it ended.
 
-        `prepare` gets the runner before it serves.
+        `prepare` gets the runner before it serves; `expected_keys` are those of requests that `on_delta` submits.
         """
         pool = KVPool(config.num_blocks, self.spec.groups, BLOCK_SIZE, getattr(torch, config.dtype))
         pool.poison()
@@ -81,6 +82,8 @@ class Harness:
         tokens: dict[object, list[int]] = {}
         scores: dict[object, list] = {}
         told: Told = {}
+        for key in expected_keys:
+            tokens[key], scores[key] = [], []
         for request in requests:
             tokens[request.key], scores[request.key] = [], []
             loop.post(lambda scheduler, request=request: scheduler.add(request))

@@ -62,6 +62,7 @@ class FakeEvent:
         self._device = device
         self.name = name
         self.has_passed = False
+        self.passed_at = 0  # pieces of work that had run by then
 
     def is_done(self) -> bool:
         self._device.progress()
@@ -135,6 +136,7 @@ class FakeDevice:
         self.waits: set[tuple[str, str]] = set()  # that were asked for
         self.num_copies = 0
         self.num_replays = 0
+        self.num_pieces = 0  # that have run
         self._rng = random.Random(seed)
         self._pace = _Pace.draw(self._rng)
         self._ignored = frozenset(ignored_waits)
@@ -167,14 +169,21 @@ class FakeDevice:
         self.num_copies += 1
         self._put(stream, _Item(name, lambda: _copy(target, source), (), (target,)))
 
-    def record(self, stream: Stream, name: str) -> Event:
+    def record(self, stream: Stream, name: str, *, timed: bool = False) -> Event:
         event = FakeEvent(self, name)
 
         def pass_by() -> None:
             event.has_passed = True
+            event.passed_at = self.num_pieces
 
         self._put(stream, _Item(name, pass_by))
         return event
+
+    def seconds_between(self, first: Event, second: Event) -> float:
+        """A second for each piece of work that ran between them, on any stream."""
+        assert isinstance(first, FakeEvent) and isinstance(second, FakeEvent)
+        assert first.has_passed and second.has_passed
+        return float(second.passed_at - first.passed_at)
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, FakeEvent)
@@ -250,6 +259,7 @@ class FakeDevice:
         with torch.inference_mode():
             item.run()
         queue.popleft()
+        self.num_pieces += 1
         return True
 
     def _is_ready(self, stream: Stream) -> bool:

@@ -18,7 +18,7 @@ from quire.replica import queued_steps
 from quire.replica.config import EngineConfig
 from quire.replica.device import CpuDevice
 from quire.replica.device_table import DeviceTable
-from quire.replica.graph_cache import StaleGraph
+from quire.replica.graph_cache import GraphCache, StaleGraph
 from quire.replica.graph_shelf import GraphKey, GraphPart
 from quire.replica.request import Request
 from quire.replica.runner import Runner
@@ -178,33 +178,39 @@ def test_off_is_off_and_on_needs_a_device_that_has_them(harness):
 # -- when they are captured ----------------------------------------------------------------------------------
 
 
-def test_what_steps_miss_is_captured_when_there_is_none_to_run_and_not_before(harness):
+def test_what_steps_miss_is_captured_when_there_is_none_to_run_and_not_before(harness, monkeypatch):
     """FakeDevice refuses a capture with work in flight."""
     model = harness("llama")
-    config = config_of(model.spec)
-    seen: list[tuple[int, int]] = []
+    done: list[str] = []  # by the engine's thread
     runners: list[Runner] = []
+    real_launch, real_capture = Runner.launch, GraphCache.capture
+
+    def launch(self, plan):
+        done.append("step")
+        return real_launch(self, plan)
+
+    def capture(self, key):
+        done.append("capture")
+        real_capture(self, key)
 
     def prepare(runner: Runner) -> None:
         runner.warm_up()
         runners.append(runner)
-
-    def note(loop, delta) -> None:
-        seen.append((len(runners[0].graphs), runners[0].graphs.shelf.num_misses))
-        if delta.finish_reason is not None and delta.key == 0:  # the other one is over
-            loop.call(lambda scheduler: None).result(60)
+        monkeypatch.setattr(Runner, "launch", launch)
+        monkeypatch.setattr(GraphCache, "capture", capture)
 
     ruled = [
         Request(i, prompt(5, i), SamplingParams(max_tokens=20 - 9 * i, ignore_eos=True, logprobs=1))
         for i in range(2)
     ]
-    model.serve(config, FakeDevice(3), ruled, plans_ahead=True, prepare=prepare, on_delta=note)
-    assert {captured for captured, _ in seen[:-1]} == {len(SIZES)}
+    device = FakeDevice(3)
+    model.serve(config_of(model.spec), device, ruled, plans_ahead=True, prepare=prepare)
     graphs = runners[0].graphs
     assert graphs.shelf.num_misses == 19
     while graphs.use_idle():
         pass
     assert len(graphs) == len(SIZES) + 2  # of one and of two rows, to the logits
+    assert done == ["step"] * 20 + ["capture"] * 2
 
 
 # -- defects -------------------------------------------------------------------------------------------------
@@ -379,3 +385,67 @@ def test_drawing_on_the_device_equals_drawing_from_the_plan(harness):
     told = model.serve(config, FakeDevice(5), requests(), plans_ahead=True, prepare=capture_all)
     assert told == expected_of(model, config, requests)
     assert len({tuple(tokens) for tokens, *_ in told.values()}) == len(seeds)
+
+
+# -- telemetry -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True])
+def test_the_runner_counts_steps_gaps_graphs_and_copies(harness, plans_ahead):
+    model = harness("llama")
+    runners: list[Runner] = []
+    loops = []
+
+    def prepare(runner: Runner) -> None:
+        capture_all(runner)
+        runners.append(runner)
+
+    device = FakeDevice(4)
+    model.serve(
+        config_of(model.spec),
+        device,
+        plain(),
+        plans_ahead=plans_ahead,
+        prepare=prepare,
+        on_delta=lambda loop, delta: loops.append(loop),
+    )
+    told, host = runners[0].telemetry(), loops[0].time
+    steps = told["device"]["num_steps"]
+    assert steps == host.num_steps > 20
+    assert told["device"]["num_gaps"] == steps - 1  # all were submitted at once
+    assert told["device"]["busy_ms"] >= 1e3 and told["device"]["gap_us"] >= 1e6
+    assert told["graphs"]["num_hits"] == device.num_replays
+    assert told["graphs"]["num_captures"] == told["graphs"]["num_cached"] == 2 * len(SIZES)
+    assert 0 < told["graphs"]["padding"] < 0.5
+    assert told["uploads"]["num_copies"] >= steps
+    assert min(host.plan_s, host.launch_s, host.wait_s, host.commit_s, host.send_s) > 0
+
+
+def test_the_time_in_which_nothing_runs_is_no_gap(harness):
+    model = harness("llama")
+    runners: list[Runner] = []
+
+    def prepare(runner: Runner) -> None:
+        runner.warm_up()
+        runners.append(runner)
+
+    def ask_later(loop, delta) -> None:
+        if delta.key == 0 and delta.finish_reason is not None:
+            while runners[0].queued._done is not None:  # until the loop has fallen idle
+                loop.call(lambda scheduler: None).result(60)
+            late = Request(1, prompt(5, 1), SamplingParams(max_tokens=4, ignore_eos=True))
+            loop.post(lambda scheduler: scheduler.add(late))
+
+    first = Request(0, prompt(5, 0), SamplingParams(max_tokens=4, ignore_eos=True))
+    second = Request(1, prompt(5, 1), SamplingParams(max_tokens=4, ignore_eos=True))
+    model.serve(
+        config_of(model.spec),
+        FakeDevice(4),
+        [first],
+        plans_ahead=True,
+        prepare=prepare,
+        on_delta=ask_later,
+        expected_keys=[second.key],
+    )
+    told = runners[0].telemetry()["device"]
+    assert told["num_gaps"] == told["num_steps"] - 2
