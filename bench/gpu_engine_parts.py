@@ -92,14 +92,16 @@ def tokens_points(rehearsal: bool) -> list[Point]:
 
 
 @functools.cache
-def _reference(name: str, device: str) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """A checkpoint in float32, prompts, and what transformers' `generate` continues them with."""
-    folder = Path(tempfile.mkdtemp(prefix="quire-bench-"))
+def _reference(
+    name: str, device: str
+) -> tuple[tempfile.TemporaryDirectory, list[list[int]], list[list[int]]]:
+    """A checkpoint in float32, gone with the process; prompts, and what `generate` continues them with."""
+    folder = tempfile.TemporaryDirectory(prefix="quire-bench-")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         ARCHITECTURES[name](), dtype=torch.float32
     )
-    model.save_pretrained(folder)
+    model.save_pretrained(folder.name)
     model = model.to(device).eval()
     prompts = [_random_ids(1, length, 512, length)[0] for length in PROMPTS]
     answers = []
@@ -119,7 +121,7 @@ def measure_tokens(session: Session, point: Point) -> Row:
     folder, prompts, expected = _reference(point["model"], session.device.type)
     options = {"block_size": 16, "max_model_len": 512, **SETTINGS[point["setting"]]}
     with Engine(
-        model=str(folder), device=session.device.type, dtype="float32", fuse="auto", **options
+        model=folder.name, device=session.device.type, dtype="float32", fuse="auto", **options
     ) as engine:
         # Nothing that either of them leaves out: `generate` is asked not to end early too.
         params = SamplingParams(
