@@ -6,6 +6,7 @@
 #   make proto   regenerate protos/ from the .proto files
 #   make bench   benchmarks          (ARGS="..." goes to the benchmark)
 #   make gpu     tests that need an NVIDIA GPU, then gpu-kernels
+#   make gpu-engine     the engine's tokens and steps on a GPU, parts of four minutes; ARGS="--rehearse" without one
 #   make gpu-kernels    every kernel against the machine's roof, six minutes; ARGS="--rehearse" without a GPU
 #   make kernels-table  compile every kernel for every architecture against the committed table, five minutes
 #   make chaos   tests that kill processes   (SIZE=long for the long run)
@@ -13,7 +14,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test lint proto bench gpu gpu-kernels kernels-table chaos
+.PHONY: help venv serve test lint proto bench gpu gpu-kernels gpu-engine kernels-table chaos
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -74,6 +75,9 @@ gpu: $(INSTALLED)
 # pip install --no-deps -e . && make gpu-kernels INSTALLED= BIN=/path/to/its/bin
 gpu-kernels: $(INSTALLED)
 	$(BIN)/python -m quire.bench gpu-kernels $(ARGS)
+
+gpu-engine: $(INSTALLED)
+	$(BIN)/python -m quire.bench gpu-engine $(ARGS)
 
 kernels-table: $(INSTALLED)
 	$(BIN)/python -m quire.kernels.compile_table --check tests/kernels/compile_table.json $(ARGS)

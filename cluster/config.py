@@ -252,6 +252,24 @@ class EngineArgs(_Section):
         description="Plan and launch a step while the one before it runs, so that the device never "
         "waits for the host. auto: on a GPU. On the CPU there is nothing to overlap.",
     )
+    cuda_graphs: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Capture steps in which every request decodes, and replay them at a fraction of the host's work. "
+        "auto: on a GPU, if the model can be captured; the log says why not. on: else the replica does not "
+        "start.",
+    )
+    max_cached_graphs: int = Field(
+        32,
+        ge=1,
+        le=1024,
+        description="Most captured steps of different numbers of rows; the one used longest ago gives way to "
+        "another.",
+    )
+    check_graphs: bool = Field(
+        False,
+        description="For debugging: before a captured step is replayed, compare the addresses of all it reads and "
+        "writes with those at its capture.",
+    )
     max_prefill_ms: float | None = Field(
         100.0,
         ge=1,
@@ -308,7 +326,7 @@ class EngineArgs(_Section):
         "to 1000.",
     )
 
-    @field_validator("async_batching", mode="before")
+    @field_validator("async_batching", "cuda_graphs", mode="before")
     @classmethod
     def _name_what_yaml_made_of_it(cls, value: Any) -> Any:
         """YAML 1.1 reads on and off as true and false."""

@@ -51,10 +51,20 @@ def noise_keys(seed: np.ndarray, choice: np.ndarray, position: np.ndarray) -> np
     -------
     [rows] uint64.
     """
+    return keys_at(noise_bases(seed, choice), position)
+
+
+def noise_bases(seed: np.ndarray, choice: np.ndarray) -> np.ndarray:
+    """What of a row's keys is the same at every position: [rows] uint64."""
     with np.errstate(over="ignore"):
         key = _mix64(np.asarray(seed, dtype=_U64) + _U64(0x9E3779B97F4A7C15))
-        key = _mix64(key ^ np.asarray(choice).astype(_U64))
-        return _mix64(key + np.asarray(position).astype(_U64))
+        return _mix64(key ^ np.asarray(choice).astype(_U64))
+
+
+def keys_at(bases: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """The keys [rows] uint64 of `noise_bases` at positions [rows] int."""
+    with np.errstate(over="ignore"):
+        return _mix64(bases + np.asarray(position).astype(_U64))
 
 
 def uniform(keys: np.ndarray, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from quire.kernels.paged_attention import PagedAttention, Plan
 from quire.replica.kv_pool import KVPool
@@ -102,6 +101,9 @@ def paged_forward(
 
 
 def register() -> None:
-    """Make `quire_paged` known to transformers; harmless when repeated."""
+    """Make `quire_paged` known to transformers; harmless when repeated.
+
+    No mask is registered with it: then transformers makes none, and does not look into the positions for packed
+    sequences, for which the host would wait for the device in every step.
+    """
     AttentionInterface.register(ATTENTION_NAME, paged_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)

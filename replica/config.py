@@ -25,6 +25,7 @@ SCHEDULERS = ("fifo", "prefill_first", "priority")
 FUSE = ("auto", "off")
 WEIGHTS = ("auto", "int8")
 ASYNC_BATCHING = ("auto", "on", "off")
+CUDA_GRAPHS = ("auto", "on", "off")
 DEMOTION_ORDERS = ("lru", "most_recent")
 
 
@@ -46,6 +47,9 @@ class EngineArgs:
     kv_cache_gib: float | None = None
     cpu_offload_gib: float | None = None  # host tier; None: 4 GiB beside a GPU, none on the CPU
     async_batching: str = "auto"  # auto | on | off: plan a step while another runs; auto: on a GPU
+    cuda_graphs: str = "auto"  # auto | on | off: replay decode steps; auto: where that is possible
+    max_cached_graphs: int = 32
+    check_graphs: bool = False  # for debugging: compare a graph's addresses before each replay
     scheduler: str = "fifo"  # fifo | prefill_first | priority
     max_prefill_ms: float | None = 100.0  # None: no bound
     safety_margin: float = 0.2
@@ -100,6 +104,9 @@ class EngineConfig:
     groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # those of full attention first
     num_host_blocks: int = 0  # of the host tier, of the same bytes each; 0 = there is no such tier
     async_batching: bool = False  # launch a step before the one before it is collected
+    cuda_graphs: str = "auto"  # auto | on | off
+    max_cached_graphs: int = 32
+    check_graphs: bool = False
     scheduler: str = "fifo"  # fifo | prefill_first | priority
     max_prefill_ms: float | None = (
         None  # of prefill between two tokens of who decodes; None: no bound
@@ -116,6 +123,16 @@ class EngineConfig:
         full = [group.is_full for group in self.groups]
         if not full or full != sorted(full, reverse=True):
             raise ValueError("groups must be at least one, those of full attention first")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the request table: one token of every decoding row must fit a step."""
+        return min(self.max_running_requests, self.max_batch_tokens)
+
+    @property
+    def max_row_blocks(self) -> int:
+        """Blocks that one row can have in a layer group."""
+        return -(-min(self.max_model_len, self.max_cache_tokens) // self.block_size)
 
     @property
     def max_cache_tokens(self) -> int:

@@ -18,8 +18,8 @@ from quire.replica.device import Event, Graph, Stream, Tensors, Work
 class CudaEvent:
     """Waiting sleeps instead of spinning: the router's and the tokenizer's threads need the cores."""
 
-    def __init__(self, stream: torch.cuda.Stream):
-        self.event = torch.cuda.Event(blocking=True)
+    def __init__(self, stream: torch.cuda.Stream, *, timed: bool):
+        self.event = torch.cuda.Event(blocking=True, enable_timing=timed)
         self.event.record(stream)
 
     def is_done(self) -> bool:
@@ -73,8 +73,12 @@ class CudaDevice:
         with torch.inference_mode(), self._range(name), torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
 
-    def record(self, stream: Stream, name: str) -> Event:
-        return CudaEvent(self._streams[stream])
+    def record(self, stream: Stream, name: str, *, timed: bool = False) -> Event:
+        return CudaEvent(self._streams[stream], timed=timed)
+
+    def seconds_between(self, first: Event, second: Event) -> float:
+        assert isinstance(first, CudaEvent) and isinstance(second, CudaEvent)
+        return first.event.elapsed_time(second.event) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, CudaEvent), f"an event of another device: {event!r}"
@@ -96,6 +100,10 @@ class CudaDevice:
         assert isinstance(graph, CudaGraph), f"a graph of another device: {graph!r}"
         with self._range(graph.name), torch.cuda.stream(self._streams[Stream.COMPUTE]):
             graph.graph.replay()
+
+    def release(self, graph: Graph) -> None:
+        assert isinstance(graph, CudaGraph), f"a graph of another device: {graph!r}"
+        graph.graph.reset()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -95,8 +95,12 @@ class Device(Protocol):
         """Queue a copy between tensors of equal shape; a side on the host is pinned."""
         ...
 
-    def record(self, stream: Stream, name: str) -> Event:
-        """An event behind everything that was queued on the stream so far."""
+    def record(self, stream: Stream, name: str, *, timed: bool = False) -> Event:
+        """An event behind everything that was queued on the stream so far; `timed` for `seconds_between`."""
+        ...
+
+    def seconds_between(self, first: Event, second: Event) -> float:
+        """What passed on the device between two timed events, both of them done."""
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -116,6 +120,10 @@ class Device(Protocol):
 
     def replay(self, graph: Graph) -> None:
         """Queue captured work on the compute stream."""
+        ...
+
+    def release(self, graph: Graph) -> None:
+        """Free captured work; it must not be in flight, and is not replayed any more."""
         ...
 
     def synchronize(self) -> None:
@@ -159,8 +167,11 @@ class CpuDevice:
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
         target.copy_(source)
 
-    def record(self, stream: Stream, name: str) -> Event:
+    def record(self, stream: Stream, name: str, *, timed: bool = False) -> Event:
         return self._done
+
+    def seconds_between(self, first: Event, second: Event) -> float:
+        return 0.0
 
     def wait(self, stream: Stream, event: Event) -> None:
         pass
@@ -170,6 +181,9 @@ class CpuDevice:
 
     def replay(self, graph: Graph) -> None:
         raise RuntimeError(f"{graph.name} cannot be replayed: {self.no_graphs_because}")
+
+    def release(self, graph: Graph) -> None:
+        raise RuntimeError(f"{graph.name} cannot be freed: {self.no_graphs_because}")
 
     def synchronize(self) -> None:
         pass

@@ -87,6 +87,7 @@ class Engine:
             self.recorder = FlightRecorder(flight_path, self.config.max_running_requests)
         self._flight_path = flight_path
         runner, clock = self._equip(runtime.runner)
+        self._runner = runner
         self._loop = EngineLoop(
             scheduler,
             runner,
@@ -175,9 +176,16 @@ class Engine:
         self.config = config
 
     def snapshot(self) -> dict[str, Any]:
-        """Blocks, rows and queues, taken between two steps, and what of the model is fused, as plain data."""
+        """Blocks, rows and queues, taken between two steps, what of the model is fused, and where the time of the
+        steps so far went, as plain data."""
         state = self.call(lambda scheduler: scheduler.snapshot()).result()
-        return {**state, "fused": self.fused}
+        return {**state, "fused": self.fused, "steps": self.telemetry()}
+
+    def telemetry(self) -> dict[str, Any]:
+        """Where the time of steps went since the start; a reading may be one step old."""
+        time = self._loop.time
+        host = {"num_steps": time.num_steps, **time.per_step_ms()}
+        return {"host": host, **self._runner.telemetry()}
 
     def check(self) -> None:
         """Raise AssertionError unless blocks, references and rows agree."""

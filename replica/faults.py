@@ -180,6 +180,12 @@ class FaultyRunner:
     def collect(self, in_flight: Any) -> StepResult:
         return self._runner.collect(in_flight)
 
+    def use_idle(self) -> bool:
+        return self._runner.use_idle()
+
+    def telemetry(self) -> dict[str, object]:
+        return self._runner.telemetry()
+
 
 class FaultyEngine(Engine):
     """An engine to whose steps faults happen."""

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 from quire.protos.errors import StepFailed, Unavailable
@@ -31,6 +32,7 @@ from quire.protos.wire import CacheEvents, Load
 from quire.replica.plan import RequestDelta, StepPlan, StepResult
 from quire.replica.request import DeltaBatch
 from quire.replica.scheduler import Scheduler
+from quire.replica.telemetry import HostTime
 from quire.replica.watchdog import StepWatch
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,14 @@ class StepRunner(Protocol):
     def launch(self, plan: StepPlan) -> Any: ...
 
     def collect(self, in_flight: Any) -> StepResult: ...
+
+    def telemetry(self) -> dict[str, object]:
+        """Counters of the device's time, graphs and copies since the start."""
+        ...
+
+    def use_idle(self) -> bool:
+        """Prepare for later steps, for a second at most; returns whether there was anything to do."""
+        ...
 
 
 @dataclass(slots=True)
@@ -103,6 +113,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._closing = False
         self.num_failed_in_a_row = 0  # steps, since the last one that did not fail
+        self.time = HostTime()
         self._deltas: list[RequestDelta] = []  # of this turn, without those of a committed step
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
 
@@ -182,8 +193,10 @@ class EngineLoop:
 
     def _turn(self) -> None:
         self._drain_mailbox()
+        began = perf_counter()
         plan = self._scheduler.plan(self._clock())
         if plan is not None:
+            self.time.plan_s += perf_counter() - began
             self._launch(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > self._max_in_flight):
             self._send(self._collect())
@@ -196,7 +209,8 @@ class EngineLoop:
             self._send(DeltaBatch(self._scheduler.take_ended()))
             # A leak ends the engine now, when it disturbs nobody, and a whole one takes its place.
             self._scheduler.check_idle()
-            self._sleep(self._scheduler.next_deadline_s())
+            if self._mail or not self._runner.use_idle():
+                self._sleep(self._scheduler.next_deadline_s())
 
     def _end(self) -> None:
         """Answer everybody who still waits: mail that came too late, then every live request."""
@@ -215,8 +229,11 @@ class EngineLoop:
         if not self._in_flight:
             self.step_watch.begin(plan.step, self._predicted_s(plan))
         self._record(plan)
+        began = perf_counter()
         try:
             self._in_flight.append((plan, self._runner.launch(plan)))
+            self.time.launch_s += perf_counter() - began
+            self.time.num_steps += 1
         except Exception as error:
             while self._in_flight:  # those before it may be whole
                 self._deltas.extend(self._collect())
@@ -227,6 +244,7 @@ class EngineLoop:
     def _collect(self) -> DeltaBatch:
         """Wait for the oldest step in flight and commit it."""
         plan, launched = self._in_flight.popleft()
+        began = perf_counter()
         try:
             result = self._runner.collect(launched)
         except Exception as error:
@@ -234,7 +252,10 @@ class EngineLoop:
         finally:
             self._watch_next()
         self.num_failed_in_a_row = 0
+        collected = perf_counter()
+        self.time.wait_s += collected - began
         deltas = self._scheduler.commit(plan, result, self._clock())
+        self.time.commit_s += perf_counter() - collected
         if len(self._in_flight) > self._scheduler.num_in_flight:  # the result could not be right
             self._abandon()
         return deltas
@@ -288,7 +309,9 @@ class EngineLoop:
             self._deltas = []
         if not len(deltas) and batch is None:
             return
+        began = perf_counter()
         self._on_output(LoopOutput(deltas, batch, events.seq, events.digest, self.load()))
+        self.time.send_s += perf_counter() - began
 
     def _sleep(self, until_s: float | None) -> None:
         """Until there is mail, or until the first deadline of those who are paused."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from quire.protos.errors import QuireError
 from quire.protos.wire import PromptLogprobs, TokenLogprob
+from quire.replica.table_changes import NO_CHANGES, TableChanges
 
 NO_TOKEN = int(np.iinfo(np.int64).min)  # no defect gives it by accident
 
@@ -87,6 +88,17 @@ class SamplingBatch(NamedTuple):
     # [S] int64, places in the row table, where the device keeps what it samples; empty: nowhere
     rows: np.ndarray = _NO_ROWS
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature, top-k, top-p, min-p and noise are all that any row asks for."""
+        return not (
+            self.suppressed
+            or self.rules
+            or self.grammars
+            or self.logprobs
+            or self.penalties is not None
+        )
+
 
 _NO_PAIRS = np.empty((0, 2), np.int64)
 _NO_PAIRS.setflags(write=False)
@@ -131,6 +143,9 @@ class StepPlan(NamedTuple):
     # [D] int64, places in the row table of the first D rows: each computes what was last sampled there; D is
     # `num_decode_rows`, or 0 where `token_ids` has all tokens
     decode_rows: np.ndarray = _NO_ROWS
+    # [n] int64, places in the request table of all rows; empty: of a plan that was made without one
+    rows: np.ndarray = _NO_ROWS
+    changes: TableChanges = NO_CHANGES  # of the request table, since the plan before
 
     @property
     def num_rows(self) -> int:

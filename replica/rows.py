@@ -31,6 +31,7 @@ from quire.replica.plan import PromptTargets, SamplingBatch, StepPlan
 from quire.replica.planned_tables import PlannedTables
 from quire.replica.request import FinishReason, Phase, Request
 from quire.replica.sampling_columns import SamplingColumns
+from quire.replica.table_changes import TableJournal
 
 _MAX_INT32 = 2**31 - 1
 
@@ -86,8 +87,8 @@ class RowTable:
         num_groups = len(self.groups)
         self.first_block = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
         self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
-        # [G, R, max_blocks]
-        self.block_tables = np.zeros((num_groups, max_rows, max_blocks), dtype=np.int32)
+        # [G, R + 1, max_blocks]; the last row has no request: on a device it pads steps
+        self.block_tables = np.zeros((num_groups, max_rows + 1, max_blocks), dtype=np.int32)
         self._flat_tables = self.block_tables.reshape(num_groups, -1)  # the same memory
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
         self._flat_tail = self._tail.reshape(-1)
@@ -95,6 +96,7 @@ class RowTable:
         self._free = list(range(max_rows - 1, -1, -1))
         self._decode_rows: DecodeRows | None = None  # None: a row came or went
         self._planned = PlannedTables(self.block_tables)
+        self._journal = TableJournal()
         self.num_decode_tokens = 0  # KV of the decoding rows
         self.num_missing_tokens = 0  # that the prefilling rows still have to compute
 
@@ -140,6 +142,8 @@ class RowTable:
             self.first_block[g, row] = first
             self.num_blocks[g, row] = first + len(own)
             self.block_tables[g, row, first : first + len(own)] = own
+            self._journal_span(g, row, first, first + len(own))
+        self._journal.claim(row)
         full = request.num_tokens - request.num_tokens % self.block_size
         self._tail[row, : request.num_tokens - full] = request.token_ids[full:]
         self.num_missing_tokens += request.num_tokens - num_computed
@@ -329,7 +333,9 @@ class RowTable:
         """
         index = decodes.begun_index if lacking is decodes.begun else decodes.block_index(lacking)
         own = np.array(blocks, np.int32).reshape(len(self.groups), len(lacking))
-        self._flat_tables[:, decodes.table_begin[lacking] + index] = own
+        at = decodes.table_begin[lacking] + index
+        self._flat_tables[:, at] = own
+        self._journal.write(at, own)
         self.num_blocks[:, decodes.ids[lacking]] = index + 1
         if decodes is self._decode_rows:
             self._planned.append(lacking, index, own)
@@ -343,6 +349,7 @@ class RowTable:
             end = int(self.num_blocks[g, row])
             own = blocks[i * count : (i + 1) * count]
             self.block_tables[g, row, end : end + count] = own
+            self._journal_span(g, row, end, end + count)
             self.num_blocks[g, row] = end + count
 
     def trim(self, held: Mapping[int, int] | None = None) -> list[int]:
@@ -372,10 +379,26 @@ class RowTable:
     def replace_block(self, g: int, row: int, i: int, block: int) -> None:
         """Put another block with the same content in the i-th place of the row's table of group g."""
         self.block_tables[g, row, i] = block
+        self._journal_span(g, row, i, i + 1)
         if self._decodes(row):
             self._planned.mark_changed(np.array([row]))
             if self._decode_rows is not None:
                 self._decode_rows.slots = None  # it may be the block of the next token
+
+    def _journal_span(self, g: int, row: int, begin: int, end: int) -> None:
+        """These entries of the row's table of group g have changed."""
+        first = row * self.block_tables.shape[2]
+        blocks = self.block_tables[g, row, begin:end].copy()
+        self._journal.write(np.arange(first + begin, first + end), blocks, g)
+
+    def tell_again(self) -> None:
+        """A plan has not arrived: the next one tells all of the rows in use."""
+        for row in np.flatnonzero(self.active).tolist():
+            for g in range(len(self.groups)):
+                self._journal_span(
+                    g, row, int(self.first_block[g, row]), int(self.num_blocks[g, row])
+                )
+            self._journal.claim(row)
 
     def build(
         self,
@@ -430,6 +453,8 @@ class RowTable:
             slots=decodes.take_slots(self._flat_tables),
             sampling=sampling,
             decode_rows=rows,
+            rows=rows,
+            changes=self._journal.take(self.sampling.claimed),
         )
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += len(rows)
@@ -477,6 +502,8 @@ class RowTable:
             copies=tuple(copies),
             prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
             decode_rows=decode_rows,
+            rows=rows,
+            changes=self._journal.take(self.sampling.claimed),
         )
         self.num_computed[rows] = kv_len
         self.num_decode_tokens += len(decode_rows)

@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -32,41 +30,25 @@ import torch
 from quire.kernels import cpu_attention_native, native_library
 from quire.kernels.cpu_attention_torch import choose_query_tokens
 from quire.kernels.paged_attention import Backend, PagedAttention
-from quire.replica.attention import StepContext
 from quire.replica.config import EngineConfig
 from quire.replica.device import Device, Stream, open_device
+from quire.replica.forward import Forward
 from quire.replica.fuse import FuseReport, fuse
+from quire.replica.graph_cache import GraphCache
 from quire.replica.groups import LayerGroup
 from quire.replica.host_pool import HostPool
 from quire.replica.kv_pool import KVPool
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
-from quire.replica.logprobs import (
-    StepLogprobs,
-    StepPromptLogprobs,
-    log_distribution,
-    of_tokens,
-    score_prompt,
-)
+from quire.replica.logprobs import score_prompt
 from quire.replica.output_head import split_model
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
-from quire.replica.sampler import fill_masks, sample
+from quire.replica.queued_steps import QueuedSteps
 from quire.replica.spec import ModelSpec
-from quire.replica.step_inputs import InputRing, StepInputs, direct_inputs, input_bytes
-from quire.replica.step_outputs import StepOutputs, TokenSlot
-from quire.replica.token_counts import TokenCounts
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A launched step."""
-
-    slot: TokenSlot
-    started_s: float
-    finished_s: float | None = None  # if it was over when it was launched
-    # Set by the step's work.
-    logprobs: StepLogprobs | None = None
-    prompts: tuple[StepPromptLogprobs, ...] = ()
+from quire.replica.step_inputs import StepInputs, direct_inputs
+from quire.replica.step_outputs import InFlight, StepOutputs
+from quire.replica.step_sampler import Masks, StepSampler
+from quire.replica.telemetry import DeviceTime
 
 
 class Runner:
@@ -108,14 +90,10 @@ class Runner:
         self.pool = pool
         self._device = open_device(config.device) if device is None else device
         self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
-        self._token_counts = TokenCounts(config.vocab_size, self._device.torch_device)
-        max_rows = config.max_running_requests + 1  # warm-up adds a prompt to all of them
-        self._outputs = StepOutputs(self._device, max_rows)
-        self._inputs = self._input_ring(max_rows)
+        self._sampler = StepSampler(config.vocab_size, self._device.torch_device)
+        # One more pads steps; and warm-up adds a prompt to all of them.
+        self._outputs = StepOutputs(self._device, config.num_rows + 1)
         self._busy_until_s = 0.0  # when the step that was collected last was over
-        # Grammars take their time for a large vocabulary: they have that of the forward pass, which on the CPU
-        # keeps this thread.
-        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
         self._graphs_at_ready = _num_traced_graphs()
         self._kernels_built = 0
         if config.device == "cpu":
@@ -124,20 +102,16 @@ class Runner:
         self.fused = self._fuse()
         if config.deterministic:
             make_deterministic(model)
-        self._decoder, self._head = split_model(model)
+        self._forward = Forward(model, pool, self._attentions)
         # Rows of logits at once: the memory that sizing counts for those of a step's samples.
         self._max_logits_rows = config.max_running_requests
+        self.queued: QueuedSteps | None = None  # where work runs when it is queued
+        if not self._device.is_immediate:
+            backend = self._attentions[0].backend
+            self.queued = QueuedSteps(
+                config, self._device, pool, self._forward, self._sampler, self._outputs, backend
+            )
         self._device.synchronize()  # the weights were not loaded on the compute stream
-
-    def _input_ring(self, max_rows: int) -> InputRing | None:
-        """None where steps read their plans themselves."""
-        if self._device.is_immediate:
-            return None
-        config = self.config
-        max_tokens = min(config.max_model_len, config.max_cache_tokens)
-        max_blocks = -(-max_tokens // config.block_size)
-        num_bytes = input_bytes(len(config.groups), max_rows, config.max_batch_tokens, max_blocks)
-        return InputRing(self._device, num_bytes)
 
     def _fuse(self) -> FuseReport:
         """On the CPU the fused forms need the compiled library; without it the model stays as it is."""
@@ -187,31 +161,28 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Start a step; on a GPU it returns before the step is done. Bounds were checked by the scheduler."""
-        device = self._device
         slot = self._outputs.take(len(plan.sampling.token_index))
         in_flight = InFlight(slot, time.perf_counter())
         self.host_pool.move(plan.saves, plan.restores)
-        inputs = self._stage(plan)
-        grammars = plan.sampling.grammars
-        masks = self._mask_thread.submit(fill_masks, grammars) if grammars else None
-        device.run(
+        masks = self._sampler.begin(plan.sampling)
+        if self.queued is not None:
+            self.queued.launch(plan, in_flight, masks)
+            return in_flight
+        inputs = direct_inputs(plan)
+        self._device.run(
             Stream.COMPUTE,
             partial(self._compute, plan, inputs, in_flight, masks),
             name=f"step {plan.step}",
-            reads=inputs.all(),
-            writes=(slot.tokens,),
         )
-        done = device.record(Stream.COMPUTE, "step done")
-        if self._inputs is not None:
-            self._inputs.release(done)
-        self._outputs.send(slot, done)
-        if device.is_immediate:
-            in_flight.finished_s = time.perf_counter()
+        self._outputs.send(slot, self._device.record(Stream.COMPUTE, "step done"))
+        in_flight.finished_s = time.perf_counter()
         return in_flight
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Wait for a launched step."""
         tokens = in_flight.slot.collect()
+        if self.queued is not None:
+            self.queued.note(in_flight)
         logprobs = {} if in_flight.logprobs is None else in_flight.logprobs.to_host()
         prompts = tuple(scores.to_host() for scores in in_flight.prompts)
         finished_s = in_flight.finished_s or time.perf_counter()
@@ -222,70 +193,58 @@ class Runner:
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""
-        inputs = self._stage(plan)
-        logits: list[torch.Tensor] = []
+        if self.queued is not None:
+            return self.queued.forward(plan)
+        inputs = direct_inputs(plan)
+        with torch.inference_mode():
+            return self._logits(self._hidden(plan, inputs)[inputs.token_index])
 
-        def compute() -> None:
-            hidden = self._hidden_states(plan, inputs)
-            logits.append(self._logits(hidden[inputs.token_index]))
+    @property
+    def graphs(self) -> GraphCache | None:
+        """Captured decode steps; None where work runs when it is queued."""
+        return None if self.queued is None else self.queued.graphs
 
-        self._device.run(Stream.COMPUTE, compute, name="forward", reads=inputs.all())
-        self._device.synchronize()
-        return logits[0]
+    def use_idle(self) -> bool:
+        """Prepare for later steps while there is none; returns whether there was anything to do."""
+        if self.queued is None:
+            return False
+        self.queued.fall_idle()
+        return self.queued.graphs.use_idle()
 
-    def _stage(self, plan: StepPlan) -> StepInputs:
-        return direct_inputs(plan) if self._inputs is None else self._inputs.send(plan)
+    def telemetry(self) -> dict[str, object]:
+        """Counters of the device's time, graphs and copies since the start."""
+        return {} if self.queued is None else self.queued.telemetry()
 
     def _compute(
-        self,
-        plan: StepPlan,
-        inputs: StepInputs,
-        in_flight: InFlight,
-        masks: Future[np.ndarray] | None,
+        self, plan: StepPlan, inputs: StepInputs, in_flight: InFlight, masks: Masks
     ) -> None:
-        """The work of a step on the compute stream."""
+        """The work of a step, where it runs when it is queued."""
         self.pool.copy_blocks(plan.copies)
         self._outputs.fill_in(inputs.token_ids, inputs.decode_rows)
-        hidden = self._hidden_states(plan, inputs)
+        hidden = self._hidden(plan, inputs)
         in_flight.prompts = tuple(
             score_prompt(hidden, targets, self._logits, self._max_logits_rows)
             for targets in plan.prompts
         )
         logits = self._logits(hidden[inputs.token_index])
-        distribution = log_distribution(logits, plan.sampling)
-        tokens = sample(
-            logits, plan.sampling, self._token_counts, None if masks is None else masks.result()
-        )
-        if distribution is not None:
-            in_flight.logprobs = of_tokens(distribution, plan.sampling, tokens)
+        tokens, in_flight.logprobs = self._sampler.sample(logits, plan.sampling, masks)
         self._outputs.keep(in_flight.slot, tokens, inputs.sample_rows)
+
+    def _hidden(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
+        """Write the step's KV; [T, hidden size]."""
+        return self._forward.hidden(
+            inputs.token_ids,
+            inputs.positions,
+            inputs.cu_q,
+            inputs.kv_len,
+            inputs.rows,
+            inputs.slots,
+            np.diff(plan.cu_q),
+        )
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden size] to [n, vocab] float32."""
-        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
-
-    def _hidden_states(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
-        """Write the step's KV; [T, hidden size]."""
-        on_cpu = inputs.cu_q.device.type == "cpu"
-        context = StepContext(
-            pool=self.pool,
-            attentions=self._attentions,
-            cu_q=inputs.cu_q.numpy().astype(np.int64) if on_cpu else inputs.cu_q,
-            kv_len=inputs.kv_len.numpy().astype(np.int64) if on_cpu else inputs.kv_len,
-            block_tables=(
-                inputs.block_tables.numpy().astype(np.int64) if on_cpu else inputs.block_tables
-            ),
-            write_rows=[self.pool.rows_of(g, slots) for g, slots in enumerate(inputs.slots)],
-            slots=inputs.slots,
-            num_query=np.diff(plan.cu_q),
-        )
-        output = self._decoder(
-            input_ids=inputs.token_ids[None],
-            position_ids=inputs.positions[None],
-            use_cache=False,
-            quire=context,
-        )
-        return output.last_hidden_state[0]
+        return self._forward.logits(hidden).float()
 
     # ------------------------------------------------------------------------------------------------------
     # Warm-up
@@ -308,6 +267,10 @@ class Runner:
         ):
             for temperature in (0.0, 1.0):
                 self.run(self._trash_plan([n for n in lengths if n > 0], temperature))
+        if self.queued is not None:
+            self.queued.graphs.capture_first()
+            self.queued.fall_idle()
+            self.queued.time = DeviceTime()
 
     def _trash_plan(self, lengths: list[int], temperature: float) -> StepPlan:
         """A step of rows with these numbers of new tokens, all of whose KV goes to the trash block."""
@@ -316,6 +279,8 @@ class Runner:
         num_groups = len(self.pool.groups)
         cu_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+        rows = np.full(num_rows, self.config.num_rows)  # the one that has no request
+        decodes = max(lengths) == 1
         columns = SamplingBatch(
             token_index=cu_q[1:] - 1,
             temperature=np.full(num_rows, temperature, np.float32),
@@ -324,6 +289,7 @@ class Runner:
             seed=np.zeros(num_rows, np.uint64),
             choice=np.zeros(num_rows, np.int32),
             position=np.asarray(lengths, np.int64),
+            rows=rows,
         )
         return StepPlan(
             step=0,
@@ -339,6 +305,8 @@ class Runner:
                 trash * block_size + positions.astype(np.int64) % block_size, (num_groups, 1)
             ),
             sampling=columns,
+            decode_rows=rows if decodes else rows[:0],
+            rows=rows,
         )
 
     def mark_ready(self) -> None:

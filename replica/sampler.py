@@ -9,7 +9,8 @@ asks for is not done: a greedy batch is one argmax, a batch without top-k and to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +22,32 @@ from quire.replica.token_counts import TokenCounts
 _NEVER = float("-inf")
 
 
+class Draw(NamedTuple):
+    """How the rows' tokens are drawn, once bias, masks and penalties are applied. S rows."""
+
+    temperature: np.ndarray  # [S] float32, 0 = greedy
+    top_k: np.ndarray  # [S] int32, 0 = off
+    top_p: np.ndarray  # [S] float32, 1 = off
+    min_p: np.ndarray | None  # [S] float32, 0 = off
+    noise_keys: Callable[[np.ndarray], np.ndarray]  # [r] rows to their [r] uint64
+
+    @classmethod
+    def of(cls, batch: SamplingBatch) -> Draw:
+        return cls(
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            lambda rows: noise_keys(batch.seed[rows], batch.choice[rows], batch.position[rows]),
+        )
+
+
 def sample(
     logits: torch.Tensor,
     batch: SamplingBatch,
     counts: TokenCounts | None = None,
     grammar_masks: np.ndarray | None = None,
+    choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Choose one token a row.
 
@@ -39,6 +61,8 @@ def sample(
         History of the rows with penalties; required when the batch has any, and brought up to date.
     grammar_masks
         `fill_masks` of the batch's grammars, if somebody has filled them meanwhile.
+    choose
+        [S, vocab] float32 logits, all done to them, to [S] int64 tokens, if a device does that itself.
 
     Returns
     -------
@@ -52,7 +76,7 @@ def sample(
             raise ValueError("the batch has penalties: the counts of its rows are needed")
         counts.begin(batch.penalties)
         counts.apply(logits, batch.penalties)
-    tokens = _choose(logits, batch)
+    tokens = draw(logits, Draw.of(batch)) if choose is None else choose(logits)
     if len(constrained):
         rows = torch.from_numpy(constrained).to(logits.device)
         # A draw changes its own copy of the logits, an argmax none: what was masked still is.
@@ -117,11 +141,12 @@ def _index(
     return tuple(torch.from_numpy(x).to(device) for x in (rows, ids))
 
 
-def _choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    random = np.flatnonzero(batch.temperature > 0)
+def draw(logits: torch.Tensor, how: Draw) -> torch.Tensor:
+    """One token a row: [S, vocab] float32, overwritten, to [S] int64."""
+    random = np.flatnonzero(how.temperature > 0)
     if not len(random):
         return logits.argmax(dim=-1)
-    drawn = _draw(_rows(logits, random), batch, random)
+    drawn = _draw_random(_rows(logits, random), how, random)
     if len(random) == len(logits):
         return drawn
     tokens = logits.argmax(dim=-1)
@@ -129,21 +154,21 @@ def _choose(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return tokens
 
 
-def _draw(logits: torch.Tensor, batch: SamplingBatch, random: np.ndarray) -> torch.Tensor:
+def _draw_random(logits: torch.Tensor, how: Draw, random: np.ndarray) -> torch.Tensor:
     """Temperature, min-p, top-k, top-p and noise for the rows `random`; logits [R, vocab] belong to this call."""
     vocab_size = logits.shape[1]
-    temperature = torch.from_numpy(batch.temperature[random]).to(logits.device)
+    temperature = torch.from_numpy(how.temperature[random]).to(logits.device)
     logits = logits.div_(temperature[:, None])
-    if batch.min_p is not None:
-        _leave_out_unlikely(logits, batch.min_p[random])
-    top_k, top_p = batch.top_k[random], batch.top_p[random]
+    if how.min_p is not None:
+        _leave_out_unlikely(logits, how.min_p[random])
+    top_k, top_p = how.top_k[random], how.top_p[random]
     cut = np.flatnonzero(((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0))
     if len(cut):
         limited = _truncate(
             logits if len(cut) == len(logits) else _rows(logits, cut), top_k[cut], top_p[cut]
         )
         logits.index_copy_(0, torch.from_numpy(cut).to(logits.device), limited)
-    keys = noise_keys(batch.seed[random], batch.choice[random], batch.position[random])
+    keys = how.noise_keys(random)
     return logits.add_(gumbel(keys, vocab_size, logits.device)).argmax(dim=-1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ from quire.protos.wire import SamplingParams
 from quire.replica.bad_words import BadWords
 from quire.replica.plan import Penalties, SamplingBatch, TokenRules
 from quire.replica.request import Request
+from quire.replica.table_changes import ClaimedRows
 
 if TYPE_CHECKING:
     from quire.replica.rows import RowTable
@@ -79,6 +81,19 @@ class SamplingColumns:
             or self.has_grammar[row]
             or self.logprobs[row] >= 0
             or self.min_p[row] > 0
+        )
+
+    def claimed(self, rows: Sequence[int]) -> ClaimedRows:
+        """What a device keeps of these rows."""
+        index = np.array(rows, np.int64)
+        return ClaimedRows(
+            index,
+            self.temperature[index],
+            self.top_p[index],
+            self.min_p[index],
+            self.top_k[index],
+            self.seed[index],
+            self.choice[index],
         )
 
     def batch(

@@ -105,11 +105,9 @@ class Scheduler:
         self.blocks = BlockManager(
             config.num_blocks, on_demote=self.host.demote, order=config.demotion_order
         )
-        max_tokens = min(config.max_model_len, config.max_cache_tokens)
         self.rows = RowTable(
-            # One token of every decoding row must fit a step.
-            min(config.max_running_requests, config.max_batch_tokens),
-            -(-max_tokens // config.block_size),
+            config.num_rows,
+            config.max_row_blocks,
             config.block_size,
             config.vocab_size,
             config.groups,
@@ -837,6 +835,7 @@ class Scheduler:
         )  # together: blocks of one step may continue those of the other
         for step in failed:
             self.host.forget_saves(step.transfers)
+        self.rows.tell_again()  # whether the step got as far as the device's table nobody knows
         return deltas
 
     def _restart_copied(self, transfers: Transfers) -> None:

@@ -23,6 +23,7 @@ from quire.kernels.cpu_attention_torch import PREFILL_ROWS
 from quire.replica.checkpoint import count_parameters
 from quire.replica.config import (
     ASYNC_BATCHING,
+    CUDA_GRAPHS,
     DEMOTION_ORDERS,
     FUSE,
     SCHEDULERS,
@@ -138,6 +139,8 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise SizingError("device is 'cuda', but torch sees no CUDA device; use 'cpu' or 'auto'")
+    if args.cuda_graphs == "on" and device == "cpu":
+        raise SizingError("cuda_graphs is 'on', which needs device 'cuda'; it is 'cpu'")
     num_parameters = count_parameters(checkpoint_path or spec.path)
     dtype = args.dtype
     if dtype == "auto":
@@ -203,6 +206,9 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         **args.light_fields(),
         async_batching=args.async_batching == "on"
         or (args.async_batching == "auto" and device != "cpu"),
+        cuda_graphs=args.cuda_graphs,
+        max_cached_graphs=args.max_cached_graphs,
+        check_graphs=args.check_graphs,
         scheduler=args.scheduler,
         fuse=args.fuse,
         weights=args.weights,
@@ -357,6 +363,7 @@ def check_args(args: EngineArgs) -> None:
         "fuse": FUSE,
         "weights": WEIGHTS,
         "async_batching": ASYNC_BATCHING,
+        "cuda_graphs": CUDA_GRAPHS,
     }
     for name, allowed in choices.items():
         if getattr(args, name) not in allowed:
@@ -364,7 +371,10 @@ def check_args(args: EngineArgs) -> None:
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(args, name)!r}"
             )
     counts = ("num_blocks", "max_batch_tokens", "max_model_len", "num_threads")
-    required = ("block_size", "max_running_requests", "max_waiting_requests")
+    required = (
+        *("block_size", "max_running_requests", "max_waiting_requests"),
+        "max_cached_graphs",
+    )
     for name in counts + required:
         value = getattr(args, name)
         if value is None and name in counts:

@@ -8,7 +8,13 @@
 
 There is one set of inputs on the device, so captured graphs read fixed addresses and cost their memory once; only the
 staging is doubled. All arrays of a step lie one behind the other; where follows from their lengths alone, so steps of
-the same lengths find them at the same addresses.
+the same lengths find them at the same addresses. The differences of the request table, of any number, lie behind
+them. Block tables and sampling columns are in that table already.
+
+```
+ a step of n rows that decode   rows, positions, kv_len, slots, noise keys of n or more rows │ differences
+ any other step                 rows, tokens, positions, ...                                 │ differences
+```
 
 A device that runs work when it is queued reads the plan's arrays themselves.
 """
@@ -16,21 +22,24 @@ A device that runs work when it is queued reads the plan's arrays themselves.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quire.replica.device import Device, Event, Stream
+from quire.replica.device_table import Differences
 from quire.replica.plan import StepPlan
 
 _ALIGNMENT = 16  # bytes: any type may follow any other
 _TORCH_TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+Typed = tuple[np.ndarray, type]
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """A step's arrays on the device; n rows, T tokens, S rows that sample, D whose token the device has."""
 
     token_ids: torch.Tensor  # [T] int64; those of the first D tokens are not read
@@ -41,23 +50,22 @@ class StepInputs:
     decode_rows: torch.Tensor  # [D] int64, in the request table
     sample_rows: torch.Tensor  # [S] int64, in the request table
     slots: torch.Tensor  # [G, T] int64
-    block_tables: torch.Tensor  # [G, n, max blocks] int32
-
-    def all(self) -> tuple[torch.Tensor, ...]:
-        return (
-            self.token_ids,
-            self.positions,
-            self.cu_q,
-            self.kv_len,
-            self.token_index,
-            self.decode_rows,
-            self.sample_rows,
-            self.slots,
-            self.block_tables,
-        )
+    # [n] int64, in the request table; where work runs when it is queued [G, n, max blocks] int32, their blocks
+    rows: torch.Tensor
+    noise_keys: torch.Tensor  # [S] int64; not where work runs when it is queued
 
 
-def _arrays(plan: StepPlan) -> tuple[tuple[np.ndarray, type], ...]:
+class DecodeInputs(NamedTuple):
+    """Arrays of a step in which every row decodes, on the device; n rows, some of them perhaps padding."""
+
+    rows: torch.Tensor  # [n] int64, in the request table
+    positions: torch.Tensor  # [n] int64
+    kv_len: torch.Tensor  # [n] int32
+    slots: torch.Tensor  # [G, n] int64
+    noise_keys: torch.Tensor  # [n] int64
+
+
+def _step_arrays(plan: StepPlan, rows: Typed, noise_keys: np.ndarray) -> tuple[Typed, ...]:
     """The plan's arrays in the order of `StepInputs`, and the types they have on the device."""
     sampling = plan.sampling
     return (
@@ -69,7 +77,28 @@ def _arrays(plan: StepPlan) -> tuple[tuple[np.ndarray, type], ...]:
         (plan.decode_rows, np.int64),
         (sampling.rows, np.int64),
         (plan.slots, np.int64),
-        (plan.block_tables, np.int32),
+        rows,
+        (noise_keys, np.int64),
+    )
+
+
+def _decode_shapes(num_groups: int, n: int) -> tuple[tuple[tuple[int, ...], type], ...]:
+    """Of `DecodeInputs`."""
+    return (
+        ((n,), np.int64),
+        ((n,), np.int64),
+        ((n,), np.int32),
+        ((num_groups, n), np.int64),
+        ((n,), np.int64),
+    )
+
+
+def _difference_arrays(new: Differences) -> tuple[Typed, ...]:
+    return (
+        (new.at, np.int64),
+        (new.blocks, np.int32),
+        (new.rows, np.int64),
+        (new.columns, np.int32),
     )
 
 
@@ -82,8 +111,8 @@ class _Layout:
 
     @classmethod
     @lru_cache(maxsize=256)
-    def of(cls, shapes: tuple[tuple[tuple[int, ...], type], ...]) -> _Layout:
-        sections, end = [], 0
+    def of(cls, shapes: tuple[tuple[tuple[int, ...], type], ...], begin: int = 0) -> _Layout:
+        sections, end = [], begin
         for shape, dtype in shapes:
             dtype = np.dtype(dtype)
             sections.append((end, shape, dtype))
@@ -98,16 +127,14 @@ class _Layout:
             for begin, shape, dtype in self.sections
         ]
 
-    def on_device(self, raw: torch.Tensor) -> StepInputs:
+    def on_device(self, raw: torch.Tensor) -> list[torch.Tensor]:
         """Views of the device's inputs, [any] uint8."""
-        return StepInputs(
-            *(
-                raw[begin : begin + math.prod(shape) * dtype.itemsize]
-                .view(_TORCH_TYPES[dtype])
-                .view(shape)
-                for begin, shape, dtype in self.sections
-            )
-        )
+        return [
+            raw[begin : begin + math.prod(shape) * dtype.itemsize]
+            .view(_TORCH_TYPES[dtype])
+            .view(shape)
+            for begin, shape, dtype in self.sections
+        ]
 
 
 class InputRing:
@@ -118,38 +145,84 @@ class InputRing:
     device
         Whose streams copy.
     max_bytes
-        Of one step's arrays, see `input_bytes`.
+        Of one upload, see `input_bytes`.
+    num_groups
+        Layer groups, G.
+    padding_row, padding_slot
+        Of the rows that pad a step.
     depth
         Staging buffers: one more than steps in flight while another is staged leaves nothing to wait for.
     """
 
-    def __init__(self, device: Device, max_bytes: int, depth: int = 2):
+    def __init__(
+        self,
+        device: Device,
+        max_bytes: int,
+        num_groups: int,
+        padding_row: int,
+        padding_slot: int,
+        depth: int = 2,
+    ):
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
+        self.inputs = device.empty((max_bytes,), torch.uint8)
+        self.num_copies = 0
+        self.num_bytes = 0  # of all copies
         self._device = device
-        self._inputs = device.empty((max_bytes,), torch.uint8)
+        self._num_groups = num_groups
+        self._padding = (padding_row, 0, 1, padding_slot, 0)  # of each of `DecodeInputs`
         self._staging = [device.pinned((max_bytes,), torch.uint8) for _ in range(depth)]
         self._copied: list[Event | None] = [None] * depth
         self._read: Event | None = None  # the step that reads the inputs now is done
         self._turn = 0
 
-    def send(self, plan: StepPlan) -> StepInputs:
-        """Stage a plan and queue its copy; the compute stream waits for it.
+    def send(
+        self, plan: StepPlan, noise_keys: np.ndarray, new: Differences
+    ) -> tuple[StepInputs, Differences]:
+        """Stage a step and queue its copy; the compute stream waits for it.
 
-        `release` must follow before the next call.
+        `release` must follow before the next call of this or one of the others.
 
         Raises
         ------
         ValueError
-            The plan is larger than `max_bytes`.
+            The step is larger than `max_bytes`.
         """
-        device, arrays = self._device, _arrays(plan)
+        arrays = _step_arrays(plan, (plan.rows, np.int64), noise_keys)
+        views = self._upload(f"inputs of step {plan.step}", (*arrays, *_difference_arrays(new)))
+        return StepInputs(*views[: len(arrays)]), Differences(*views[len(arrays) :])
+
+    def send_decode(
+        self, plan: StepPlan, num_rows: int, noise_keys: np.ndarray, new: Differences
+    ) -> tuple[DecodeInputs, Differences]:
+        """As `send`, for a step in which all rows decode, padded to `num_rows`."""
+        shapes = _decode_shapes(self._num_groups, num_rows)
+        own = (plan.rows, plan.positions, plan.kv_len, plan.slots, noise_keys)
+        if num_rows > plan.num_rows:
+            own = tuple(map(_padded, own, shapes, self._padding))
+        arrays = tuple((array, dtype) for array, (_, dtype) in zip(own, shapes, strict=True))
+        views = self._upload(f"inputs of step {plan.step}", (*arrays, *_difference_arrays(new)))
+        return DecodeInputs(*views[: len(arrays)]), Differences(*views[len(arrays) :])
+
+    def send_differences(self, new: Differences) -> Differences:
+        """As `send`, for what no step is small enough to bring along."""
+        return Differences(*self._upload("differences", _difference_arrays(new)))
+
+    def send_padding(self, num_rows: int) -> DecodeInputs:
+        """As `send_decode`, where all rows are padding."""
+        shapes = _decode_shapes(self._num_groups, num_rows)
+        arrays = [
+            (np.full(shape, value, dtype), dtype)
+            for (shape, dtype), value in zip(shapes, self._padding, strict=True)
+        ]
+        return DecodeInputs(*self._upload(f"{num_rows} rows of padding", arrays))
+
+    def _upload(self, name: str, arrays: Sequence[Typed]) -> list[torch.Tensor]:
+        device = self._device
         layout = _Layout.of(tuple((array.shape, dtype) for array, dtype in arrays))
         num_bytes = layout.num_bytes
-        if num_bytes > len(self._inputs):
-            raise ValueError(
-                f"step {plan.step} has inputs of {num_bytes} bytes, the bound is {len(self._inputs)}"
-            )
+        if num_bytes > len(self.inputs):
+            raise ValueError(f"{name}: {num_bytes} bytes, the bound is {len(self.inputs)}")
         slot = self._turn
         self._turn = (slot + 1) % len(self._staging)
         if (copied := self._copied[slot]) is not None:
@@ -159,24 +232,35 @@ class InputRing:
             target[...] = array
         if self._read is not None:
             device.wait(Stream.H2D, self._read)
-        target = self._inputs[:num_bytes]
-        device.copy(Stream.H2D, target, staging[:num_bytes], f"inputs of step {plan.step}")
+        target = self.inputs[:num_bytes]
+        device.copy(Stream.H2D, target, staging[:num_bytes], name)
+        self.num_copies += 1
+        self.num_bytes += num_bytes
         self._copied[slot] = copied = device.record(Stream.H2D, "inputs copied")
         device.wait(Stream.COMPUTE, copied)
-        return layout.on_device(self._inputs)
+        return layout.on_device(self.inputs)
 
     def release(self, read: Event) -> None:
-        """The step that reads what was sent last is queued; `read`: it is done."""
+        """What reads the last upload is queued; `read`: it is done."""
         self._read = read
+
+
+def _padded(array: np.ndarray, shape: tuple[tuple[int, ...], type], value: int) -> np.ndarray:
+    padded = np.full(shape[0], value, shape[1])
+    padded[..., : array.shape[-1]] = array
+    return padded
 
 
 def direct_inputs(plan: StepPlan) -> StepInputs:
     """The plan's own arrays, for work that runs when it is queued."""
-    token_ids, *others = _arrays(plan)
+    token_ids, *others = _step_arrays(plan, (plan.block_tables, np.int32), _NO_KEYS)
     return StepInputs(
         torch.from_numpy(token_ids[0].astype(np.int64)),  # a copy: the step fills in some
         *(_as_tensor(array, dtype) for array, dtype in others),
     )
+
+
+_NO_KEYS = np.empty(0, np.int64)
 
 
 def _as_tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
@@ -184,14 +268,16 @@ def _as_tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def input_bytes(num_groups: int, max_rows: int, max_tokens: int, max_blocks: int) -> int:
-    """Bytes of the largest step's inputs.
+def pieces(new: Differences, max_changes: int) -> Iterable[Differences]:
+    """Differences of at most so many blocks; the rows' columns come with the first."""
+    for begin in range(0, max(len(new.at), 1), max_changes):
+        part = slice(begin, begin + max_changes)
+        few = new._replace(at=new.at[part], blocks=new.blocks[part])
+        yield few if not begin else few._replace(rows=few.rows[:0], columns=few.columns[:, :0])
 
-    Parameters
-    ----------
-    max_blocks
-        Of one row in one group.
-    """
+
+def input_bytes(num_groups: int, max_rows: int, max_tokens: int, max_changes: int) -> int:
+    """Bytes of the largest upload: a step's inputs and the differences that come with them."""
     shapes = (
         ((max_tokens,), np.int64),
         ((max_tokens,), np.int64),
@@ -201,6 +287,11 @@ def input_bytes(num_groups: int, max_rows: int, max_tokens: int, max_blocks: int
         ((max_rows,), np.int64),
         ((max_rows,), np.int64),
         ((num_groups, max_tokens), np.int64),
-        ((num_groups, max_rows, max_blocks), np.int32),
+        ((max_rows,), np.int64),
+        ((max_rows,), np.int64),
+        ((max_changes,), np.int64),
+        ((max_changes,), np.int32),
+        ((max_rows,), np.int64),
+        ((4, max_rows), np.int32),
     )
     return _Layout.of(shapes).num_bytes

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from quire.replica.device import Device, Event, Stream
+from quire.replica.logprobs import StepLogprobs, StepPromptLogprobs
 
 
 @dataclass(slots=True)
@@ -34,13 +35,29 @@ class TokenSlot:
         return self.result[: self.num_tokens].numpy().copy()
 
 
+@dataclass(slots=True)
+class InFlight:
+    """A launched step."""
+
+    slot: TokenSlot
+    started_s: float
+    finished_s: float | None = None  # if it was over when it was launched
+    # On a device that queues its work: when the step began and ended, and the end of the one before it
+    begun: Event | None = None
+    done: Event | None = None
+    done_before: Event | None = None
+    # Set by the step's work.
+    logprobs: StepLogprobs | None = None
+    prompts: tuple[StepPromptLogprobs, ...] = ()
+
+
 class StepOutputs:
     """The token column of the request table, and the ring of results.
 
     Parameters
     ----------
     max_rows
-        Rows of the request table, and of a step.
+        Rows of the request table, with the one that pads steps, and of a step.
     depth
         Steps launched and not collected.
     """
@@ -48,6 +65,7 @@ class StepOutputs:
     def __init__(self, device: Device, max_rows: int, depth: int = 2):
         self._device = device
         self.last_token = device.empty((max_rows,), torch.int64)  # [max_rows], by row of the table
+        self.last_token[-1] = 0  # of the row that pads steps: any id
         self._slots = [
             TokenSlot(
                 device.empty((max_rows,), torch.int64), device.pinned((max_rows,), torch.int64)
@@ -71,6 +89,10 @@ class StepOutputs:
     def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
         """Part of a step's work: put [S] int64 tokens into the slot, and into the table rows [S] int64."""
         slot.tokens[: len(tokens)].copy_(tokens)
+        self.remember(tokens, rows)
+
+    def remember(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Part of a step's work: put [S] int64 tokens into the table rows [S] int64, if there are any."""
         if len(rows):
             # NO_TOKEN ends its row one step late: until then it must be an id that the model knows.
             self.last_token.index_copy_(0, rows, tokens.clamp(min=0))

@@ -67,6 +67,7 @@ COUNTS = (
     "replicas",
     "routers",
     "max_migrations",
+    "max_cached_graphs",
     "min_replicas",
     "max_replicas",
     "target_requests",

@@ -24,3 +24,18 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return path if path.exists() else model_zoo.build(name, root)
 
     return get
+
+
+@pytest.fixture(scope="session")
+def harness(zoo: Callable[[str], Path]) -> Callable[[str], object]:
+    """``harness(name)``: the `Harness` of a checkpoint of the zoo, its weights loaded once a session."""
+    from device_harness import Harness
+
+    made: dict[str, Harness] = {}
+
+    def get(name: str) -> Harness:
+        if name not in made:
+            made[name] = Harness(zoo(name))
+        return made[name]
+
+    return get

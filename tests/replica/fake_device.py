@@ -62,6 +62,7 @@ class FakeEvent:
         self._device = device
         self.name = name
         self.has_passed = False
+        self.passed_at = 0  # pieces of work that had run by then
 
     def is_done(self) -> bool:
         self._device.progress()
@@ -71,7 +72,7 @@ class FakeEvent:
         self._device.host_wait(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FakeGraph:
     """Captured work."""
 
@@ -79,6 +80,7 @@ class FakeGraph:
     work: Work
     reads: Tensors
     writes: Tensors
+    is_released: bool = False
 
 
 @dataclass(slots=True)
@@ -134,10 +136,15 @@ class FakeDevice:
         self.waits: set[tuple[str, str]] = set()  # that were asked for
         self.num_copies = 0
         self.num_replays = 0
+        self.num_pieces = 0  # that have run
         self._rng = random.Random(seed)
         self._pace = _Pace.draw(self._rng)
         self._ignored = frozenset(ignored_waits)
         self._queues: dict[Stream, deque[_Item]] = {stream: deque() for stream in Stream}
+
+    def ignore(self, waits: Iterable[tuple[str, str]]) -> None:
+        """From now on these waits do nothing, as `ignored_waits`."""
+        self._ignored = frozenset(waits)
 
     # -- memory ------------------------------------------------------------------------------------------
 
@@ -162,14 +169,24 @@ class FakeDevice:
         self.num_copies += 1
         self._put(stream, _Item(name, lambda: _copy(target, source), (), (target,)))
 
-    def record(self, stream: Stream, name: str) -> Event:
+    def record(self, stream: Stream, name: str, *, timed: bool = False) -> Event:
         event = FakeEvent(self, name)
 
         def pass_by() -> None:
             event.has_passed = True
+            event.passed_at = self.num_pieces
 
         self._put(stream, _Item(name, pass_by))
         return event
+
+    def seconds_between(self, first: Event, second: Event) -> float:
+        """A second for each piece of work that ran between them, on any stream.
+
+        A real device raises where one has not passed; here it is 0, so that a wait that is left out must show in
+        what the step computes.
+        """
+        assert isinstance(first, FakeEvent) and isinstance(second, FakeEvent)
+        return max(0.0, float(second.passed_at - first.passed_at))
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, FakeEvent)
@@ -185,10 +202,18 @@ class FakeDevice:
 
     def replay(self, graph: Graph) -> None:
         assert isinstance(graph, FakeGraph)
+        if graph.is_released:
+            raise RuntimeError(f"{graph.name} is replayed after it was freed")
         self.num_replays += 1
         self.run(
             Stream.COMPUTE, graph.work, name=graph.name, reads=graph.reads, writes=graph.writes
         )
+
+    def release(self, graph: Graph) -> None:
+        assert isinstance(graph, FakeGraph)
+        if any(self._queues.values()):
+            raise RuntimeError(f"{graph.name} is freed while work is in flight")
+        graph.is_released = True
 
     def _put(self, stream: Stream, item: _Item) -> None:
         self._queues[stream].append(item)
@@ -237,6 +262,7 @@ class FakeDevice:
         with torch.inference_mode():
             item.run()
         queue.popleft()
+        self.num_pieces += 1
         return True
 
     def _is_ready(self, stream: Stream) -> bool:

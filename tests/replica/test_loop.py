@@ -54,6 +54,9 @@ class CountingRunner:
         self.before_step(plan)
         return plan
 
+    def use_idle(self) -> bool:
+        return False
+
     def collect(self, in_flight: StepPlan) -> StepResult:
         return StepResult(np.full(len(in_flight.sampling.token_index), 7, np.int64), 1e-3)
 

@@ -45,6 +45,9 @@ class Runner:
             raise RuntimeError("the device is gone")
         return plan
 
+    def use_idle(self) -> bool:
+        return False
+
     def collect(self, plan):
         return StepResult(np.full(len(plan.sampling.token_index), 7), 0.01)
 

@@ -258,3 +258,48 @@ def test_the_check_sees_a_shared_block_that_would_be_written():
     table.claim(make_request("b", range(6)), [[0, 1]], num_computed=5)
     with pytest.raises(IntegrityError, match="would write to a block that it shares"):
         table.check(table.num_owners(4))
+
+
+def test_a_plan_tells_what_has_changed_and_only_that():
+    table = RowTable(max_rows=3, max_blocks=4, block_size=4, vocab_size=50)
+    row = table.claim(make_request(prompt=range(10, 17), seed=5, temperature=0.5), [[8, 9]], 0)
+    changes = table.build(1, table.decode_rows(), [(row, 7)])[0].changes
+    at, blocks = changes.flat(table.block_tables[0].size)
+    assert (at.tolist(), blocks.tolist()) == ([4 * row, 4 * row + 1], [8, 9])
+    assert (changes.claimed.rows.tolist(), changes.claimed.seed.tolist()) == ([row], [5])
+    decode(table, row)
+    assert table.build(2, table.decode_rows(), [])[0].changes.flat(16)[0].tolist() == []
+    decodes = table.decode_rows()
+    table.append_blocks(decodes, table.lacking_block(decodes), [3])
+    table.replace_block(0, row, 2, 7)  # of a place that changes twice the last counts
+    changes = table.build(3, decodes, [])[0].changes
+    at, blocks = changes.flat(table.block_tables[0].size)
+    assert (at.tolist(), blocks.tolist(), changes.claimed) == ([4 * row + 2], [7], None)
+
+
+def test_a_block_in_every_group_is_told_for_every_group():
+    groups = (FULL_ATTENTION, LayerGroup(layers=(1,), window=8))
+    table = RowTable(max_rows=2, max_blocks=4, block_size=4, vocab_size=50, groups=groups)
+    row = table.claim(make_request(prompt=range(10, 14)), [[8], [6]], 0)
+    table.build(1, table.decode_rows(), [(row, 4)])
+    decode(table, row)
+    decodes = table.decode_rows()
+    table.append_blocks(decodes, table.lacking_block(decodes), [3, 2])
+    changes = table.build(2, decodes, [])[0].changes
+    stride = table.block_tables[0].size
+    at, blocks = changes.flat(stride)
+    assert at.tolist() == [4 * row + 1, stride + 4 * row + 1]
+    assert blocks.tolist() == [3, 2]
+
+
+def test_after_a_plan_that_did_not_arrive_the_next_tells_all_rows():
+    table = RowTable(max_rows=3, max_blocks=4, block_size=4, vocab_size=50)
+    first = table.claim(make_request("a", prompt=range(7)), [[8, 9]], 0)
+    other = table.claim(make_request("b", prompt=range(4), seed=3), [[5]], 0)
+    table.build(1, table.decode_rows(), [(first, 7)])
+    table.vacate(first)
+    table.tell_again()
+    changes = table.build(2, table.decode_rows(), [(other, 4)])[0].changes
+    at, blocks = changes.flat(table.block_tables[0].size)
+    assert (at.tolist(), blocks.tolist()) == ([4 * other], [5])
+    assert (changes.claimed.rows.tolist(), changes.claimed.seed.tolist()) == ([other], [3])

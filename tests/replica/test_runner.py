@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import model_zoo
 import numpy as np
 import pytest
 import torch
 from step_driver import Driver, engine_config, make_runner
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels import reference
 from quire.kernels.cpu_attention import paged_attention
@@ -92,6 +94,43 @@ def test_only_rows_that_sample_reach_the_lm_head(runner, monkeypatch):
     plan, _ = driver.plan([(done, 9), (partial, 12)])
     runner.run(plan)
     assert seen == [(1, 1, 64)]
+
+
+class Questions(TorchDispatchMode):
+    """Notes what makes the host wait for a device: a number's value, or a result whose size depends on values."""
+
+    # In inference mode what is composed of others arrives whole.
+    WAITING = (
+        *("item", "is_nonzero", "_local_scalar_dense", "equal", "allclose"),
+        *("nonzero", "where", "masked_select", "unique", "_unique2", "unique_consecutive"),
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+        if name in self.WAITING and (name != "where" or len(args) == 1):
+            self.asked.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+DENSE = [name for name in model_zoo.NAMES if name not in ("qwen3_moe", "gpt_oss")]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_forward_pass_asks_the_device_nothing(zoo, name):
+    """Else the host would wait for the step before it, and no graph could hold the pass.
+
+    Unfused: the CPU's own embedding looks at the ids that it is given.
+    """
+    runner = make_runner(zoo(name), fuse="off")
+    driver = Driver(runner)
+    plan, _ = driver.plan([(driver.add(prompt(n, n), 1), n) for n in (20, 1, 7)])
+    with Questions() as questions:
+        runner.forward(plan)
+    assert questions.asked == []
 
 
 def test_a_step_writes_its_own_slots_and_nothing_else(runner):

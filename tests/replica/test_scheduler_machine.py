@@ -72,10 +72,10 @@ def alone(prompt, params, num_emitted):
 
 
 class ModelDevice:
-    """Slots of chains in two tiers, and the last token of each row; runs a plan as the contract says: all KV is
-    written before any is read."""
+    """Slots of chains in two tiers, the last token of each row and a table that only differences come to; runs a
+    plan as the contract says: all KV is written before any is read."""
 
-    def __init__(self, num_blocks, num_host_blocks, block_size, groups, max_rows):
+    def __init__(self, num_blocks, num_host_blocks, block_size, groups, max_rows, max_row_blocks):
         self.block_size = block_size
         self.groups = groups
         # The group whose queries see the token before theirs: it tells what a row continues.
@@ -85,6 +85,8 @@ class ModelDevice:
         self.before = np.zeros(num_blocks * block_size, dtype=object)
         self.after = np.zeros(num_blocks * block_size, dtype=object)
         self.last_token = np.full(max_rows, -1)
+        self.tables = np.full((len(groups), max_rows + 1, max_row_blocks), -1, np.int32)
+        self.seeds = np.zeros(max_rows, np.uint64)
         # [host blocks, 2, block_size]: `before` and `after` of the blocks copied there
         self.host = np.full((num_host_blocks, 2, block_size), None, dtype=object)
 
@@ -119,6 +121,7 @@ class ModelDevice:
         tables = plan.block_tables
         assert tables.shape[:2] == (len(self.groups), plan.num_rows)
         starts = plan.kv_len - np.diff(plan.cu_q)
+        self.take_changes(plan, starts)
         # Rows may continue blocks that an earlier row of this very step writes.
         for row in range(plan.num_rows):
             start = int(starts[row])
@@ -151,6 +154,21 @@ class ModelDevice:
             tokens.append(choose(heads[row], int(sampling.seed[i]), position, banned.get(i, ())))
         self.last_token[sampling.rows] = tokens
         return StepResult(np.array(tokens, np.int64), 0.001 * plan.num_tokens)
+
+    def take_changes(self, plan, starts):
+        """What the differences have made of the table is what the plan's rows see."""
+        places, blocks = plan.changes.flat(self.tables[0].size)
+        assert len(set(places.tolist())) == len(places), "a place is written twice"
+        self.tables.reshape(-1)[places] = blocks
+        if plan.changes.claimed is not None:
+            self.seeds[plan.changes.claimed.rows] = plan.changes.claimed.seed
+        for i, row in enumerate(plan.rows.tolist()):
+            end = -(-int(plan.kv_len[i]) // self.block_size)
+            for g, group in enumerate(self.groups):
+                first = int(group.first_key(int(starts[i]))) // self.block_size
+                told = self.tables[g, row, first:end].tolist()
+                assert told == plan.block_tables[g, i, first:end].tolist()
+        assert self.seeds[plan.sampling.rows].tolist() == plan.sampling.seed.tolist()
 
     def read(self, tables, start, length):
         """What a row's new queries see in all groups: the ends of one and the same unbroken chain."""
@@ -271,7 +289,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             **policy,
         )
         self.scheduler = Scheduler(self.config, max_event_batches=4)
-        self.device = ModelDevice(num_blocks, num_host_blocks, self.block_size, groups, max_running)
+        self.device = ModelDevice(
+            num_blocks,
+            num_host_blocks,
+            self.block_size,
+            groups,
+            self.config.num_rows,
+            self.config.max_row_blocks,
+        )
         self.clients = {}
         self.paused = set()
         self.plans = []  # in flight

@@ -1,0 +1,92 @@
+"""A forward pass of the model over a ragged batch: hidden states, then logits of the tokens that sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from quire.kernels.paged_attention import PagedAttention
+from quire.replica.attention import StepContext
+from quire.replica.kv_pool import KVPool
+from quire.replica.output_head import split_model
+
+
+class Forward:
+    """The model as a step calls it. Everything it needs to know of a step lies on the device.
+
+    Parameters
+    ----------
+    model
+        As it stays: `split_model` shares its modules.
+    pool, attentions
+        KV, and one attention for each of its layer groups.
+    """
+
+    def __init__(self, model: nn.Module, pool: KVPool, attentions: Sequence[PagedAttention]):
+        self._decoder, self._head = split_model(model)
+        self._pool = pool
+        self._attentions = attentions
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cu_q: torch.Tensor,
+        kv_len: torch.Tensor,
+        block_tables: torch.Tensor,
+        slots: torch.Tensor,
+        num_query: np.ndarray,
+    ) -> torch.Tensor:
+        """Write the step's KV; n rows, T tokens.
+
+        Parameters
+        ----------
+        token_ids, positions
+            [T] int64.
+        cu_q, kv_len
+            [n + 1] and [n] int32.
+        block_tables
+            [G, n, max blocks] int32.
+        slots
+            [G, T] int64.
+        num_query
+            [n] query tokens of each row.
+
+        Returns
+        -------
+        [T, hidden size].
+        """
+        metadata = (cu_q, kv_len, block_tables)
+        if cu_q.device.type == "cpu":
+            metadata = tuple(x.numpy().astype(np.int64) for x in metadata)
+        context = StepContext(
+            self._pool,
+            self._attentions,
+            *metadata,
+            write_rows=[self._pool.rows_of(g, own) for g, own in enumerate(slots)],
+            slots=slots,
+            num_query=num_query,
+        )
+        output = self._decoder(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            quire=context,
+        )
+        return output.last_hidden_state[0]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The parameters by name, the head's too."""
+        parts = {"decoder": self._decoder, "head": self._head}
+        return {
+            f"{part}.{name}": weight
+            for part, module in parts.items()
+            for name, weight in module.named_parameters()
+        }
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden size] to [n, vocab] in the model's own type."""
+        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]

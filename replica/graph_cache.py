@@ -1,0 +1,215 @@
+"""Captured graphs of decode steps: the only place that captures, replays and frees them.
+
+```
+ start   [ warm up 256 ▸ capture 256 ][ 128 ][ 64 ] ...        before the first request
+ step    find the size ▸ stage into the one set of inputs ▸ replay
+ idle    [ warm up 48 ▸ capture 48 ]  one at a time            while no request is there; between two, mail is read
+```
+
+A graph is captured on inputs that are all padding: row R of the table, in the trash block. While it runs for the first
+time, before it is captured, kernels are built and the libraries get their workspaces. All graphs share the device's
+pool for what they compute in between; what outlives a replay lies outside of it.
+
+A graph is freed only here, with nothing in flight, to make room for another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from quire.replica.decode_step import DecodeStep
+from quire.replica.device import Device, Graph, Stream
+from quire.replica.graph_shelf import GraphKey, GraphPart, GraphShelf
+from quire.replica.step_inputs import InputRing
+
+logger = logging.getLogger(__name__)
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, strides
+
+
+class StaleGraph(RuntimeError):
+    """A graph would read or write memory that is no longer what it was captured with, or is freed itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedGraph:
+    """A captured graph, and where its buffers were."""
+
+    key: GraphKey
+    graph: Graph
+    places: Mapping[str, Place]
+
+
+class GraphCache:
+    """Owns the graphs.
+
+    Parameters
+    ----------
+    shelf
+        Says which.
+    decode, inputs
+        What is captured, and where its inputs lie.
+    buffers
+        Everything that graphs read or write and do not own, by name: as it is now.
+    mode
+        auto | on | off. auto: where the device and the model allow it; on: else it is an error.
+    checks_addresses
+        Compare `buffers` with those at capture before each replay.
+
+    Raises
+    ------
+    ValueError
+        `mode` is "on" and the device has no graphs.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shelf: GraphShelf,
+        decode: DecodeStep,
+        inputs: InputRing,
+        buffers: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        mode: str,
+        checks_addresses: bool,
+    ):
+        self.shelf = shelf
+        self.num_captures = 0
+        self._device = device
+        self._decode = decode
+        self._inputs = inputs
+        self._buffers = buffers
+        self._mode = mode
+        self._checks_addresses = checks_addresses
+        self._graphs: dict[GraphKey, CachedGraph] = {}
+        self._serves = False  # steps before, of warm-up, are none that graphs are for
+        self.off_because: str | None = None  # None: steps are captured
+        if mode == "off":
+            self.off_because = "cuda_graphs is off"
+        elif device.no_graphs_because is not None:
+            if mode == "on":
+                raise ValueError(f"cuda_graphs is on, but {device.no_graphs_because}")
+            self.off_because = device.no_graphs_because
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def capture_first(self) -> None:
+        """Capture what serving begins with.
+
+        Raises
+        ------
+        RuntimeError
+            A step cannot be captured and `mode` is "on".
+        """
+        if self.off_because is None:
+            for key in self.shelf.first():
+                error = self._try_to_capture(key)
+                if error is not None and self._mode == "on":
+                    raise RuntimeError(f"cuda_graphs is on: {_failure(key, error)}") from error
+                if error is not None:
+                    break
+        self._serves = self.off_because is None
+        if not self._serves:
+            logger.info("decode steps run without graphs: %s", self.off_because)
+
+    def find(self, num_rows: int, part: GraphPart) -> CachedGraph | None:
+        """The graph for a step of so many rows; None: it runs kernel by kernel."""
+        if not self._serves:
+            return None
+        key = self.shelf.find(num_rows, part)
+        return None if key is None else self._graphs[key]
+
+    def replay(self, cached: CachedGraph) -> None:
+        """Queue it.
+
+        Raises
+        ------
+        StaleGraph
+            It has been freed, or a buffer is elsewhere.
+        """
+        if self._graphs.get(cached.key) is not cached:
+            raise StaleGraph(f"the graph of {_name(cached.key)} has been freed")
+        if self._checks_addresses:
+            _compare(cached, _places(self._buffers()))
+        self._device.replay(cached.graph)
+
+    def use_idle(self) -> bool:
+        """Capture one graph that steps would have taken; returns whether that was worth the while.
+
+        Call it with no step in flight and nobody waiting.
+        """
+        key = self.shelf.wish() if self._serves else None
+        if key is None:
+            return False
+        self._try_to_capture(key)
+        return True
+
+    def _try_to_capture(self, key: GraphKey) -> Exception | None:
+        """Capture it; what went wrong, if so: then other graphs, or none, serve."""
+        try:
+            self.capture(key)
+        except Exception as error:
+            if self._graphs:
+                self.shelf.refuse(key)
+                logger.warning("%s", _failure(key, error))
+            else:
+                self.off_because = _failure(key, error)
+            return error
+        return None
+
+    def capture(self, key: GraphKey) -> None:
+        """Run the step on padding, then capture it; with no step in flight."""
+        device, decode, n = self._device, self._decode, key.num_rows
+        device.synchronize()
+        if (victim := self.shelf.victim()) is not None:
+            device.release(self._graphs.pop(victim).graph)
+            self.shelf.remove(victim)
+        if key.part is GraphPart.WHOLE:
+            body, written = decode.whole, decode.sampled[:n]
+        else:
+            decode.reserve_logits()
+            body, written = decode.to_logits, decode.logits[:n]
+        inputs = self._inputs.send_padding(n)
+        work = partial(body, inputs)
+        memory = dict(reads=inputs, writes=(written,))
+        device.run(Stream.COMPUTE, work, name=f"warm up {_name(key)}", **memory)
+        self._inputs.release(device.record(Stream.COMPUTE, "step done"))
+        device.synchronize()
+        graph = device.capture(work, name=_name(key), **memory)
+        places = _places(self._buffers()) if self._checks_addresses else {}
+        self._graphs[key] = CachedGraph(key, graph, places)
+        self.shelf.add(key)
+        self.num_captures += 1
+
+
+def _name(key: GraphKey) -> str:
+    return f"a decode {key.part.value} of {key.num_rows} rows"
+
+
+def _failure(key: GraphKey, error: BaseException) -> str:
+    """What went wrong first: ending a capture that has failed raises an error of its own."""
+    while error.__context__ is not None:
+        error = error.__context__
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{_name(key)} cannot be captured: {type(error).__name__}: {first_line}"
+
+
+def _places(buffers: Mapping[str, torch.Tensor]) -> dict[str, Place]:
+    return {
+        name: (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        for name, tensor in buffers.items()
+    }
+
+
+def _compare(cached: CachedGraph, now: Mapping[str, Place]) -> None:
+    for name, place in cached.places.items():
+        if now.get(name) != place:
+            raise StaleGraph(
+                f"the graph of {_name(cached.key)} was captured with {name} at address, shape and strides {place}, "
+                f"which is now at {now.get(name)}"
+            )

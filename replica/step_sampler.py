@@ -1,0 +1,67 @@
+"""From a step's logits to its tokens and log-probabilities, whatever its rows ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from quire.replica.logprobs import StepLogprobs, log_distribution, of_tokens
+from quire.replica.plan import SamplingBatch
+from quire.replica.sampler import fill_masks, sample
+from quire.replica.token_counts import TokenCounts
+
+Masks = Future[np.ndarray] | None
+
+
+class StepSampler:
+    """Owns the token counts of penalties, and the thread that fills grammars' masks.
+
+    Parameters
+    ----------
+    vocab_size
+        Columns of the logits.
+    device
+        Where they are.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        self._token_counts = TokenCounts(vocab_size, device)
+        # Grammars take their time for a large vocabulary: they have that of the forward pass, which on the CPU
+        # keeps the engine's thread.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
+
+    def begin(self, batch: SamplingBatch) -> Masks:
+        """The step is about to be launched: have its masks filled meanwhile."""
+        return self._thread.submit(fill_masks, batch.grammars) if batch.grammars else None
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        masks: Masks,
+        choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, StepLogprobs | None]:
+        """Part of a step's work.
+
+        Parameters
+        ----------
+        logits
+            [S, vocab] float32; overwritten.
+        masks
+            As `begin` returned them.
+        choose
+            As of `sampler.sample`.
+
+        Returns
+        -------
+        [S] int64 tokens, and the log-probabilities that rows ask for.
+        """
+        distribution = log_distribution(logits, batch)
+        filled = None if masks is None else masks.result()
+        tokens = sample(logits, batch, self._token_counts, filled, choose)
+        if distribution is None:
+            return tokens, None
+        return tokens, of_tokens(distribution, batch, tokens)

@@ -1,0 +1,106 @@
+"""What a step's plan tells the device of the request table: what has changed since the plan before, and no more.
+
+```
+ host    claim ──┐                                                     device
+         append ─┼─▶ TableJournal ── with the plan ──▶ TableChanges ──▶ the same table, `device_table.py`
+         replace ┘
+```
+
+Entries that a row gives up are not told: nobody reads them before they are written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_NO_PLACES = np.empty(0, np.int64)
+_NO_BLOCKS = np.empty(0, np.int32)
+
+
+class ClaimedRows(NamedTuple):
+    """Rows with another request, and how its tokens are chosen; c of them."""
+
+    rows: np.ndarray  # [c] int64
+    temperature: np.ndarray  # [c] float32
+    top_p: np.ndarray  # [c] float32
+    min_p: np.ndarray  # [c] float32
+    top_k: np.ndarray  # [c] int32
+    seed: np.ndarray  # [c] uint64
+    choice: np.ndarray  # [c] int32
+
+
+class TableChanges(NamedTuple):
+    """Differences of the request table, in the order in which they were made."""
+
+    # (first group, [k] int64 places in one group's flattened table, [k] or [G - first group, k] int32 blocks: of
+    # that group, or of it and all behind it)
+    blocks: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
+    claimed: ClaimedRows | None = None
+
+    def flat(self, group_stride: int) -> tuple[np.ndarray, np.ndarray]:
+        """[k] int64 places in the table [G, rows, max blocks], each at most once, and [k] int32 their blocks.
+
+        Parameters
+        ----------
+        group_stride
+            Entries of one group's table.
+        """
+        if not self.blocks:
+            return _NO_PLACES, _NO_BLOCKS
+        places, values = [], []
+        for first, at, blocks in self.blocks:
+            for g, own in enumerate(blocks.reshape(-1, len(at)), first):
+                places.append(at + g * group_stride)
+                values.append(own)
+        if len(places) == 1:
+            return places[0], values[0]
+        # Of a place that changed twice the last counts: a device writes them in any order.
+        place, value = np.concatenate(places)[::-1], np.concatenate(values)[::-1]
+        place, index = np.unique(place, return_index=True)
+        return place, value[index]
+
+
+NO_CHANGES = TableChanges()
+
+
+class TableJournal:
+    """Collects changes between two plans."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._claimed: list[int] = []
+
+    def write(self, at: np.ndarray, blocks: np.ndarray, group: int = 0) -> None:
+        """Entries have changed.
+
+        Parameters
+        ----------
+        at
+            [k] int64, places in one group's flattened table.
+        blocks
+            [k] int32 of `group`, or [G - group, k] of it and all behind it.
+        """
+        if len(at):
+            self._blocks.append((group, at, blocks))
+
+    def claim(self, row: int) -> None:
+        """The row belongs to another request."""
+        self._claimed.append(row)
+
+    def take(self, columns_of: Callable[[Sequence[int]], ClaimedRows]) -> TableChanges:
+        """All changes since the last call.
+
+        Parameters
+        ----------
+        columns_of
+            The columns of claimed rows as they are now.
+        """
+        if not self._blocks and not self._claimed:
+            return NO_CHANGES
+        claimed = columns_of(sorted(set(self._claimed))) if self._claimed else None
+        changes = TableChanges(tuple(self._blocks), claimed)
+        self._blocks, self._claimed = [], []
+        return changes
