@@ -1,4 +1,4 @@
-"""The cluster whose processes are killed; it ends before the next folder's tests start one of their own."""
+"""The cluster whose processes are killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "system"))  # for `live`
 from live import Cluster, start_cluster
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def chaos_cluster(tmp_path_factory) -> Iterator[Cluster]:
     """Three replicas and two routers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from quire.cluster.local_serve import free_ports, ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
+_windows = itertools.count(os.getpid())
 
 
 @dataclass
@@ -99,6 +101,12 @@ def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[C
     haproxy = config["controller_options"]["runtime_env"]["env_vars"]
     for name, port in zip(("STATS", "METRICS"), ports[2:], strict=True):
         haproxy[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(port)
+    # The proxy's way to the routers. Several processes may listen on one of these ports: those of another cluster
+    # that took the same would get a part of this one's requests.
+    first = next(_windows) % 20 * 50
+    for protocol, lowest in (("HTTP", 30_000), ("GRPC", 40_000)):
+        for end, port in (("MIN", lowest + first), ("MAX", lowest + first + 49)):
+            haproxy[f"RAY_SERVE_DIRECT_INGRESS_{end}_{protocol}_PORT"] = str(port)
     change(config)
     path = directory / "cluster.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
