@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-import grpc
 import httpx
 from chaos_streams import (
     Outcome,
@@ -19,8 +18,6 @@ from chaos_streams import (
     new_outcome,
 )
 from live import Cluster
-
-from quire.protos import generation_pb2_grpc
 
 CONCURRENCY = 24
 MAX_REFUSED_S = 240.0  # for which a client comes back
@@ -57,19 +54,17 @@ class Clients:
     async def run(self, numbers: Iterator[int]) -> None:
         """Ask the streams of these numbers."""
         limits = httpx.Limits(max_connections=None)
-        async with (
-            httpx.AsyncClient(base_url=self._cluster.url, timeout=120, limits=limits) as client,
-            grpc.aio.insecure_channel(f"127.0.0.1:{self._cluster.grpc_port}") as channel,
-        ):
-            stub = generation_pb2_grpc.GenerationStub(channel)
+        async with httpx.AsyncClient(
+            base_url=self._cluster.url, timeout=120, limits=limits
+        ) as client:
 
             async def worker() -> None:
                 for number in numbers:
-                    await self._one(client, stub, number)
+                    await self._one(client, number)
 
             await asyncio.gather(*(worker() for _ in range(self._concurrency)))
 
-    async def _one(self, client, stub, number: int) -> None:
+    async def _one(self, client: httpx.AsyncClient, number: int) -> None:
         spec = Spec(number % self._num_specs)
         watch = self.watches[number] = Watch()
         outcome = new_outcome(spec)
@@ -79,7 +74,9 @@ class Clients:
                 if spec.over_http:
                     self.outcomes[number] = await ask_http(client, spec, watch, outcome)
                 else:
-                    self.outcomes[number] = await ask_grpc(stub, spec, watch, outcome)
+                    self.outcomes[number] = await ask_grpc(
+                        self._cluster.grpc_address, spec, watch, outcome
+                    )
                 return
             except Refused as refusal:
                 watch.refusals += 1

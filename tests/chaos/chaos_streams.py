@@ -231,16 +231,30 @@ def _take_event(data: str, watch: Watch, outcome: Outcome) -> None:
 
 
 async def ask_grpc(
-    stub: generation_pb2_grpc.GenerationStub,
+    address: str,
     spec: Spec,
     watch: Watch,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """As `ask_http`."""
+    """As `ask_http`, on a channel of its own.
+
+    Where routers die, gRPC's core has ended this process when a further call was made on a channel ("Check failed:
+    request.max() <= MemoryRequest::max_allowed_size()", grpcio 1.85.1, twice in some 100 kills): it asks for as much
+    memory as it expects from the channel's calls so far.
+    """
     outcome = outcome or new_outcome(spec)
     request = spec.grpc_request()
     request.resume_from = watch.last_id
-    call = stub.Generate(request)
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(request)
+        await _read_grpc(call, watch, outcome)
+        trailing = dict(await call.trailing_metadata())
+    watch.attempts = int(trailing.get("x-quire-attempts", 0))
+    outcome.done = True
+    return outcome
+
+
+async def _read_grpc(call: grpc.aio.UnaryStreamCall, watch: Watch, outcome: Outcome) -> None:
     try:
         async for message in call:
             watch.tick()
@@ -265,7 +279,3 @@ async def ask_grpc(
         if error.code() in ROUTER_LOST:
             raise Truncated(error.details()) from error
         raise
-    trailing = dict(await call.trailing_metadata())
-    watch.attempts = int(trailing.get("x-quire-attempts", 0))
-    outcome.done = True
-    return outcome
