@@ -112,10 +112,8 @@ def _streaming(method: Callable[..., AsyncGenerator]) -> Callable[..., AsyncGene
                 async for response in responses:
                     yield response
             except Exception as error:
-                message = _set_status(grpc_context, error).message
-                if not self.is_direct_ingress:
-                    # `from None`: Serve logs the chain, and a client's mistake is no traceback.
-                    raise RpcFailed(message) from None
+                # `from None`: Serve logs the chain, and a client's mistake is no traceback.
+                raise RpcFailed(_set_status(grpc_context, error).message) from None
 
     return call
 
@@ -124,18 +122,9 @@ class GrpcApi:
     """Mix-in for the ingress deployment, which has the `service`.
 
     Every method takes the request message and the call's context, named as Serve wants it.
-
-    Attributes
-    ----------
-    is_direct_ingress
-        Whether clients' calls come to this process and not by Serve's proxy. Then a stream that has failed ends as
-        if it had not: only so Serve sends what the context has of trailing metadata, such as when to come again.
-        The proxy hears of the context with messages only, and of one that had none by an exception, which loses
-        the metadata.
     """
 
     service: Service
-    is_direct_ingress: bool = False
 
     # -- quire.v1.Generation -----------------------------------------------------------------------
 

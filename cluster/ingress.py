@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve._private import constants
 from ray.serve.handle import DeploymentHandle
 
 from quire.cluster.config import AppConfig, RouterArgs
@@ -50,7 +49,6 @@ class Router(GrpcApi):
 
     async def __init__(self, replicas: DeploymentHandle, config: dict[str, Any]):
         app = AppConfig.from_args(config)
-        self.is_direct_ingress = constants.RAY_SERVE_ENABLE_DIRECT_INGRESS
         # A Hugging Face id is downloaded here: minutes, off the event loop.
         checkpoint = await asyncio.to_thread(
             resolve_checkpoint, app.model, app.revision, weights=False

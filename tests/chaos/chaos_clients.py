@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 
+import grpc
 import httpx
 from chaos_streams import (
     Outcome,
@@ -19,8 +20,34 @@ from chaos_streams import (
 )
 from live import Cluster
 
+from quire.protos import generation_pb2_grpc
+
 CONCURRENCY = 24
 MAX_REFUSED_S = 240.0  # for which a client comes back
+
+
+class Connection:
+    """One client's channel, shared with nobody, and another one once a stream has broken on it.
+
+    Where routers die, gRPC's core has ended this process when a further call was made on a channel ("Check failed:
+    request.max() <= MemoryRequest::max_allowed_size()", grpcio 1.85.1, twice in some 70 kills).
+    """
+
+    def __init__(self, address: str):
+        self._address = address
+        self._open()
+
+    def _open(self) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.aio.insecure_channel(self._address, options=options)
+        self.stub = generation_pb2_grpc.GenerationStub(self._channel)
+
+    async def renew(self) -> None:
+        await self.close()
+        self._open()
+
+    async def close(self) -> None:
+        await self._channel.close()
 
 
 class Clients:
@@ -59,12 +86,14 @@ class Clients:
         ) as client:
 
             async def worker() -> None:
+                connection = Connection(f"127.0.0.1:{self._cluster.grpc_port}")
                 for number in numbers:
-                    await self._one(client, number)
+                    await self._one(client, connection, number)
+                await connection.close()
 
             await asyncio.gather(*(worker() for _ in range(self._concurrency)))
 
-    async def _one(self, client: httpx.AsyncClient, number: int) -> None:
+    async def _one(self, client: httpx.AsyncClient, connection: Connection, number: int) -> None:
         spec = Spec(number % self._num_specs)
         watch = self.watches[number] = Watch()
         outcome = new_outcome(spec)
@@ -74,9 +103,7 @@ class Clients:
                 if spec.over_http:
                     self.outcomes[number] = await ask_http(client, spec, watch, outcome)
                 else:
-                    self.outcomes[number] = await ask_grpc(
-                        self._cluster.grpc_address, spec, watch, outcome
-                    )
+                    self.outcomes[number] = await ask_grpc(connection.stub, spec, watch, outcome)
                 return
             except Refused as refusal:
                 watch.refusals += 1
@@ -86,6 +113,7 @@ class Clients:
                 await asyncio.sleep(0.25)
             except Truncated as end:
                 watch.truncations += 1
+                await connection.renew()
                 if not self._resumes:
                     self.outcomes[number] = repr(end)
                     return

@@ -231,30 +231,16 @@ def _take_event(data: str, watch: Watch, outcome: Outcome) -> None:
 
 
 async def ask_grpc(
-    address: str,
+    stub: generation_pb2_grpc.GenerationStub,
     spec: Spec,
     watch: Watch,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """As `ask_http`, on a channel of its own.
-
-    Where routers die, gRPC's core has ended this process when a further call was made on a channel ("Check failed:
-    request.max() <= MemoryRequest::max_allowed_size()", grpcio 1.85.1, twice in some 100 kills): it asks for as much
-    memory as it expects from the channel's calls so far.
-    """
+    """As `ask_http`."""
     outcome = outcome or new_outcome(spec)
     request = spec.grpc_request()
     request.resume_from = watch.last_id
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(request)
-        await _read_grpc(call, watch, outcome)
-        trailing = dict(await call.trailing_metadata())
-    watch.attempts = int(trailing.get("x-quire-attempts", 0))
-    outcome.done = True
-    return outcome
-
-
-async def _read_grpc(call: grpc.aio.UnaryStreamCall, watch: Watch, outcome: Outcome) -> None:
+    call = stub.Generate(request)
     try:
         async for message in call:
             watch.tick()
@@ -279,3 +265,7 @@ async def _read_grpc(call: grpc.aio.UnaryStreamCall, watch: Watch, outcome: Outc
         if error.code() in ROUTER_LOST:
             raise Truncated(error.details()) from error
         raise
+    trailing = dict(await call.trailing_metadata())
+    watch.attempts = int(trailing.get("x-quire-attempts", 0))
+    outcome.done = True
+    return outcome

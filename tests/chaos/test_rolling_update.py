@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -22,6 +23,7 @@ from chaos_streams import Outcome, Spec, Watch, ask_grpc, ask_http
 from live import Cluster, start_cluster
 
 from quire.bench.report import Bar, write
+from quire.protos import generation_pb2_grpc
 
 SIZE = os.environ.get("CHAOS_SIZE", "ci")
 NUM_ROUNDS = {"ci": 1, "long": 10}[SIZE]
@@ -94,16 +96,20 @@ class Load:
     async def run(self, change: Callable[[], None]) -> None:
         """Ask every stream once in peace; then again and again until `change` has returned."""
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=self._cluster.url, timeout=CHANGE_TIMEOUT_S, limits=limits
-        ) as client:
+        async with (
+            httpx.AsyncClient(
+                base_url=self._cluster.url, timeout=CHANGE_TIMEOUT_S, limits=limits
+            ) as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{self._cluster.grpc_port}") as channel,
+        ):
+            stub = generation_pb2_grpc.GenerationStub(channel)
 
             async def ask(number: int) -> Outcome:
                 spec, watch = Spec(number), Watch()
                 if spec.over_http:
                     outcome = await ask_http(client, spec, watch)
                 else:
-                    outcome = await ask_grpc(self._cluster.grpc_address, spec, watch)
+                    outcome = await ask_grpc(stub, spec, watch)
                 self.num_moved += watch.attempts > 1
                 return outcome
 

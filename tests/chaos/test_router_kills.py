@@ -147,6 +147,11 @@ def play(cluster: Cluster, calm: Clients) -> Round:
     )
 
 
+def num_hits(rounds: list[Round]) -> int:
+    """Kills that broke streams."""
+    return sum(played.truncated > 0 for played in rounds)
+
+
 def peace(cluster: Cluster) -> Clients:
     calm = Clients(cluster, NUM_STREAMS)
     asyncio.run(calm.run(iter(range(NUM_STREAMS))))
@@ -156,13 +161,14 @@ def peace(cluster: Cluster) -> Clients:
 
 def test_routers_are_killed_again_and_again(chaos_cluster):
     calm = peace(chaos_cluster)
-    rounds = []
-    for number in range(NUM_ROUNDS):
+    rounds: list[Round] = []
+    # Streams may end at the very moment: a kill that broke none is not one of those that are wanted.
+    while num_hits(rounds) < NUM_ROUNDS and len(rounds) < 3 * NUM_ROUNDS:
         rounds.append(play(chaos_cluster, calm))
-        print(f"round {number}: {rounds[-1]}", flush=True)
+        print(f"round {len(rounds)}: {rounds[-1]}", flush=True)
     wrong = [line for played in rounds for line in played.wrong]
     bars = [
-        Bar("chaos/router_kills", NUM_ROUNDS, "SIGKILL", NUM_ROUNDS, at_most=False),
+        Bar("chaos/router_kills", num_hits(rounds), "SIGKILL", NUM_ROUNDS, at_most=False),
         Bar(
             "chaos/router_kill_bad_streams",
             len(wrong),
@@ -183,4 +189,4 @@ def test_routers_are_killed_again_and_again(chaos_cluster):
     if out:
         write(Path(out).with_name("chaos_routers.json"), f"make chaos SIZE={SIZE}", bars)
     assert not wrong, "\n".join(wrong)
-    assert all(played.truncated for played in rounds), "a router that was killed had no streams"
+    assert num_hits(rounds) == NUM_ROUNDS, "routers that were killed had no streams"

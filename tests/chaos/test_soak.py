@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from chaos_streams import Spec, Watch, ask_grpc, ask_http
@@ -24,6 +25,7 @@ from live import Cluster, start_cluster, wait_until
 from memory import Sampler, slope_mb_per_min
 
 from quire.bench.report import Bar, write
+from quire.protos import generation_pb2_grpc
 
 SIZE = os.environ.get("CHAOS_SIZE", "ci")
 SOAK_S = {"ci": 120.0, "long": 1800.0}[SIZE]
@@ -78,25 +80,25 @@ class Visitors:
 
     async def run(self, seconds: float) -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=self._cluster.url, timeout=120, limits=limits
-        ) as client:
+        async with (
+            httpx.AsyncClient(base_url=self._cluster.url, timeout=120, limits=limits) as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{self._cluster.grpc_port}") as channel,
+        ):
+            stub = generation_pb2_grpc.GenerationStub(channel)
             end_s = asyncio.get_running_loop().time() + seconds
 
             async def visitor() -> None:
                 while asyncio.get_running_loop().time() < end_s:
-                    await self._visit(client)
+                    await self._visit(client, stub)
 
             await asyncio.gather(*(visitor() for _ in range(NUM_CLIENTS)))
 
-    async def _visit(self, client: httpx.AsyncClient) -> None:
+    async def _visit(self, client, stub) -> None:
         spec = Spec(next(self._numbers))
         leaves = self._rng.random() < LEAVES
         stay_s = self._rng.uniform(0, MAX_STAY_S) if leaves else None
         asking = (
-            ask_http(client, spec, Watch())
-            if spec.over_http
-            else ask_grpc(self._cluster.grpc_address, spec, Watch())
+            ask_http(client, spec, Watch()) if spec.over_http else ask_grpc(stub, spec, Watch())
         )
         try:
             async with asyncio.timeout(stay_s):

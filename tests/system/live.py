@@ -41,15 +41,11 @@ class Cluster:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
 
-    @property
-    def grpc_address(self) -> str:
-        return f"127.0.0.1:{self.grpc_port}"
-
     def openai(self, **kwargs) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **kwargs)
 
     def channel(self) -> grpc.Channel:
-        return grpc.insecure_channel(self.grpc_address)
+        return grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}")
 
     def deploy(self, config: dict) -> None:
         """What `serve deploy` does: give Serve another config."""
