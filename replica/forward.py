@@ -11,7 +11,9 @@ from torch import nn
 from quire.kernels.paged_attention import PagedAttention
 from quire.replica.attention import StepContext
 from quire.replica.kv_pool import KVPool
+from quire.replica.logprobs import StepPromptLogprobs, score_prompt
 from quire.replica.output_head import split_model
+from quire.replica.plan import PromptTargets
 
 
 class Forward:
@@ -23,12 +25,21 @@ class Forward:
         As it stays: `split_model` shares its modules.
     pool, attentions
         KV, and one attention for each of its layer groups.
+    max_logits_rows
+        Rows of logits at once: the memory that sizing counts for those of a step's samples.
     """
 
-    def __init__(self, model: nn.Module, pool: KVPool, attentions: Sequence[PagedAttention]):
+    def __init__(
+        self,
+        model: nn.Module,
+        pool: KVPool,
+        attentions: Sequence[PagedAttention],
+        max_logits_rows: int,
+    ):
         self._decoder, self._head = split_model(model)
         self._pool = pool
         self._attentions = attentions
+        self._max_logits_rows = max_logits_rows
 
     def hidden(
         self,
@@ -86,6 +97,19 @@ class Forward:
             for part, module in parts.items()
             for name, weight in module.named_parameters()
         }
+
+    def score_prompts(
+        self, hidden: torch.Tensor, prompts: Sequence[PromptTargets]
+    ) -> tuple[StepPromptLogprobs, ...]:
+        """Log-probabilities of the prompts' tokens of a step, given all of its [T, hidden size]."""
+        return tuple(
+            score_prompt(hidden, targets, self.float_logits, self._max_logits_rows)
+            for targets in prompts
+        )
+
+    def float_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden size] to [n, vocab] float32."""
+        return self.logits(hidden).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden size] to [n, vocab] in the model's own type."""

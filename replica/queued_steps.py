@@ -26,7 +26,6 @@ from quire.replica.forward import Forward
 from quire.replica.graph_cache import GraphCache
 from quire.replica.graph_shelf import GraphPart, GraphShelf
 from quire.replica.kv_pool import KVPool
-from quire.replica.logprobs import score_prompt
 from quire.replica.plan import StepPlan
 from quire.replica.step_inputs import DecodeInputs, InputRing, StepInputs, input_bytes, pieces
 from quire.replica.step_outputs import InFlight, StepOutputs
@@ -70,7 +69,6 @@ class QueuedSteps:
         self._forward = forward
         self._sampler = sampler
         self._outputs = outputs
-        self._max_logits_rows = config.max_running_requests
         self.time = DeviceTime()
         self._done: Event | None = None  # of the step queued last, unless the engine fell idle
         num_groups, max_rows = len(pool.groups), config.num_rows + 1
@@ -165,7 +163,7 @@ class QueuedSteps:
         def compute() -> None:
             self.table.apply(new)
             hidden = self._hidden(plan, inputs)
-            logits.append(self._forward.logits(hidden[inputs.token_index]).float())
+            logits.append(self._forward.float_logits(hidden[inputs.token_index]))
 
         self._device.run(Stream.COMPUTE, compute, name="forward", reads=(*inputs, *new))
         self.inputs.release(self._device.record(Stream.COMPUTE, "step done"))
@@ -209,10 +207,7 @@ class QueuedSteps:
             self._pool.copy_blocks(plan.copies)
             self._outputs.fill_in(inputs.token_ids, inputs.decode_rows)
             hidden = self._hidden(plan, inputs)
-            in_flight.prompts = tuple(
-                score_prompt(hidden, targets, self._logits, self._max_logits_rows)
-                for targets in plan.prompts
-            )
+            in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
             logits = self._forward.logits(hidden[inputs.token_index])
             choose = None
             if has_columns:
@@ -240,9 +235,6 @@ class QueuedSteps:
             inputs.slots,
             np.diff(plan.cu_q),
         )
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._forward.logits(hidden).float()
 
     def _draw(
         self,

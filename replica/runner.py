@@ -40,7 +40,6 @@ from quire.replica.host_pool import HostPool
 from quire.replica.kv_pool import KVPool
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
-from quire.replica.logprobs import score_prompt
 from quire.replica.output_head import split_model
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.queued_steps import QueuedSteps
@@ -102,9 +101,7 @@ class Runner:
         self.fused = self._fuse()
         if config.deterministic:
             make_deterministic(model)
-        self._forward = Forward(model, pool, self._attentions)
-        # Rows of logits at once: the memory that sizing counts for those of a step's samples.
-        self._max_logits_rows = config.max_running_requests
+        self._forward = Forward(model, pool, self._attentions, config.max_running_requests)
         self.queued: QueuedSteps | None = None  # where work runs when it is queued
         if not self._device.is_immediate:
             backend = self._attentions[0].backend
@@ -197,7 +194,7 @@ class Runner:
             return self.queued.forward(plan)
         inputs = direct_inputs(plan)
         with torch.inference_mode():
-            return self._logits(self._hidden(plan, inputs)[inputs.token_index])
+            return self._forward.float_logits(self._hidden(plan, inputs)[inputs.token_index])
 
     @property
     def graphs(self) -> GraphCache | None:
@@ -222,11 +219,8 @@ class Runner:
         self.pool.copy_blocks(plan.copies)
         self._outputs.fill_in(inputs.token_ids, inputs.decode_rows)
         hidden = self._hidden(plan, inputs)
-        in_flight.prompts = tuple(
-            score_prompt(hidden, targets, self._logits, self._max_logits_rows)
-            for targets in plan.prompts
-        )
-        logits = self._logits(hidden[inputs.token_index])
+        in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
+        logits = self._forward.float_logits(hidden[inputs.token_index])
         tokens, in_flight.logprobs = self._sampler.sample(logits, plan.sampling, masks)
         self._outputs.keep(in_flight.slot, tokens, inputs.sample_rows)
 
@@ -241,10 +235,6 @@ class Runner:
             inputs.slots,
             np.diff(plan.cu_q),
         )
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden size] to [n, vocab] float32."""
-        return self._forward.logits(hidden).float()
 
     # ------------------------------------------------------------------------------------------------------
     # Warm-up

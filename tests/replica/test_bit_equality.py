@@ -163,11 +163,11 @@ def test_bits_are_equal_when_a_soft_reset_cuts_the_prompt(runners):
 def test_prompt_log_probabilities_are_those_of_a_full_forward(zoo, runners, name):
     """Soft-capped and scaled logits included, in slices of 5 rows of logits."""
     runner = runners(name)
-    runner._max_logits_rows = 5
+    runner._forward._max_logits_rows = 5
     try:
         _, told = run(fresh(runner), runner, [asked("greedy")])
     finally:
-        runner._max_logits_rows = runner.config.max_running_requests
+        runner._forward._max_logits_rows = runner.config.max_running_requests
     model = transformers.AutoModelForCausalLM.from_pretrained(
         zoo(name), dtype=torch.float32, attn_implementation="eager"
     )
@@ -186,14 +186,14 @@ def test_prompt_log_probabilities_are_those_of_a_full_forward(zoo, runners, name
 def test_no_more_rows_of_logits_exist_at_once_than_samples_may_take(runners, monkeypatch):
     runner = runners("llama")
     counts = []
-    real = runner._logits
+    real = runner._forward.float_logits
 
     def counted(hidden):
         counts.append(len(hidden))
         return real(hidden)
 
-    monkeypatch.setattr(runner, "_logits", counted)
-    monkeypatch.setattr(runner, "_max_logits_rows", 4)
+    monkeypatch.setattr(runner._forward, "float_logits", counted)
+    monkeypatch.setattr(runner._forward, "_max_logits_rows", 4)
     run(fresh(runner), runner, [asked("greedy")])
     assert max(counts) == 4
     assert sum(counts) == LENGTH - 1 + MAX_TOKENS
