@@ -1,17 +1,22 @@
 """Whether a request may wait at a router, and when one that may not should come again. Pure.
 
-    the time it would wait for its first token  =  W + B / r + P
+    the time it would wait for its first token  =  W + B / r + P + M
 
     W  seconds of prefill queued at the replica that has least
     B  seconds of prefill that wait at this router and go before it (`FairQueue.prefill_s_ahead`)
     r  seconds of prefill that leave the router's queue in a second, as measured: the number of replicas
        while prefill is what they are busy with, less when decoding or memory holds them up
     P  seconds of its own prefill
+    M  by which such estimates have lately been too small (`Shortfall`)
 
 That holds while prefill is what everybody waits for. Where the replicas have time but no places, short prompts with
-long answers for instance, requests leave as others end, whatever their prompts cost, and instead of B / r it is
+long answers for instance, requests start as others end, whatever their prompts cost, and instead of W + B / r it is
 
-    n / q    n requests that go before it, q of them leave in a second, as measured
+    n / q    n requests of this router that go before it, here or at a replica, q of which get their first token in
+             a second, as measured
+
+Answers of one length that began together end together, routers race for the places, replicas fail: no mean knows how
+late the unlucky are. M does, because it is learnt from them.
 
 A request that can go at once is never refused: later it would take as long. One that would wait longer than
 `max_wait_s` is, and so is one that finds its tenant's share of the queue taken. That share is as much as is still free
@@ -23,6 +28,7 @@ floods the router is refused and the others are not.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 from quire.protos.errors import Overloaded
@@ -32,6 +38,9 @@ _RATE_HORIZON_S = 10.0
 _PRIOR_S = 2.0  # seconds of measurement that the expected rate counts for
 MAX_RETRY_AFTER_S = 300.0
 _LEAST_RETRY_S = 0.1
+_MEMORY_S = 60.0  # of a shortfall
+_MAX_REMEMBERED = 256
+_KEPT_PART = 0.99  # of the accepted requests shall start within the bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +80,7 @@ class DrainRate:
         self._prior_s = _PRIOR_S
 
     def on_release(self, amount: float) -> None:
-        """A request left the queue for a replica."""
+        """A request left the queue for a replica, or got its first token there."""
         self._released += amount
 
     def on_time(self, elapsed_s: float) -> None:
@@ -93,6 +102,36 @@ class DrainRate:
         return (self._released + 1.0) / self._elapsed_s if self._elapsed_s else math.inf
 
 
+class Shortfall:
+    """By how much the waits of accepted requests exceeded their estimates: what to add to the next estimate so that
+    all but one in a hundred would have kept it. An estimate with such a margin holds whatever the error is made of, as
+    long as the next requests are like the last (conformal prediction, Vovk et al. 2005)."""
+
+    def __init__(self) -> None:
+        self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_REMEMBERED)  # when, seconds
+        self._margin_s = 0.0
+
+    def on_wait(self, estimate_s: float, wait_s: float, now_s: float) -> None:
+        """A request got its first token after `wait_s`; `estimate_s` is without a margin."""
+        self._errors.append((now_s, wait_s - estimate_s))
+        self._measure(now_s)
+
+    def margin_s(self, now_s: float) -> float:
+        """Seconds, zero while nothing is known."""
+        if self._errors and now_s - self._errors[0][0] > _MEMORY_S:
+            self._measure(now_s)
+        return self._margin_s
+
+    def _measure(self, now_s: float) -> None:
+        errors = self._errors
+        while errors and now_s - errors[0][0] > _MEMORY_S:
+            errors.popleft()
+        # The k-th smallest of n is exceeded by the next with probability 1 - k / (n + 1) at most.
+        k = min(len(errors), math.ceil(_KEPT_PART * (len(errors) + 1)))
+        kth = sorted(error_s for _, error_s in errors)[k - 1] if errors else 0.0
+        self._margin_s = max(0.0, kth)
+
+
 def expected_wait_s(
     queue: FairQueue,
     *,
@@ -101,22 +140,25 @@ def expected_wait_s(
     queued_s: float,
     prefill_s: float,
     rate: float,
+    num_unanswered: int = 0,
     request_rate: float | None = None,
 ) -> float:
-    """Seconds until the first token: the estimate above.
+    """Seconds until the first token: the estimate above without its margin.
 
     Parameters
     ----------
     queued_s, prefill_s, rate
         W, P and r.
+    num_unanswered
+        Requests of this router at the replicas that have no token yet.
     request_rate
         q, where the replicas lack places; None: they lack time.
     """
     if request_rate is None:
-        before_s = queue.prefill_s_ahead(tenant, priority, prefill_s) / rate
+        before_s = queued_s + queue.prefill_s_ahead(tenant, priority, prefill_s) / rate
     else:
-        before_s = queue.num_ahead(tenant, priority) / request_rate
-    return queued_s + before_s + prefill_s
+        before_s = (queue.num_ahead(tenant, priority) + num_unanswered) / request_rate
+    return before_s + prefill_s
 
 
 def refusal(
@@ -128,6 +170,7 @@ def refusal(
     wait_s: float,
     queued_s: float,
     prefill_s: float,
+    margin_s: float = 0.0,
 ) -> Overloaded | None:
     """The error for a request that may not wait; None if it may.
 
@@ -137,16 +180,17 @@ def refusal(
         Of its prompt.
     wait_s
         By `expected_wait_s`.
-    queued_s, prefill_s
-        W and P.
+    queued_s, prefill_s, margin_s
+        W, P and M.
     """
-    if wait_s > limits.max_wait_s:
+    if wait_s + margin_s > limits.max_wait_s:
         # When the excess is gone; but a long prompt need not wait for longer than until it can go at once.
         before_s = wait_s - prefill_s
-        after_s = min(wait_s - limits.max_wait_s, before_s - limits.dispatch_window_s)
+        after_s = min(wait_s + margin_s - limits.max_wait_s, before_s - limits.dispatch_window_s)
         return _overloaded(
             f"the first token would take {wait_s:.1f} s, {queued_s:.1f} s of it for what is queued at "
-            f"every replica; the limit is {limits.max_wait_s:g} s (router.max_wait_s)",
+            f"every replica, and up to {margin_s:.1f} s more as such estimates go; the limit is "
+            f"{limits.max_wait_s:g} s (router.max_wait_s)",
             after_s,
         )
     own_requests, own_tokens = queue.of_tenant(tenant)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.protos.errors import DeadlineExceeded, Overloaded, Unavailable
-from quire.router.admission import AdmissionLimits, DrainRate, expected_wait_s, refusal
+from quire.router.admission import AdmissionLimits, DrainRate, Shortfall, expected_wait_s, refusal
 from quire.router.fair_queue import FairQueue, Ticket
 from quire.router.policy import Ranking
 
@@ -50,6 +50,29 @@ class Arrival:
     deadline_s: float | None
     rank: Callable[[], Ranking]
     send: Callable[[Ranking], None]
+
+
+class Entry:
+    """A request that the gate let through, until its first token: what it waits for it, the next ones may wait."""
+
+    __slots__ = ("_entered_s", "_estimate_s", "_gate")
+
+    def __init__(self, gate: AdmissionGate, estimate_s: float, entered_s: float):
+        self._gate: AdmissionGate | None = gate  # until the wait has ended
+        self._estimate_s = estimate_s
+        self._entered_s = entered_s
+
+    def answered(self, *, is_usual: bool = True) -> None:
+        """Its first token came; not usual is that of a request that lost its replica before."""
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate._on_answer(self._estimate_s if is_usual else None, self._entered_s)
+
+    def left(self) -> None:
+        """It ended, with or without a first token."""
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate._on_leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +114,9 @@ class AdmissionGate:
         self._queue = FairQueue(limits.quantum_tokens)
         self._waiters: dict[Ticket, _Waiter] = {}
         self._rate = DrainRate()  # of prefill, while the replicas lack time
-        self._request_rate = DrainRate()  # while they lack places
+        self._request_rate = DrainRate()  # of first tokens, while they lack places
+        self._num_unanswered = 0  # of those let through
+        self._shortfall = Shortfall()
         self._last = _View(True, 0.0, 0.0, 1, False)
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -113,12 +138,13 @@ class AdmissionGate:
         Overloaded
         """
         if self._queue:
-            error = self._refusal(tenant, priority, 0, 0.0, self._last)
+            wait_s = self._expected_wait_s(tenant, priority, 0.0, self._last)
+            error = self._refusal(tenant, 0, wait_s, 0.0, self._last)
             if error is not None:
                 raise error
 
-    async def enter(self, arrival: Arrival) -> None:
-        """Send a request, now or when it is its turn.
+    async def enter(self, arrival: Arrival) -> Entry:
+        """Send a request, now or when it is its turn. Who gets the `Entry` tells it of the first token.
 
         Raises
         ------
@@ -131,18 +157,20 @@ class AdmissionGate:
         """
         ranking = arrival.rank()
         view = self._view(ranking)
+        wait_s = self._expected_wait_s(arrival.tenant, arrival.priority, view.prefill_s, view)
+        entry = Entry(self, wait_s, self._clock())
         if view.is_open and not self._queue:
             arrival.send(ranking)
-            return
-        self._last = view
-        error = self._refusal(
-            arrival.tenant, arrival.priority, arrival.tokens, view.prefill_s, view
-        )
-        if error is not None:
-            raise error
-        if view.is_open:
-            self._wake.set()  # its turn may be at once
-        await self._wait(arrival, view.prefill_s)
+        else:
+            self._last = view
+            error = self._refusal(arrival.tenant, arrival.tokens, wait_s, view.prefill_s, view)
+            if error is not None:
+                raise error
+            if view.is_open:
+                self._wake.set()  # its turn may be at once
+            await self._wait(arrival, view.prefill_s)
+        self._num_unanswered += 1
+        return entry
 
     def charge(self, tenant: str, tokens: float) -> None:
         """Tokens were computed for a tenant; negative ones were charged before and were not."""
@@ -153,18 +181,32 @@ class AdmissionGate:
         if self._queue:
             self._wake.set()
 
-    def _refusal(
-        self, tenant: str, priority: int, tokens: int, prefill_s: float, view: _View
-    ) -> Overloaded | None:
-        wait_s = expected_wait_s(
+    def _on_answer(self, estimate_s: float | None, entered_s: float) -> None:
+        self._num_unanswered -= 1
+        if self._queue and self._last.lacks_places:
+            self._request_rate.on_release(1)
+        if estimate_s is not None:
+            now_s = self._clock()
+            self._shortfall.on_wait(estimate_s, now_s - entered_s, now_s)
+
+    def _on_leave(self) -> None:
+        self._num_unanswered -= 1
+
+    def _expected_wait_s(self, tenant: str, priority: int, prefill_s: float, view: _View) -> float:
+        return expected_wait_s(
             self._queue,
             tenant=tenant,
             priority=priority,
             queued_s=view.queued_s,
             prefill_s=prefill_s,
             rate=self._rate.rate(view.num_replicas),
+            num_unanswered=self._num_unanswered,
             request_rate=self._request_rate.request_rate() if view.lacks_places else None,
         )
+
+    def _refusal(
+        self, tenant: str, tokens: int, wait_s: float, prefill_s: float, view: _View
+    ) -> Overloaded | None:
         return refusal(
             self.limits,
             self._queue,
@@ -173,6 +215,7 @@ class AdmissionGate:
             wait_s=wait_s,
             queued_s=view.queued_s,
             prefill_s=prefill_s,
+            margin_s=self._shortfall.margin_s(self._clock()),
         )
 
     async def _wait(self, arrival: Arrival, prefill_s: float) -> None:
@@ -240,9 +283,7 @@ class AdmissionGate:
             if not view.is_open:
                 return num_sent
             self._queue.take(ticket)
-            if view.lacks_places:
-                self._request_rate.on_release(1)
-            else:
+            if not view.lacks_places:
                 self._rate.on_release(ticket.prefill_s)
             try:
                 arrival.send(ranking)

@@ -56,7 +56,7 @@ from quire.router.decision_log import DecisionLog
 from quire.router.decisions import DecisionRing
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
 from quire.router.fair_queue import TOKENS_PER_GENERATED
-from quire.router.gate import AdmissionGate, Arrival
+from quire.router.gate import AdmissionGate, Arrival, Entry
 from quire.router.migration_budget import MigrationBudget
 from quire.router.policy import Policy, Ranking, RouteRequest
 from quire.router.replicas import ReplicaTable, RequestBooking
@@ -485,6 +485,7 @@ class RequestStream:
         ] = []  # replica and stream id, not looked into yet
         self._full: set[str] = set()  # replicas that had no place for it
         self._refused: Overloaded | None = None  # by one of them
+        self._entry: Entry | None = None  # through the gate
         self._sent = asyncio.Event()  # to some replica, or closed before that
         self._num_lost = 0  # attempts that a replica did not end as it should
         self._must_pay = False  # the next attempt is a move, not yet taken from the budget
@@ -534,7 +535,7 @@ class RequestStream:
         """Submit. The first attempt passes the gate, the later ones of an accepted request do not; they wait for
         a replica when there is none."""
         if self.explain.attempts == 0 and self._lead is None:
-            await self._service.gate.enter(self._arrival())
+            self._entry = await self._service.gate.enter(self._arrival())
             return
         if self._lead is not None:
             await self._lead._sent.wait()
@@ -694,6 +695,8 @@ class RequestStream:
             self._closed = True
             self._release_attempt()
             self._sent.set()
+            if self._entry is not None:
+                self._entry.left()
             self._service.gate.notify()
             self._service.observer.on_end(self.usage, self.explain)
 
@@ -862,6 +865,8 @@ class RequestStream:
             # What was charged when it was sent rested on the prediction.
             wrong = self.explain.predicted_cached_tokens - num_cached_tokens
             gate.charge(self._request.tenant, wrong)
+        if self._entry is not None:
+            self._entry.answered(is_usual=self._num_lost == 0)
         gate.notify()
 
     async def _on_failure(self, completion: Completion) -> None:

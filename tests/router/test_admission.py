@@ -15,11 +15,12 @@ from quire.router.admission import (
     MAX_RETRY_AFTER_S,
     AdmissionLimits,
     DrainRate,
+    Shortfall,
     expected_wait_s,
     refusal,
 )
 from quire.router.fair_queue import FairQueue, Ticket
-from quire.router.gate import AdmissionGate, Arrival
+from quire.router.gate import AdmissionGate, Arrival, Entry
 from quire.router.policy import Ranking, RouteRequest, make_policy
 
 LIMITS = AdmissionLimits(max_wait_s=10, max_queued_requests=90, max_queued_tokens=9000)
@@ -212,9 +213,11 @@ def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
         def arrive() -> None:
             async def enter() -> None:
                 try:
-                    await gate.enter(fleet.arrival(len(tasks), tokens=10, send=send))
+                    entry = await gate.enter(fleet.arrival(len(tasks), tokens=10, send=send))
                 except Overloaded as error:
                     refused.append(error)
+                else:
+                    entry.answered(is_usual=False)
 
             tasks.append(asyncio.create_task(enter()))
 
@@ -232,6 +235,82 @@ def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
+
+
+def test_what_the_estimates_lack_is_learnt():
+    """Answers that began together end together: by the mean rate a place is near, by the burst it is not."""
+    num_rows, num_places, answer_s, bound_s = 8, 4, 4.0, 5.0
+
+    async def run() -> tuple[list[float], int]:
+        fleet = Fleet()
+        gate = fleet.gate(max_wait_s=bound_s, max_queued_requests=10_000)
+        running: list[float] = []  # when they end
+        waiting: list[tuple[Entry, float]] = []  # at the replica, since when here
+        waits_s: list[tuple[float, float]] = []  # begin, and until the first token
+        tasks, num_sent = [], 0
+
+        def send(ranking: Ranking) -> None:
+            nonlocal num_sent
+            num_sent += 1
+            see()
+
+        def see() -> None:
+            """The replica's report with what was sent since."""
+            free = num_places - num_sent + len(waits_s)
+            fleet.rows = [Fleet.row(num_places=free, num_waiting=num_places - free)]
+
+        async def enter() -> None:
+            began_s = fleet.now_s
+            try:
+                entry = await gate.enter(fleet.arrival(0, tokens=10, send=send))
+            except Overloaded:
+                return
+            waiting.append((entry, began_s))
+
+        see()
+        for tick in range(1200):  # of 0.1 s, and 20 requests come each second where 2 can be served
+            fleet.now_s = tick / 10
+            running = [end_s for end_s in running if end_s > fleet.now_s]
+            while waiting and len(running) < num_rows:
+                entry, began_s = waiting.pop(0)
+                running.append(fleet.now_s + answer_s)
+                waits_s.append((began_s, fleet.now_s - began_s))
+                entry.answered()
+            see()
+            gate.notify()
+            tasks += [asyncio.create_task(enter()) for _ in range(2)]
+            await turns(8)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [wait_s for began_s, wait_s in waits_s if began_s > 20], len(waits_s)
+
+    waits_s, num_served = asyncio.run(run())
+    assert sum(wait_s > bound_s for wait_s in waits_s) <= 0.02 * len(waits_s)
+    assert max(waits_s) > 1.0, "that was no queue"
+    assert num_served >= 0.95 * 120 / answer_s * num_rows, "no place stays empty for it"
+
+
+def test_a_shortfall_is_forgotten():
+    shortfall = Shortfall()
+    for second in range(50):
+        shortfall.on_wait(1.0, 1.0 - second / 100, float(second))
+    assert shortfall.margin_s(50.0) == 0, "estimates were too long"
+    shortfall.on_wait(1.0, 4.0, 50.0)
+    assert shortfall.margin_s(100.0) == 3.0
+    assert shortfall.margin_s(110.1) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), median_s=st.floats(0.01, 10.0))
+def test_of_waits_like_the_last_one_in_a_hundred_exceeds_its_margin(seed, median_s):
+    rng, shortfall = random.Random(seed), Shortfall()
+    num_late = 0
+    for i in range(1200):
+        wait_s, now_s = rng.lognormvariate(0, 1) * median_s, i / 10
+        num_late += i >= 200 and wait_s > 1.0 + shortfall.margin_s(now_s)
+        shortfall.on_wait(1.0, wait_s, now_s)
+    assert num_late <= 30, "10 expected of 1000"
 
 
 def test_a_newcomer_does_not_overtake_who_waits():
