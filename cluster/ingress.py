@@ -30,6 +30,11 @@ from quire.router.replicas import ReplicaTable
 from quire.router.service import ModelFacts, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
 
+# A new router takes requests when it can serve them. Where there are no replicas, or while they load, it comes up
+# after so long and says so (503, /ready).
+FIRST_ATTACH_TIMEOUT_S = 30.0
+_ATTACH_POLL_S = 0.02
+
 
 def this_service() -> RouterService:
     """The service of the Serve replica that runs this code."""
@@ -77,6 +82,16 @@ class Router(GrpcApi):
         # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
         gc.collect()
         self._bus.start()
+        await self._first_attach()
+
+    async def _first_attach(self) -> None:
+        """Until a replica is attached. Serve sends requests here as soon as the constructor returns."""
+        try:
+            async with asyncio.timeout(FIRST_ATTACH_TIMEOUT_S):
+                while not self.service.readiness().ready:
+                    await asyncio.sleep(_ATTACH_POLL_S)
+        except TimeoutError:
+            pass
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's way to change a deployment in place: see `live_update`."""

@@ -12,11 +12,12 @@
 That holds while prefill is what everybody waits for. Where the replicas have time but no places, short prompts with
 long answers for instance, requests start as others end, whatever their prompts cost, and instead of W + B / r it is
 
-    n / q    n requests of this router that go before it, here or at a replica, q of which get their first token in
-             a second, as measured
+    (n + z sqrt(n)) / q    n requests of this router that go before it, here or at a replica, q of which get their
+                           first token in a second, as measured; before that, by Little's law (`Turnover`)
 
-Answers of one length that began together end together, routers race for the places, replicas fail: no mean knows how
-late the unlucky are. M does, because it is learnt from them.
+which is the 99th percentile of the time until n places come free, if each comes free by itself (Poisson; z = 2.33).
+But answers of one length that began together end together, routers race for the places, replicas fail: M knows how
+late that makes the unlucky, because it is learnt from them.
 
 A request that can go at once is never refused: later it would take as long. One that would wait longer than
 `max_wait_s` is, and so is one that finds its tenant's share of the queue taken. That share is as much as is still free
@@ -41,6 +42,7 @@ _LEAST_RETRY_S = 0.1
 _MEMORY_S = 60.0  # of a shortfall
 _MAX_REMEMBERED = 256
 _KEPT_PART = 0.99  # of the accepted requests shall start within the bound
+_Z = 2.33  # standard deviations: the quantile of the normal distribution for _KEPT_PART
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +98,36 @@ class DrainRate:
         expected = max(1, num_replicas)
         return (self._released + self._prior_s * expected) / (self._elapsed_s + self._prior_s)
 
-    def request_rate(self) -> float:
-        """Of requests. Nothing can be expected beforehand, so it is the highest that the time so far has not
-        refuted: as if one more were just leaving."""
+    def request_rate(self, expected: float | None = None) -> float:
+        """Of requests; what is expected counts like the number of replicas above. Where nothing can be, it is the
+        highest that the time so far has not refuted: as if one more were just leaving."""
+        if expected is not None:
+            return (self._released + self._prior_s * expected) / (self._elapsed_s + self._prior_s)
         return (self._released + 1.0) / self._elapsed_s if self._elapsed_s else math.inf
+
+
+class Turnover:
+    """How fast places come free: those held over the time for which one is (Little 1961). Known before anybody has
+    waited for one."""
+
+    def __init__(self) -> None:
+        self.num_held = 0  # by requests with a first token
+        self._held_s: deque[float] = deque(maxlen=_MAX_REMEMBERED)
+        self._sum_s = 0.0
+
+    def on_end(self, held_s: float) -> None:
+        """A place came free that was held for so long."""
+        self.num_held -= 1
+        if len(self._held_s) == _MAX_REMEMBERED:
+            self._sum_s -= self._held_s[0]
+        self._held_s.append(held_s)
+        self._sum_s += held_s
+
+    def rate(self) -> float | None:
+        """Places in a second; None while none came free."""
+        if self._sum_s <= 0:
+            return None
+        return max(1, self.num_held) * len(self._held_s) / self._sum_s
 
 
 class Shortfall:
@@ -157,7 +185,8 @@ def expected_wait_s(
     if request_rate is None:
         before_s = queued_s + queue.prefill_s_ahead(tenant, priority, prefill_s) / rate
     else:
-        before_s = (queue.num_ahead(tenant, priority) + num_unanswered) / request_rate
+        num = queue.num_ahead(tenant, priority) + num_unanswered
+        before_s = (num + _Z * math.sqrt(num)) / request_rate
     return before_s + prefill_s
 
 

@@ -22,7 +22,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.protos.errors import DeadlineExceeded, Overloaded, Unavailable
-from quire.router.admission import AdmissionLimits, DrainRate, Shortfall, expected_wait_s, refusal
+from quire.router.admission import (
+    AdmissionLimits,
+    DrainRate,
+    Shortfall,
+    Turnover,
+    expected_wait_s,
+    refusal,
+)
 from quire.router.fair_queue import FairQueue, Ticket
 from quire.router.policy import Ranking
 
@@ -53,26 +60,29 @@ class Arrival:
 
 
 class Entry:
-    """A request that the gate let through, until its first token: what it waits for it, the next ones may wait."""
+    """A request that the gate let through, until it ends: what it waits for its first token the next ones may wait,
+    and as long as it keeps its place the next ones may keep theirs."""
 
-    __slots__ = ("_entered_s", "_estimate_s", "_gate")
+    __slots__ = ("_answered_s", "_entered_s", "_estimate_s", "_gate", "_has_left")
 
     def __init__(self, gate: AdmissionGate, estimate_s: float, entered_s: float):
-        self._gate: AdmissionGate | None = gate  # until the wait has ended
+        self._gate = gate
         self._estimate_s = estimate_s
         self._entered_s = entered_s
+        self._answered_s: float | None = None
+        self._has_left = False
 
     def answered(self, *, is_usual: bool = True) -> None:
         """Its first token came; not usual is that of a request that lost its replica before."""
-        gate, self._gate = self._gate, None
-        if gate is not None:
-            gate._on_answer(self._estimate_s if is_usual else None, self._entered_s)
+        if self._answered_s is None and not self._has_left:
+            estimate_s = self._estimate_s if is_usual else None
+            self._answered_s = self._gate._on_answer(estimate_s, self._entered_s)
 
     def left(self) -> None:
         """It ended, with or without a first token."""
-        gate, self._gate = self._gate, None
-        if gate is not None:
-            gate._on_leave()
+        if not self._has_left:
+            self._has_left = True
+            self._gate._on_leave(self._answered_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,7 @@ class AdmissionGate:
         self._rate = DrainRate()  # of prefill, while the replicas lack time
         self._request_rate = DrainRate()  # of first tokens, while they lack places
         self._num_unanswered = 0  # of those let through
+        self._turnover = Turnover()
         self._shortfall = Shortfall()
         self._last = _View(True, 0.0, 0.0, 1, False)
         self._pump: asyncio.Task[None] | None = None
@@ -181,16 +192,22 @@ class AdmissionGate:
         if self._queue:
             self._wake.set()
 
-    def _on_answer(self, estimate_s: float | None, entered_s: float) -> None:
+    def _on_answer(self, estimate_s: float | None, entered_s: float) -> float:
+        """Returns the time."""
+        now_s = self._clock()
         self._num_unanswered -= 1
+        self._turnover.num_held += 1
         if self._queue and self._last.lacks_places:
             self._request_rate.on_release(1)
         if estimate_s is not None:
-            now_s = self._clock()
             self._shortfall.on_wait(estimate_s, now_s - entered_s, now_s)
+        return now_s
 
-    def _on_leave(self) -> None:
-        self._num_unanswered -= 1
+    def _on_leave(self, answered_s: float | None) -> None:
+        if answered_s is None:
+            self._num_unanswered -= 1
+        else:
+            self._turnover.on_end(self._clock() - answered_s)
 
     def _expected_wait_s(self, tenant: str, priority: int, prefill_s: float, view: _View) -> float:
         return expected_wait_s(
@@ -201,7 +218,11 @@ class AdmissionGate:
             prefill_s=prefill_s,
             rate=self._rate.rate(view.num_replicas),
             num_unanswered=self._num_unanswered,
-            request_rate=self._request_rate.request_rate() if view.lacks_places else None,
+            request_rate=(
+                self._request_rate.request_rate(self._turnover.rate())
+                if view.lacks_places
+                else None
+            ),
         )
 
     def _refusal(

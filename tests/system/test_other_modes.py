@@ -50,6 +50,24 @@ def test_default_proxy_streams_http_and_grpc(plain_cluster):
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+def with_routers(cluster: Cluster, num: int) -> dict:
+    config = copy.deepcopy(cluster.config)
+    config["applications"][0]["args"]["routers"] = num
+    return config
+
+
+def with_routers_only(cluster: Cluster, num: int) -> dict:
+    """Other `args` are another version of everything; this is the same one, with fewer or more of its routers."""
+    config = copy.deepcopy(cluster.config)
+    config["applications"][0]["deployments"] = [{"name": "Router", "num_replicas": num}]
+    return config
+
+
+def num_routers(cluster: Cluster) -> int:
+    deployments = cluster.serve_status()["applications"]["quire"]["deployments"]
+    return len(deployments["Router"]["replicas"])
+
+
 def test_a_router_that_is_scaled_away_finishes_its_streams(plain_cluster):
     """Streams of some ten seconds are open on both routers when one of them has to go."""
 
@@ -67,23 +85,39 @@ def test_a_router_that_is_scaled_away_finishes_its_streams(plain_cluster):
             finish = choice.finish_reason or finish
         return count, finish
 
-    def routers() -> int:
-        deployments = plain_cluster.serve_status()["applications"]["quire"]["deployments"]
-        return len(deployments["Router"]["replicas"])
-
     async def run() -> None:
         async with openai.AsyncOpenAI(
             base_url=f"{plain_cluster.url}/v1", api_key="none", max_retries=0
         ) as client:
             streams = [asyncio.create_task(stream(client, i)) for i in range(8)]
             await asyncio.sleep(1)
-            smaller = copy.deepcopy(plain_cluster.config)
-            smaller["applications"][0]["args"]["routers"] = 1
-            await asyncio.to_thread(plain_cluster.deploy, smaller)
+            await asyncio.to_thread(plain_cluster.deploy, with_routers(plain_cluster, 1))
             assert not any(task.done() for task in streams), "the streams must outlive the change"
             assert await asyncio.gather(*streams) == [(800, "length")] * 8
 
     asyncio.run(run())
-    wait_until(lambda: routers() == 1, 60, "one router is left")
+    wait_until(lambda: num_routers(plain_cluster) == 1, 60, "one router is left")
     ready = httpx.get(f"{plain_cluster.url}/ready")
     assert ready.status_code == 200, ready.text
+
+
+def test_a_router_that_is_added_serves_from_its_first_request_on(plain_cluster):
+    """It knows the replicas before it takes requests."""
+    plain_cluster.deploy(with_routers_only(plain_cluster, 1))
+    wait_until(lambda: num_routers(plain_cluster) == 1, 120, "there is one router")
+    body = {"prompt": "The harbour", "max_tokens": 1}
+    seen: dict[str, int] = {}
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=plain_cluster.url, timeout=60) as client:
+            larger = with_routers_only(plain_cluster, 2)
+            change = asyncio.create_task(asyncio.to_thread(plain_cluster.deploy, larger))
+            async with asyncio.timeout(120):
+                while not change.done() or len(seen) < 2:
+                    answer = await client.post("/v1/completions", json=body)
+                    assert answer.status_code == 200, answer.text
+                    router = answer.headers["x-quire-router"]
+                    seen[router] = seen.get(router, 0) + 1
+            await change
+
+    asyncio.run(run())
