@@ -12,8 +12,8 @@
 That holds while prefill is what everybody waits for. Where the replicas have time but no places, short prompts with
 long answers for instance, requests start as others end, whatever their prompts cost, and instead of W + B / r it is
 
-    (n + z sqrt(n)) / q    n requests of this router that go before it, here or at a replica, q of which get their
-                           first token in a second, as measured; before that, by Little's law (`Turnover`)
+    (n + z sqrt(n)) / q    n requests of this router that go before it, here or at a replica, and itself; q places
+                           come free in a second, as measured; before that, by Little's law (`Turnover`)
 
 which is the 99th percentile of the time until n places come free, if each comes free by itself (Poisson; z = 2.33).
 But answers of one length that began together end together, routers race for the places, replicas fail: M knows how
@@ -82,7 +82,7 @@ class DrainRate:
         self._prior_s = _PRIOR_S
 
     def on_release(self, amount: float) -> None:
-        """A request left the queue for a replica, or got its first token there."""
+        """A request left the queue for a replica, or a place there."""
         self._released += amount
 
     def on_time(self, elapsed_s: float) -> None:
@@ -185,7 +185,7 @@ def expected_wait_s(
     if request_rate is None:
         before_s = queued_s + queue.prefill_s_ahead(tenant, priority, prefill_s) / rate
     else:
-        num = queue.num_ahead(tenant, priority) + num_unanswered
+        num = queue.num_ahead(tenant, priority) + num_unanswered + 1  # places, with its own
         before_s = (num + _Z * math.sqrt(num)) / request_rate
     return before_s + prefill_s
 

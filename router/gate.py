@@ -124,7 +124,7 @@ class AdmissionGate:
         self._queue = FairQueue(limits.quantum_tokens)
         self._waiters: dict[Ticket, _Waiter] = {}
         self._rate = DrainRate()  # of prefill, while the replicas lack time
-        self._request_rate = DrainRate()  # of first tokens, while they lack places
+        self._request_rate = DrainRate()  # of places, while they lack those
         self._num_unanswered = 0  # of those let through
         self._turnover = Turnover()
         self._shortfall = Shortfall()
@@ -197,13 +197,14 @@ class AdmissionGate:
         now_s = self._clock()
         self._num_unanswered -= 1
         self._turnover.num_held += 1
-        if self._queue and self._last.lacks_places:
-            self._request_rate.on_release(1)
         if estimate_s is not None:
             self._shortfall.on_wait(estimate_s, now_s - entered_s, now_s)
         return now_s
 
     def _on_leave(self, answered_s: float | None) -> None:
+        # Not when it started: while empty places are being filled many start, and none comes free.
+        if self._queue and self._last.lacks_places:
+            self._request_rate.on_release(1)
         if answered_s is None:
             self._num_unanswered -= 1
         else:

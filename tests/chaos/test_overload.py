@@ -49,7 +49,6 @@ OVERLOADED = grpc.StatusCode.RESOURCE_EXHAUSTED
 pytestmark = [
     pytest.mark.system,
     pytest.mark.chaos,
-    pytest.mark.slow,
     pytest.mark.timeout(1800),
 ]
 

@@ -236,6 +236,7 @@ def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
                     refused.append(error)
                 else:
                     entry.answered(is_usual=False)
+                    entry.left()
 
             tasks.append(asyncio.create_task(enter()))
 
