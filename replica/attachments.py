@@ -74,11 +74,14 @@ class _Attachment:
     def __init__(
         self,
         source: int,
+        link: int,
         clock: Callable[[], float],
         heartbeat_s: float,
         max_heartbeat_s: float,
     ):
         self.source = source
+        self.link = link
+        self.carrier = 0  # number of the call that takes the frames
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._max_heartbeat_s = max_heartbeat_s
@@ -105,15 +108,25 @@ class _Attachment:
         self._frames.clear()
         self._ready.set()
 
+    def take_over(self) -> int:
+        """A call takes the frames from now on; the number of that call."""
+        self.carrier += 1
+        self._ready.set()
+        return self.carrier
+
+    def is_for(self, carrier: int) -> bool:
+        """Whether this call still takes the frames."""
+        return not self.closed and carrier == self.carrier
+
     def touch(self) -> None:
         """The load changed: no later than `heartbeat_s` after the last frame the router shall know."""
         if self._wait_s > self._heartbeat_s:
             self._wait_s = self._heartbeat_s
             self._ready.set()
 
-    async def next(self) -> Frame | None:
-        """The next frame, or None when a heartbeat is due or the attachment was closed."""
-        while not self._frames and not self.closed:
+    async def next(self, carrier: int) -> Frame | None:
+        """The next frame, or None when a heartbeat is due or `is_for` says no."""
+        while not self._frames and self.is_for(carrier):
             self._ready.clear()
             left_s = self._sent_s + self._wait_s - self._clock()
             try:
@@ -123,7 +136,7 @@ class _Attachment:
                 self._sent_s = self._clock()
                 self._wait_s = min(2 * self._wait_s, self._max_heartbeat_s)
                 return None
-        if self.closed:
+        if not self.is_for(carrier):
             return None
         self._sent_s = self._clock()
         self._wait_s = self._heartbeat_s
@@ -220,29 +233,42 @@ class Attachments:
             for frame in self._snapshot_frames(seq, gpu, host):
                 attachment.put(frame)
 
-    async def stream(self, router_id: str, load: Callable[[], Load]) -> AsyncIterator[bytes]:
+    async def stream(
+        self, router_id: str, load: Callable[[], Load], link: int = 0, continues: bool = False
+    ) -> AsyncIterator[bytes]:
         """Encoded frames for one router until it goes away; a second attachment ends the first.
 
         Parameters
         ----------
         load
             Called for a heartbeat's load; must be cheap and safe outside the engine's thread.
+        link
+            The router's number of the attachment.
+        continues
+            Take the attachment with this number over from the stream that has it, which ends, and goes on with the
+            frame after its last. Where the router has none with this number, that is all.
         """
-        earlier = self._by_router.get(router_id)
-        if earlier is not None:
-            self._detach(router_id, earlier)
-        attachment = _Attachment(
-            next(self._sources), self._clock, self._heartbeat_s, self._max_heartbeat_s
-        )
-        self._by_router[router_id] = attachment
+        attachment = self._by_router.get(router_id)
+        if continues:
+            if attachment is None or attachment.link != link:
+                return
+        else:
+            if attachment is not None:
+                self._detach(router_id, attachment)
+            attachment = _Attachment(
+                next(self._sources), link, self._clock, self._heartbeat_s, self._max_heartbeat_s
+            )
+            self._by_router[router_id] = attachment
+        carrier = attachment.take_over()
         try:
             while True:
-                frame = await attachment.next()
-                if attachment.closed:
+                frame = await attachment.next(carrier)
+                if not attachment.is_for(carrier):
                     return
                 yield (frame or self._frame([], [], load())).encode()
         finally:
-            self._detach(router_id, attachment)
+            if carrier == attachment.carrier:
+                self._detach(router_id, attachment)
 
     def _detach(self, router_id: str, attachment: _Attachment) -> None:
         """End an attachment; nothing when it has ended before."""

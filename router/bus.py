@@ -30,6 +30,7 @@ from ray.serve.handle import DeploymentHandle
 from quire.protos.errors import QuireError, SlowClient, Unavailable
 from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
 from quire.router import membership
+from quire.router.attach_stream import AttachStream
 from quire.router.flow import Credit, by_replica
 from quire.router.replicas import ReplicaTable
 from quire.router.transport import Attempt, Lost
@@ -95,6 +96,7 @@ class Bus:
         self._attempts: dict[int, Attempt] = {}
         # Unlike those of any other router: a replica that dies leaves nothing but numbers (`protos.flight`).
         self._stream_ids = itertools.count((secrets.randbits(30) << 32) + 1)
+        self._link_ids = itertools.count()
         self._background: set[asyncio.Task[Any]] = set()  # the loop itself holds tasks weakly
         self._closed = False
         # What waits at the router, as the replicas report it to Serve's autoscaler.
@@ -290,7 +292,15 @@ class Bus:
                 self._on_members(self._members)
 
     async def _attach(self, replica: str) -> None:
-        frames = self._streaming.attach.remote(self._router_id, route=[replica])
+        link = next(self._link_ids)
+        frames = AttachStream(
+            lambda continues: self._streaming.attach.remote(
+                self._router_id, link, continues, route=[replica]
+            ),
+            self._spawn,
+            is_right=lambda data: Hello.decode(data).replica == replica,
+            may_call=lambda: replica in self._members,
+        )
         try:
             hello = Hello.decode(await anext(frames))
             if hello.replica != replica:

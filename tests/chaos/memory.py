@@ -76,8 +76,3 @@ class Sampler:
                 except OSError as error:  # it has ended, which no soak survives
                     self._error = error
                     return
-
-    def second_half(self, pid: int) -> list[tuple[float, int]]:
-        """Of one process; the first half is for caches and arenas to fill."""
-        samples = self.samples[pid]
-        return samples[len(samples) // 2 :]
