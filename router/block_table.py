@@ -28,6 +28,7 @@ _PLACES = 8
 _SHIFT = 3
 _MEAN_FILL = 4
 _FIRST_BUCKETS = 64
+_FEW = 16  # absent hashes that are looked for one by one
 _LEAST_SPLIT = 64  # buckets: splitting them one at a time costs as much
 _U64 = np.uint64
 
@@ -75,27 +76,51 @@ class BlockTable:
         [n] int64 places, `SPILLED` for some, of no meaning for what is absent; [n] int32 ids, 0 where absent.
         """
         buckets = self._buckets(hashes)
-        hits = (self._keys.take(buckets, axis=0) == hashes[:, None]).ravel().nonzero()[0]
-        queries = hits >> _SHIFT
-        hits &= _PLACES - 1
-        hits += buckets.take(queries) << _SHIFT
+        queries, hits = self._hits(hashes, buckets)
         ids = np.zeros(len(hashes), np.int32)
         ids[queries] = self._flat_ids.take(hits)
         places = np.zeros(len(hashes), np.int64)
         places[queries] = hits
         if self._spilled:
-            self._find_spilled(hashes, buckets, places, ids)
+            for i, found in self._find_spilled(hashes, buckets, ids):
+                places[i], ids[i] = SPILLED, found
         return places, ids
 
+    def ids(self, hashes: np.ndarray) -> np.ndarray:
+        """[n] int32, the ids of hashes, [n] uint64; 0 where absent: `find` for who needs no places."""
+        buckets = self._buckets(hashes)
+        queries, hits = self._hits(hashes, buckets)
+        ids = self._flat_ids.take(hits)
+        if len(hits) == len(hashes) and (not len(ids) or ids[ids.argmin()]):
+            return ids  # each is in its bucket; 0, which finds empty places, is not among them
+        found, ids = ids, np.zeros(len(hashes), np.int32)
+        ids[queries] = found
+        if self._spilled:
+            for i, spilled in self._find_spilled(hashes, buckets, ids):
+                ids[i] = spilled
+        return ids
+
+    def _hits(self, hashes: np.ndarray, buckets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where a hash equals what its bucket has: [hits] int64, which hash, ascending; [hits] int64, its place."""
+        hits = (self._keys.take(buckets, axis=0) == hashes[:, None]).ravel().nonzero()[0]
+        queries = hits >> _SHIFT
+        hits &= _PLACES - 1
+        hits += buckets.take(queries) << _SHIFT
+        return queries, hits
+
     def _find_spilled(
-        self, hashes: np.ndarray, buckets: np.ndarray, places: np.ndarray, ids: np.ndarray
-    ) -> None:
-        maybe = self._has_spilled.take(buckets)
-        maybe &= ids == 0
-        for i in maybe.nonzero()[0].tolist():
-            found = self._spilled[int(buckets[i])].get(int(hashes[i]))
-            if found is not None:
-                places[i], ids[i] = SPILLED, found
+        self, hashes: np.ndarray, buckets: np.ndarray, ids: np.ndarray
+    ) -> list[tuple[int, int]]:
+        """(which, id) of those hashes without an id, [n] int32, that have been spilled."""
+        absent = (ids == 0).nonzero()[0]
+        if len(absent) > _FEW:
+            absent = absent[self._has_spilled.take(buckets.take(absent))]
+        spilled = self._spilled
+        keys, of_buckets = hashes.take(absent).tolist(), buckets.take(absent).tolist()
+        which = zip(absent.tolist(), of_buckets, keys, strict=True)
+        return [
+            (i, spilled[bucket][key]) for i, bucket, key in which if key in spilled.get(bucket, ())
+        ]
 
     def insert(self, hashes: np.ndarray, ids: np.ndarray) -> None:
         """Add entries.
