@@ -96,6 +96,12 @@ class AdmissionGate:
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
 
+    def reconfigure(self, limits: AdmissionLimits, *, max_away_s: float) -> None:
+        """Take on other bounds. Who waits goes on waiting, whatever the new ones would have said of them."""
+        self._queue.set_quantum(limits.quantum_tokens)
+        self.limits = limits
+        self._max_away_s = max_away_s
+
     @property
     def queue(self) -> FairQueue:
         """To be read only."""
