@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from quire.cluster.config import AppConfig, RouterArgs
 from quire.cluster.grpc_api import GrpcApi
 from quire.cluster.live_update import router_section
-from quire.cluster.metrics import ServeObserver
+from quire.cluster.metrics import QueueGauges, ServeObserver
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.router.admission import AdmissionLimits
 from quire.router.bus import Bus
@@ -71,6 +71,7 @@ class Router(GrpcApi):
         peers = Peers(serve.get_deployment_handle(context.deployment, context.app_name))
         self.service = _service(app, checkpoint, router_id, table, self._bus, peers)
         self._bus.queued_prefill_s = self.service.gate.queued_prefill_s
+        self._gauges = QueueGauges(self.service.gate)
         # What is loaded stays: no collection walks Ray and the tokenizer again while streams wait.
         gc.collect()
         gc.freeze()

@@ -111,6 +111,16 @@ class AdmissionGate:
         """Seconds of prefill that wait here."""
         return self._queue.prefill_s
 
+    def wait_behind_all_s(self) -> float:
+        """Seconds until the first token of a request that went after all that waits here, by the estimate of
+        `router/admission.py`; 0 while nobody waits."""
+        if not self._queue:
+            return 0.0
+        last = self._last
+        if last.lacks_places:
+            return last.queued_s + len(self._queue) / self._request_rate.request_rate()
+        return last.queued_s + self._queue.prefill_s / self._rate.rate(last.num_replicas)
+
     def check(self, tenant: str, priority: int) -> None:
         """Refuse what would be refused whatever its prompt, before work is done for it.
 

@@ -359,6 +359,7 @@ def test_other_bounds_hold_for_who_comes_and_for_when_who_waits_goes():
     async def run() -> None:
         fleet = Fleet(2000)  # two seconds
         gate = fleet.gate(quantum_tokens=1)
+        assert gate.wait_behind_all_s() == 0.0
         waiting = [asyncio.create_task(gate.enter(fleet.arrival(i))) for i in range(3)]
         await turns()
         assert len(gate.queue) == 3
@@ -390,5 +391,29 @@ def test_who_waits_for_any_replica_gives_up_after_the_other_time():
         fleet.now_s = 40.0
         with pytest.raises(Unavailable):
             await waiting
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lacking", ["time", "places"])
+def test_what_waits_here_is_told_as_the_wait_of_who_would_go_last(lacking):
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.rows = [Fleet.row(2000, num_places=0 if lacking == "places" else 9)] * 2
+        gate = fleet.gate()
+        waiting = [asyncio.create_task(gate.enter(fleet.arrival(i, f"t{i}"))) for i in range(4)]
+        await turns()
+        assert (len(gate.queue), gate.queue.tokens) == (4, 400)
+        if (
+            lacking == "time"
+        ):  # 0.4 s of prefill leave at two replicas' speed, none was measured yet
+            assert gate.wait_behind_all_s() == pytest.approx(2.0 + 0.4 / 2)
+        else:  # nothing left for half a second: two may leave in a second
+            fleet.now_s = 0.5
+            await until(lambda: gate.wait_behind_all_s() > 2.0)
+            assert gate.wait_behind_all_s() == pytest.approx(2.0 + 4 / 2)
+        fleet.rows = [Fleet.row(0)]
+        await asyncio.gather(*waiting)
+        assert gate.wait_behind_all_s() == 0.0
 
     asyncio.run(run())
