@@ -31,6 +31,9 @@ _FIRST_BUCKETS = 64
 _FEW = 16  # absent hashes that are looked for one by one
 _LEAST_SPLIT = 64  # buckets: splitting them one at a time costs as much
 _U64 = np.uint64
+# As arrays of no dimension: an operation takes them as they are, where a number costs it a conversion.
+_SHIFTS, _PLACE_BITS = np.array(_SHIFT), np.array(_PLACES - 1)
+_SIGN_SHIFTS = np.array(63)
 
 SPILLED = -1  # as a place
 
@@ -103,9 +106,9 @@ class BlockTable:
     def _hits(self, hashes: np.ndarray, buckets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where a hash equals what its bucket has: [hits] int64, which hash, ascending; [hits] int64, its place."""
         hits = (self._keys.take(buckets, axis=0) == hashes[:, None]).ravel().nonzero()[0]
-        queries = hits >> _SHIFT
-        hits &= _PLACES - 1
-        hits += buckets.take(queries) << _SHIFT
+        queries = hits >> _SHIFTS
+        hits &= _PLACE_BITS
+        hits += buckets.take(queries) << _SHIFTS
         return queries, hits
 
     def _find_spilled(
@@ -262,17 +265,22 @@ class BlockTable:
         self.num_buckets = num_buckets
         self._level = 1 << (num_buckets.bit_length() - 1)
         self._low, self._high = self._level - 1, 2 * self._level - 1
-        self._low_u64, self._high_u64 = _U64(self._low), _U64(self._high)
+        # As arrays for `_buckets`, see `_SHIFTS`.
+        self._num, self._low_bits = np.array(num_buckets), np.array(self._low)
+        self._high_bits = np.array(self._high, _U64)
         # The bound on the entries holds at the last bucket.
         is_last = num_buckets == len(self._keys)
         self._grows_above = math.inf if is_last else num_buckets * _MEAN_FILL
 
     def _buckets(self, hashes: np.ndarray) -> np.ndarray:
         """[n] int64."""
-        if self.num_buckets == self._level:
-            return (hashes & self._low_u64).view(np.int64)
-        buckets = (hashes & self._high_u64).view(np.int64)
-        return np.where(buckets < self.num_buckets, buckets, buckets & self._low)
+        buckets = (hashes & self._high_bits).view(np.int64)
+        # All bits of those that are there, the low ones of the others: a sign, spread over the number.
+        bits = buckets - self._num
+        bits >>= _SIGN_SHIFTS
+        bits |= self._low_bits
+        buckets &= bits
+        return buckets
 
     def _bucket(self, routing_hash: int) -> int:
         bucket = routing_hash & self._high

@@ -493,8 +493,6 @@ def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int, int]]:
     if not len(numbers):
         return iter(())
     last = (numbers[1:] != numbers[:-1]).nonzero()[0]  # of each run but the last
-    of_runs = numbers.take(last).tolist()
-    of_runs.append(int(numbers[-1]))
-    last += 1
-    ends = last.tolist()
+    of_runs = [*numbers.take(last).tolist(), int(numbers[-1])]
+    ends = [end + 1 for end in last.tolist()]
     return zip([0, *ends], [*ends, len(numbers)], of_runs, strict=True)

@@ -151,7 +151,8 @@ class Ranking(Sequence[Score]):
 
     def names(self) -> list[str]:
         """The replicas, best first."""
-        return [self.fleet.replicas[row] for row in self.rows]
+        replicas = self.fleet.replicas
+        return [replicas[row] for row in self.rows]
 
 
 class Policy(Protocol):
