@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from quire.cluster.config import AppConfig, RouterArgs
 from quire.cluster.grpc_api import GrpcApi
 from quire.cluster.live_update import router_section
-from quire.cluster.metrics import ServeObserver
+from quire.cluster.metrics import QueueGauges, ServeObserver
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.router.admission import AdmissionLimits
 from quire.router.bus import Bus
@@ -76,6 +76,7 @@ class Router(GrpcApi):
         peers = Peers(serve.get_deployment_handle(context.deployment, context.app_name))
         self.service = _service(app, checkpoint, router_id, table, self._bus, peers)
         self._bus.queued_prefill_s = self.service.gate.queued_prefill_s
+        self._gauges = QueueGauges(self.service.gate)
         # What is loaded stays: no collection walks Ray and the tokenizer again while streams wait.
         gc.collect()
         gc.freeze()
@@ -93,8 +94,9 @@ class Router(GrpcApi):
         except TimeoutError:
             pass
 
-    def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve's way to change a deployment in place: see `live_update`."""
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's way to change a deployment in place: see `live_update`. Serve would call a plain function in a
+        thread, beside the requests that read what changes."""
         limits = router_section(self._args, user_config)
         self._table.lost_after_s = limits.stream_idle_timeout_s
         self._bus.credit_tokens = limits.stream_credit_tokens
@@ -105,7 +107,11 @@ class Router(GrpcApi):
             max_move_s=limits.max_move_s,
             max_migrations=limits.max_migrations,
             ready_timeout_s=limits.ready_timeout_s,
+            admission=_admission(limits),
+            max_explained_decisions=limits.max_explained_decisions,
         )
+        if self.service.decision_log is not None:
+            self.service.decision_log.resize(limits.decision_log_bytes)
 
     async def own_decisions(
         self, request_id: str | None, limit: int
@@ -150,14 +156,18 @@ def _service(
         decision_log=_decision_log(limits, router_id),
         peers=peers.decisions,
         ready_timeout_s=limits.ready_timeout_s,
-        admission=AdmissionLimits(
-            max_wait_s=limits.max_wait_s,
-            max_queued_requests=limits.max_queued_requests,
-            max_queued_tokens=limits.max_queued_tokens,
-            dispatch_window_s=limits.dispatch_window_s,
-            max_replica_waiting_requests=limits.max_replica_waiting_requests,
-            quantum_tokens=limits.fairness_quantum_tokens,
-        ),
+        admission=_admission(limits),
+    )
+
+
+def _admission(limits: RouterArgs) -> AdmissionLimits:
+    return AdmissionLimits(
+        max_wait_s=limits.max_wait_s,
+        max_queued_requests=limits.max_queued_requests,
+        max_queued_tokens=limits.max_queued_tokens,
+        dispatch_window_s=limits.dispatch_window_s,
+        max_replica_waiting_requests=limits.max_replica_waiting_requests,
+        quantum_tokens=limits.fairness_quantum_tokens,
     )
 
 

@@ -44,6 +44,14 @@ ROUTER_FIELDS = (
     "stream_credit_tokens",
     "slow_client_timeout_s",
     "ready_timeout_s",
+    "max_wait_s",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "dispatch_window_s",
+    "max_replica_waiting_requests",
+    "fairness_quantum_tokens",
+    "max_explained_decisions",
+    "decision_log_bytes",
 )
 Section = TypeVar("Section", bound=BaseModel)
 

@@ -1,9 +1,12 @@
-"""What clients experience, in Ray's metrics: the router's histograms and counters."""
+"""What clients experience and what waits, in Ray's metrics: the router's histograms, counters and gauges."""
 
 from __future__ import annotations
 
+import asyncio
+
 from ray.serve import metrics
 
+from quire.router.gate import AdmissionGate
 from quire.router.service import Observer
 from quire.router.types import Explain, Usage
 
@@ -15,6 +18,35 @@ _MOVE_BOUNDARIES = [0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 30]
 # signs of predicted - actual are two histograms: their counts are equal, their sums subtract.
 _MISPREDICTION_BOUNDARIES = [0.5, 64, 256, 1024, 4096, 16_384, 65_536]
 _ITL_BOUNDARIES = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]
+
+
+_PERIOD_S = 1.0
+
+
+class QueueGauges:
+    """What waits at one router, in Ray's metrics; set by a timer once a second, as the replicas' gauges are."""
+
+    def __init__(self, gate: AdmissionGate) -> None:
+        self._gate = gate
+        self._requests = metrics.Gauge(
+            "quire_router_queued_requests", description="Requests that wait at the router"
+        )
+        self._tokens = metrics.Gauge(
+            "quire_router_queued_prompt_tokens", description="Prompt tokens of those requests"
+        )
+        self._wait_s = metrics.Gauge(
+            "quire_router_expected_wait_seconds",
+            description="Until the first token of a request that went after all that wait at the router; "
+            "0 while none does",
+        )
+        self._timer = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            self._requests.set(len(self._gate.queue))
+            self._tokens.set(self._gate.queue.tokens)
+            self._wait_s.set(self._gate.wait_behind_all_s())
+            await asyncio.sleep(_PERIOD_S)
 
 
 class ServeObserver(Observer):

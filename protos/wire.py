@@ -108,12 +108,13 @@ class SamplingParams:
 ROUTING_BLOCK_TOKENS = 64
 _U64 = np.uint64
 _MIN_WEIGHTS = 1 << 15
-_MIX_ADD = _U64(0x9E3779B97F4A7C15)
+# As arrays of no dimension: an operation takes them as they are, where a scalar costs it a conversion.
+_MIX_ADD = np.array(0x9E3779B97F4A7C15, _U64)
 _MIX_ROUNDS = (
-    (_U64(30), _U64(0xBF58476D1CE4E5B9)),
-    (_U64(27), _U64(0x94D049BB133111EB)),
+    (np.array(30, _U64), np.array(0xBF58476D1CE4E5B9, _U64)),
+    (np.array(27, _U64), np.array(0x94D049BB133111EB, _U64)),
 )
-_MIX_LAST = _U64(31)
+_MIX_LAST = np.array(31, _U64)
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:

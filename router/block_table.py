@@ -28,8 +28,12 @@ _PLACES = 8
 _SHIFT = 3
 _MEAN_FILL = 4
 _FIRST_BUCKETS = 64
+_FEW = 16  # absent hashes that are looked for one by one
 _LEAST_SPLIT = 64  # buckets: splitting them one at a time costs as much
 _U64 = np.uint64
+# As arrays of no dimension: an operation takes them as they are, where a number costs it a conversion.
+_SHIFTS, _PLACE_BITS = np.array(_SHIFT), np.array(_PLACES - 1)
+_SIGN_SHIFTS = np.array(63)
 
 SPILLED = -1  # as a place
 
@@ -75,27 +79,51 @@ class BlockTable:
         [n] int64 places, `SPILLED` for some, of no meaning for what is absent; [n] int32 ids, 0 where absent.
         """
         buckets = self._buckets(hashes)
-        hits = (self._keys.take(buckets, axis=0) == hashes[:, None]).ravel().nonzero()[0]
-        queries = hits >> _SHIFT
-        hits &= _PLACES - 1
-        hits += buckets.take(queries) << _SHIFT
+        queries, hits = self._hits(hashes, buckets)
         ids = np.zeros(len(hashes), np.int32)
         ids[queries] = self._flat_ids.take(hits)
         places = np.zeros(len(hashes), np.int64)
         places[queries] = hits
         if self._spilled:
-            self._find_spilled(hashes, buckets, places, ids)
+            for i, found in self._find_spilled(hashes, buckets, ids):
+                places[i], ids[i] = SPILLED, found
         return places, ids
 
+    def ids(self, hashes: np.ndarray) -> np.ndarray:
+        """[n] int32, the ids of hashes, [n] uint64; 0 where absent: `find` for who needs no places."""
+        buckets = self._buckets(hashes)
+        queries, hits = self._hits(hashes, buckets)
+        ids = self._flat_ids.take(hits)
+        if len(hits) == len(hashes) and (not len(ids) or ids[ids.argmin()]):
+            return ids  # each is in its bucket; 0, which finds empty places, is not among them
+        found, ids = ids, np.zeros(len(hashes), np.int32)
+        ids[queries] = found
+        if self._spilled:
+            for i, spilled in self._find_spilled(hashes, buckets, ids):
+                ids[i] = spilled
+        return ids
+
+    def _hits(self, hashes: np.ndarray, buckets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where a hash equals what its bucket has: [hits] int64, which hash, ascending; [hits] int64, its place."""
+        hits = (self._keys.take(buckets, axis=0) == hashes[:, None]).ravel().nonzero()[0]
+        queries = hits >> _SHIFTS
+        hits &= _PLACE_BITS
+        hits += buckets.take(queries) << _SHIFTS
+        return queries, hits
+
     def _find_spilled(
-        self, hashes: np.ndarray, buckets: np.ndarray, places: np.ndarray, ids: np.ndarray
-    ) -> None:
-        maybe = self._has_spilled.take(buckets)
-        maybe &= ids == 0
-        for i in maybe.nonzero()[0].tolist():
-            found = self._spilled[int(buckets[i])].get(int(hashes[i]))
-            if found is not None:
-                places[i], ids[i] = SPILLED, found
+        self, hashes: np.ndarray, buckets: np.ndarray, ids: np.ndarray
+    ) -> list[tuple[int, int]]:
+        """(which, id) of those hashes without an id, [n] int32, that have been spilled."""
+        absent = (ids == 0).nonzero()[0]
+        if len(absent) > _FEW:
+            absent = absent[self._has_spilled.take(buckets.take(absent))]
+        spilled = self._spilled
+        keys, of_buckets = hashes.take(absent).tolist(), buckets.take(absent).tolist()
+        which = zip(absent.tolist(), of_buckets, keys, strict=True)
+        return [
+            (i, spilled[bucket][key]) for i, bucket, key in which if key in spilled.get(bucket, ())
+        ]
 
     def insert(self, hashes: np.ndarray, ids: np.ndarray) -> None:
         """Add entries.
@@ -237,17 +265,22 @@ class BlockTable:
         self.num_buckets = num_buckets
         self._level = 1 << (num_buckets.bit_length() - 1)
         self._low, self._high = self._level - 1, 2 * self._level - 1
-        self._low_u64, self._high_u64 = _U64(self._low), _U64(self._high)
+        # As arrays for `_buckets`, see `_SHIFTS`.
+        self._num, self._low_bits = np.array(num_buckets), np.array(self._low)
+        self._high_bits = np.array(self._high, _U64)
         # The bound on the entries holds at the last bucket.
         is_last = num_buckets == len(self._keys)
         self._grows_above = math.inf if is_last else num_buckets * _MEAN_FILL
 
     def _buckets(self, hashes: np.ndarray) -> np.ndarray:
         """[n] int64."""
-        if self.num_buckets == self._level:
-            return (hashes & self._low_u64).view(np.int64)
-        buckets = (hashes & self._high_u64).view(np.int64)
-        return np.where(buckets < self.num_buckets, buckets, buckets & self._low)
+        buckets = (hashes & self._high_bits).view(np.int64)
+        # All bits of those that are there, the low ones of the others: a sign, spread over the number.
+        bits = buckets - self._num
+        bits >>= _SIGN_SHIFTS
+        bits |= self._low_bits
+        buckets &= bits
+        return buckets
 
     def _bucket(self, routing_hash: int) -> int:
         bucket = routing_hash & self._high

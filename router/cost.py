@@ -40,14 +40,17 @@ Wq / (k (k + 1)); `Fleet.followers` is their number of late, an estimate of how 
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from quire.router.policy import Fleet, Ranking, RouteRequest, prefill_work, rank
 
-_LATER_TERMS = (
+_TERMS = (
+    "wait_s",
+    "prefill_s",
     "host_copy_s",
     "interference_s",
     "later_s",
@@ -58,6 +61,15 @@ _LATER_TERMS = (
 )
 _MAX_SHARE = 0.95  # bounds 1 / (1 - rho)
 _HEAD_DONE = 0.9  # an unanswered request is not prefilled yet, however long it has been the head
+
+
+@dataclass(slots=True)
+class _LastSpeeds:
+    """What `CostPolicy._speeds` said last. It depends on the reports alone, and they change it a few times a second."""
+
+    measured: np.ndarray | None = None  # [n] float64, read-only: the same array is the same values
+    prior: float = 0.0
+    speeds: np.ndarray | None = None  # [n] float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +118,14 @@ class CostPolicy:
     fallback_prefill_s_per_work: float = 1e-4
     tie_s: float = 1e-6
     name: str = "slo"
+    _believed: _LastSpeeds = field(
+        default_factory=_LastSpeeds, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for weight in fields(self):
+            if not weight.init:
+                continue
             value = getattr(self, weight.name)
             if weight.name in ("window_prefills", "reuse_s", "fallback_prefill_s_per_work"):
                 if value <= 0:
@@ -123,41 +140,53 @@ class CostPolicy:
         if not len(fleet):
             return Ranking(self.name, fleet, (), np.empty(0))
         # [n] float64, all that follow
+        nothing = np.zeros(len(fleet))  # what a term is that no replica has; it is not added
         speed = self._speeds(fleet)  # seconds of a unit of work
-        cached = fleet.gpu_tokens + fleet.host_tokens
+        host_copy, cached = nothing, fleet.gpu_tokens
+        if _largest(fleet.host_tokens) > 0:
+            cached = cached + fleet.host_tokens
+            host_copy = fleet.host_tokens * fleet.host_copy_s_per_token
         missing = request.num_prompt_tokens - cached
         prefill = prefill_work(missing, cached, fleet.attention_context_tokens)
         prefill *= speed
         wait = self._wait(fleet, speed)
         cost = wait + prefill
-        terms = {
-            "wait_s": wait,
-            "prefill_s": prefill,
-            "host_copy_s": fleet.host_tokens * fleet.host_copy_s_per_token,
-            "interference_s": fleet.num_requests * (self.eta * prefill),
-            "later_s": self._later(fleet, cost, prefill),
-            "decode_s": self._decode(fleet, request),
-            "eviction_s": self._eviction(fleet, missing * speed),
-            "memory_s": self._memory(fleet, missing),
-            "copy_value_s": self._copy_value(fleet, cached),
-        }
-        for name in _LATER_TERMS:
-            cost += terms[name]
+        interference = self.eta * prefill
+        interference *= fleet.num_requests
+        later = (
+            host_copy,
+            interference,
+            self._later(fleet, cost, prefill, nothing),
+            self._decode(fleet, request, nothing),
+            self._eviction(fleet, missing, speed, nothing),
+            self._memory(fleet, missing, nothing),
+            self._copy_value(fleet, cached, nothing),
+        )
+        for term in later:
+            if term is not nothing:
+                cost += term
         if fleet.session_row >= 0:
             cost[fleet.session_row] -= self.stickiness * prefill[fleet.session_row]
-        stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]
-        if len(stale) > 2:
-            out = np.delete(stale, rng.sample(range(len(stale)), 2))
-            cost[out] += 1.0 + cost.max()  # behind all others, in their order
-        return rank(self.name, fleet, cost, rng, self.tie_s, **terms)
+        if _largest(fleet.report_age_s) > self.stale_after_s:
+            stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]
+            if len(stale) > 2:
+                out = np.delete(stale, rng.sample(range(len(stale)), 2))
+                cost[out] += 1.0 + cost.max()  # behind all others, in their order
+        terms = dict(zip(_TERMS, (wait, prefill, *later), strict=True))
+        return rank(self.name, fleet, cost, rng, self.tie_s, terms)
 
     def _speeds(self, fleet: Fleet) -> np.ndarray:
         """[n] seconds of a unit of work; who has not measured its own has what the others show."""
         prior = fleet.prior_s_per_work or self.fallback_prefill_s_per_work
-        speeds = fleet.prefill_s_per_work
-        noise = np.abs(speeds - prior) <= self.speed_noise * prior
-        noise |= speeds <= 0
-        return np.where(noise, prior, speeds)
+        measured, last = fleet.prefill_s_per_work, self._believed
+        if measured is last.measured and prior == last.prior:
+            return last.speeds
+        noise = np.abs(measured - prior) <= self.speed_noise * prior
+        noise |= measured <= 0
+        speeds = np.where(noise, prior, measured)
+        if not measured.flags.writeable:  # the next decisions have the same
+            last.measured, last.prior, last.speeds = measured, prior, speeds
+        return speeds
 
     def _wait(self, fleet: Fleet, speed: np.ndarray) -> np.ndarray:
         """W: what is still queued, by the report and by our own unanswered requests."""
@@ -173,11 +202,13 @@ class CostPolicy:
         ours -= head_done
         return np.maximum(reported, ours, out=ours)
 
-    def _later(self, fleet: Fleet, window: np.ndarray, prefill: np.ndarray) -> np.ndarray:
+    def _later(
+        self, fleet: Fleet, window: np.ndarray, prefill: np.ndarray, nothing: np.ndarray
+    ) -> np.ndarray:
         """Q: delay of those who arrive later, behind a window of W + P."""
         demand = fleet.demand
         if demand.mean_prefill_s <= 0:
-            return np.zeros(len(fleet))
+            return nothing
         price = self.kappa * demand.arrivals_per_s / (1.0 - min(_MAX_SHARE, demand.prefill_share))
         bounded = window * (1.0 / (self.window_prefills * demand.mean_prefill_s))
         bounded += 1.0
@@ -186,44 +217,58 @@ class CostPolicy:
         bounded *= price
         return bounded
 
-    def _decode(self, fleet: Fleet, request: RouteRequest) -> np.ndarray:
+    def _decode(self, fleet: Fleet, request: RouteRequest, nothing: np.ndarray) -> np.ndarray:
         """delta D: this request's steps read the others' KV, theirs read its own."""
         demand = fleet.demand
         seconds = self.delta * demand.output_tokens * demand.decode_s_per_kv_token
+        if not seconds:
+            return nothing
         read = fleet.mean_requests * float(request.num_prompt_tokens)
         read += fleet.mean_kv_tokens
         read *= seconds
         return read
 
-    def _eviction(self, fleet: Fleet, recompute: np.ndarray) -> np.ndarray:
+    def _eviction(
+        self, fleet: Fleet, missing: np.ndarray, speed: np.ndarray, nothing: np.ndarray
+    ) -> np.ndarray:
         """E: as much cache as the request adds goes, and would be computed again when reused."""
-        reuse = fleet.cache_age_s * (-1.0 / self.reuse_s)
+        age_s = fleet.cache_age_s
+        if age_s[age_s.argmin()] == math.inf:
+            return nothing
+        reuse = age_s * (-1.0 / self.reuse_s)
         np.exp(reuse, out=reuse)  # the chance of it
-        reuse *= recompute
+        reuse *= missing * speed
         reuse *= self.eviction
         return reuse
 
-    def _memory(self, fleet: Fleet, missing: np.ndarray) -> np.ndarray:
+    def _memory(self, fleet: Fleet, missing: np.ndarray, nothing: np.ndarray) -> np.ndarray:
         """M: running requests give their memory back over the time of one output."""
         short = missing - fleet.free_tokens
+        if _largest(short) <= 0:
+            return nothing
         np.maximum(short, 0.0, out=short)
-        if not short.max():
-            return short
         demand = fleet.demand
         output_s = demand.output_tokens * demand.decode_s_per_kv_token * fleet.kv_tokens
         return self.memory * short / np.maximum(fleet.used_tokens, 1.0) * output_s
 
-    def _copy_value(self, fleet: Fleet, cached: np.ndarray) -> np.ndarray:
+    def _copy_value(self, fleet: Fleet, cached: np.ndarray, nothing: np.ndarray) -> np.ndarray:
         """-V: replicas that do not hold the longest prefix of it that anybody holds."""
-        longest = cached.max()
-        if fleet.followers <= 0 or longest <= 0:
-            return np.zeros(len(fleet))
+        if fleet.followers <= 0:
+            return nothing
+        longest = _largest(cached)
+        if longest <= 0:
+            return nothing
         demand = fleet.demand
         k = np.count_nonzero(cached == longest)
         busy = 1.0 - min(_MAX_SHARE, demand.prefill_share)
         queue_s = demand.arrivals_per_s * demand.mean_square_prefill_s2 / (2.0 * busy)
         saved_s = self.copies * fleet.followers * queue_s / (k * (k + 1))
         return (cached - longest) * (saved_s / longest)
+
+
+def _largest(values: np.ndarray) -> float:
+    """Its maximum, not empty: a third of the time of `max`, which sets up a reduction."""
+    return float(values[values.argmax()])
 
 
 def e2e_policy(**weights: float) -> CostPolicy:

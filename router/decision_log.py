@@ -61,7 +61,7 @@ class DecisionLog:
         self.num_dropped = 0
         self._path = folder / f"{router_id}.jsonl"
         self._older_path = folder / f"{router_id}.1.jsonl"
-        self._max_file_bytes = max_bytes // 2
+        self.resize(max_bytes)
         self._header = {"quire_decision_log": VERSION, "router": router_id}
         self._num_decisions = 0
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_MAX_QUEUED)
@@ -103,6 +103,10 @@ class DecisionLog:
                 "ttft_s": explain.ttft_s,
             }
         )
+
+    def resize(self, max_bytes: int) -> None:
+        """Keep so many bytes from now on; an older file that is larger stays until the next takes its place."""
+        self._max_file_bytes = max_bytes // 2
 
     def close(self) -> None:
         """Write what is queued; nothing may be recorded afterwards."""

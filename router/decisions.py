@@ -49,6 +49,10 @@ class DecisionRing:
     def size(self) -> int:
         return self._decisions.maxlen or 0
 
+    def resize(self, size: int) -> None:
+        """Remember so many from now on, of those that are there the last."""
+        self._decisions = deque(self._decisions, maxlen=size)
+
     def add(
         self,
         request_id: str,

@@ -109,10 +109,12 @@ class StepSlope:
         self._weight = 0.0
         # Running means, and variances and covariance around them.
         self._x = self._y = self._xx = self._xy = self._yy = 0.0
+        self._s_per_token: float | None = 0.0  # None: to be computed
 
     def add(self, kv_tokens: float, step_s: float) -> None:
         if step_s <= 0 or kv_tokens <= 0:
             return
+        self._s_per_token = None
         self._weight += 1.0 if self._weight < 1 / _STEP_WEIGHT else 0.0
         part = 1.0 / self._weight
         x, y = kv_tokens - self._x, step_s - self._y
@@ -124,6 +126,11 @@ class StepSlope:
 
     @property
     def s_per_token(self) -> float:
+        if self._s_per_token is None:  # asked for once in a while, added to with every frame
+            self._s_per_token = self._proven()
+        return self._s_per_token
+
+    def _proven(self) -> float:
         if self._weight < _MIN_STEPS or self._xx <= 0.01 * self._x * self._x:
             return 0.0
         slope = self._xy / self._xx

@@ -91,9 +91,6 @@ class FairQueue:
     """
 
     def __init__(self, quantum_tokens: int = 1024):
-        if quantum_tokens < 1:
-            raise ValueError(f"quantum_tokens must be at least 1, got {quantum_tokens}")
-        self._quantum = quantum_tokens
         self._tenants: dict[str, _Tenant] = {}
         self._turns: deque[_Tenant] = deque()  # those that wait; the first has its turn
         self._rounds = 0.0
@@ -101,6 +98,21 @@ class FairQueue:
         self._numbers = itertools.count()
         self._num_tickets = 0
         self._tokens = 0
+        self.set_quantum(quantum_tokens)
+
+    def set_quantum(self, quantum_tokens: int) -> None:
+        """Go on with another quantum; no tenant keeps more than one of it, debts stay what they are.
+
+        Raises
+        ------
+        ValueError
+            It is below 1.
+        """
+        if quantum_tokens < 1:
+            raise ValueError(f"quantum_tokens must be at least 1, got {quantum_tokens}")
+        self._quantum = quantum_tokens
+        for tenant in self._turns:
+            tenant.balance = min(tenant.balance, float(quantum_tokens))
 
     def __len__(self) -> int:
         """Requests that wait."""

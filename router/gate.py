@@ -132,6 +132,12 @@ class AdmissionGate:
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
 
+    def reconfigure(self, limits: AdmissionLimits, *, max_away_s: float) -> None:
+        """Take on other bounds. Who waits goes on waiting, whatever the new ones would have said of them."""
+        self._queue.set_quantum(limits.quantum_tokens)
+        self.limits = limits
+        self._max_away_s = max_away_s
+
     @property
     def queue(self) -> FairQueue:
         """To be read only."""
@@ -140,6 +146,16 @@ class AdmissionGate:
     def queued_prefill_s(self) -> float:
         """Seconds of prefill that wait here."""
         return self._queue.prefill_s
+
+    def wait_behind_all_s(self) -> float:
+        """Seconds until the first token of a request that went after all that waits here, by the estimate of
+        `router/admission.py`; 0 while nobody waits."""
+        if not self._queue:
+            return 0.0
+        last = self._last
+        if last.lacks_places:
+            return last.queued_s + len(self._queue) / self._request_rate.request_rate()
+        return last.queued_s + self._queue.prefill_s / self._rate.rate(last.num_replicas)
 
     def check(self, tenant: str, priority: int) -> None:
         """Refuse what would be refused whatever its prompt, before work is done for it.

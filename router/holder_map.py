@@ -64,7 +64,7 @@ class HolderMap:
 
     def numbers(self, hashes: np.ndarray) -> np.ndarray:
         """[n] int32, numbers of the sets of these hashes, [n] uint64."""
-        return self._table.find(hashes)[1]
+        return self._table.ids(hashes)
 
     def store(self, bit: int, hashes: np.ndarray) -> Change:
         """Add a holder to the sets of hashes, [n] uint64; one may be named twice."""

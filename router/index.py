@@ -492,5 +492,7 @@ def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """(first, end, number) of each run of equal numbers."""
     if not len(numbers):
         return iter(())
-    starts = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist()]
-    return zip(starts, [*starts[1:], len(numbers)], numbers[starts].tolist(), strict=True)
+    last = (numbers[1:] != numbers[:-1]).nonzero()[0]  # of each run but the last
+    of_runs = [*numbers.take(last).tolist(), int(numbers[-1])]
+    ends = [end + 1 for end in last.tolist()]
+    return zip([0, *ends], [*ends, len(numbers)], of_runs, strict=True)

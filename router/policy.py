@@ -8,6 +8,7 @@ comparison.
 
 from __future__ import annotations
 
+import bisect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +151,8 @@ class Ranking(Sequence[Score]):
 
     def names(self) -> list[str]:
         """The replicas, best first."""
-        return [self.fleet.replicas[row] for row in self.rows]
+        replicas = self.fleet.replicas
+        return [replicas[row] for row in self.rows]
 
 
 class Policy(Protocol):
@@ -177,7 +179,7 @@ def rank(
     cost: np.ndarray,
     rng: random.Random,
     tie: float = 0.0,
-    **terms: np.ndarray,
+    terms: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Ranking:
     """Rank rows by cost, smallest first; one of those within `tie` of the best comes first."""
     n = len(cost)
@@ -192,13 +194,14 @@ def rank(
         best = cost.argsort(kind="stable")
         costs = cost.take(best).tolist()
     rows, bound = best.tolist(), costs[0] + tie
-    if costs[-1] <= bound:
-        ties = (cost <= bound).nonzero()[0].tolist()  # perhaps more than are ranked
-    else:
-        ties = sorted(row for row, row_cost in zip(rows, costs, strict=True) if row_cost <= bound)
-    first = ties[rng.randrange(len(ties))] if len(ties) > 1 else ties[0]
-    others = [row for row in rows if row != first]
-    return Ranking(policy, fleet, [first, *others[: MAX_RANKED - 1]], cost, terms)
+    if costs[1] <= bound:  # chance decides
+        if costs[-1] <= bound:
+            ties = (cost <= bound).nonzero()[0].tolist()  # perhaps more than are ranked
+        else:
+            ties = sorted(rows[: bisect.bisect_right(costs, bound)])
+        first = ties[rng.randrange(len(ties))]
+        rows = [first, *(row for row in rows if row != first)][:MAX_RANKED]
+    return Ranking(policy, fleet, rows, cost, terms)
 
 
 class RoundRobin:

@@ -196,13 +196,18 @@ class RouterService:
         max_move_s: float,
         max_migrations: int,
         ready_timeout_s: float,
+        admission: AdmissionLimits,
+        max_explained_decisions: int,
     ) -> None:
-        """Take on other limits; requests that run go on under them."""
+        """Take on other limits; requests that run or wait go on under them."""
         self.facts = facts
         self.policy = policy
         self.max_move_s = max_move_s
         self.max_migrations = max_migrations
         self.ready_timeout_s = ready_timeout_s
+        self.gate.reconfigure(admission, max_away_s=max_move_s)
+        if max_explained_decisions != self.ring.size:
+            self.ring.resize(max_explained_decisions)
 
     async def generate(self, request: GenerationRequest) -> RequestStream | ChoicesStream:
         """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""

@@ -188,6 +188,23 @@ def test_no_stream_fails_while_processes_come_and_go(rolling_cluster):
     assert load.num_moved, "no stream outlived the drain of its replica"
 
 
+def burst(cluster: Cluster) -> str:
+    """What was said to those of many requests at once that were refused as overloaded."""
+
+    async def run() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60, limits=limits) as client:
+            body = {"model": "embedded", "max_tokens": 2, "temperature": 0}
+            prompts = [f"{i}: The harbour was quiet. " + "A boat came in. " * 60 for i in range(24)]
+            return await asyncio.gather(
+                *(client.post("/v1/completions", json={**body, "prompt": p}) for p in prompts)
+            )
+
+    answers = asyncio.run(run())
+    assert {answer.status_code for answer in answers} <= {200, 429}
+    return " ".join(answer.text for answer in answers if answer.status_code == 429)
+
+
 def test_light_fields_change_in_place(rolling_cluster):
     cluster = rolling_cluster
     before = settled_pids(cluster)
@@ -198,7 +215,14 @@ def test_light_fields_change_in_place(rolling_cluster):
         with_deployments(
             cluster.config,
             Replica={"user_config": {"max_prefill_ms": 50.0, "step_timeout_s": 20.0}},
-            Router={"user_config": {"max_stop_strings": 1}},
+            Router={
+                "user_config": {
+                    "max_stop_strings": 1,
+                    "dispatch_window_s": 1e-6,
+                    "max_queued_requests": 0,
+                    "max_explained_decisions": 1,
+                }
+            },
         )
     )
 
@@ -213,6 +237,11 @@ def test_light_fields_change_in_place(rolling_cluster):
     # Two routers, one after the other: HAProxy asks them in turn.
     until_changed(lambda: all(refuses() for _ in range(4)), "both routers have the other bound")
     assert settled_pids(cluster) == before
+    # Three replicas take one request each; who comes before those have a token may not wait.
+    until_changed(lambda: "max_queued_requests" in burst(cluster), "some of a burst were refused")
+    told = httpx.get(f"{cluster.url}/v1/router/explain", params={"limit": 100}).json()
+    assert len(told["routers"]) == 2 and 1 <= len(told["data"]) <= 2  # one of each router
     cluster.deploy(cluster.config)
     until_changed(lambda: not any(refuses() for _ in range(4)), "the arguments hold again")
+    assert not burst(cluster)
     assert settled_pids(cluster) == before

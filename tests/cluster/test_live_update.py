@@ -35,6 +35,29 @@ def test_named_fields_change_and_the_others_are_as_in_the_arguments():
     assert (engine.max_prefill_ms, engine.safety_margin) == (None, 0.3)
 
 
+def test_the_bounds_of_the_routers_queue_are_light_and_must_still_agree():
+    changed = router_section(
+        RouterArgs(),
+        {
+            "policy": "e2e",
+            "max_wait_s": 5.0,
+            "max_queued_requests": 7,
+            "max_queued_tokens": 800,
+            "dispatch_window_s": 0.25,
+            "max_replica_waiting_requests": 3,
+            "fairness_quantum_tokens": 64,
+            "max_explained_decisions": 0,
+            "decision_log_bytes": 128 * 1024,
+        },
+    )
+    assert (changed.max_wait_s, changed.dispatch_window_s, changed.policy) == (5.0, 0.25, "e2e")
+    with pytest.raises(ConfigError, match=r"dispatch_window_s \(6.0\).*max_wait_s \(5.0\)"):
+        router_section(RouterArgs(max_wait_s=5.0), {"dispatch_window_s": 6.0})
+    # A log begins when its router does: what came of a decision belongs to the file that has it.
+    with pytest.raises(ConfigError, match=r"decision_log_folder: needs a restart"):
+        router_section(RouterArgs(), {"decision_log_folder": "logs"})
+
+
 def test_every_light_field_exists():
     assert set(ENGINE_FIELDS) <= EngineArgs.model_fields.keys()
     assert set(ROUTER_FIELDS) <= RouterArgs.model_fields.keys()

@@ -53,27 +53,26 @@ def fleet_of(rows, num_prompt_tokens=1000, **facts):
 
 _TOKENS = st.floats(0, 1e5)
 _SECONDS = st.floats(0, 100)
-ROWS = st.fixed_dictionaries(
-    {
-        "gpu_tokens": _TOKENS,
-        "host_tokens": _TOKENS,
-        "report_age_s": st.one_of(_SECONDS, st.just(math.inf)),
-        "reported_work": _TOKENS,
-        "booked_work": _TOKENS,
-        "unanswered_work": _TOKENS,
-        "head_work": _TOKENS,
-        "head_age_s": _SECONDS,
-        "num_requests": st.floats(0, 500),
-        "kv_tokens": st.floats(0, 1e6),
-        "mean_requests": st.floats(0, 500),
-        "mean_kv_tokens": st.floats(0, 1e6),
-        "prefill_s_per_work": st.one_of(st.just(0.0), st.floats(1e-6, 1e-2)),
-        "host_copy_s_per_token": st.floats(0, 1e-3),
-        "cache_age_s": st.one_of(_SECONDS, st.just(math.inf)),
-        "free_tokens": st.one_of(_TOKENS, st.just(math.inf)),
-        "used_tokens": _TOKENS,
-        "num_waiting": _TOKENS,
-        "num_places": st.one_of(st.floats(-500, 500), st.just(math.inf)),
-    }
-)
+COLUMNS = {
+    "gpu_tokens": _TOKENS,
+    "host_tokens": _TOKENS,
+    "report_age_s": st.one_of(_SECONDS, st.just(math.inf)),
+    "reported_work": _TOKENS,
+    "booked_work": _TOKENS,
+    "unanswered_work": _TOKENS,
+    "head_work": _TOKENS,
+    "head_age_s": _SECONDS,
+    "num_requests": st.floats(0, 500),
+    "kv_tokens": st.floats(0, 1e6),
+    "mean_requests": st.floats(0, 500),
+    "mean_kv_tokens": st.floats(0, 1e6),
+    "prefill_s_per_work": st.one_of(st.just(0.0), st.floats(1e-6, 1e-2)),
+    "host_copy_s_per_token": st.floats(0, 1e-3),
+    "cache_age_s": st.one_of(_SECONDS, st.just(math.inf)),
+    "free_tokens": st.one_of(_TOKENS, st.just(math.inf)),
+    "used_tokens": _TOKENS,
+    "num_waiting": _TOKENS,
+    "num_places": st.one_of(st.floats(-500, 500), st.just(math.inf)),
+}
+ROWS = st.fixed_dictionaries(COLUMNS)
 FLEETS = st.lists(ROWS, max_size=20)

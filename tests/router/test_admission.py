@@ -455,3 +455,67 @@ def test_a_submit_that_fails_fails_its_own_request_only():
             await bad
 
     asyncio.run(run())
+
+
+def test_other_bounds_hold_for_who_comes_and_for_when_who_waits_goes():
+    async def run() -> None:
+        fleet = Fleet(2000)  # two seconds
+        gate = fleet.gate(quantum_tokens=1)
+        assert gate.wait_behind_all_s() == 0.0
+        waiting = [asyncio.create_task(gate.enter(fleet.arrival(i))) for i in range(3)]
+        await turns()
+        assert len(gate.queue) == 3
+        gate.reconfigure(AdmissionLimits(max_queued_requests=3), max_away_s=30)
+        with pytest.raises(Overloaded, match=r"free of 3 \(router.max_queued_requests\)"):
+            await gate.enter(fleet.arrival("late"))
+        gate.reconfigure(AdmissionLimits(max_wait_s=1.0), max_away_s=30)
+        with pytest.raises(Overloaded, match=r"1 s \(router.max_wait_s\)"):
+            await gate.enter(fleet.arrival("late"))
+        assert len(gate.queue) == 3 and not fleet.sent, "who waits is not thrown out"
+        gate.reconfigure(AdmissionLimits(dispatch_window_s=5.0), max_away_s=30)
+        await asyncio.gather(*waiting)
+        assert fleet.sent == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_any_replica_gives_up_after_the_other_time():
+    async def run() -> None:
+        fleet = Fleet(5000)
+        gate = fleet.gate()
+        waiting = asyncio.create_task(gate.enter(fleet.arrival(0)))
+        await turns()
+        fleet.rows = []
+        fleet.now_s = 20.0  # of 30
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        gate.reconfigure(AdmissionLimits(), max_away_s=10)
+        fleet.now_s = 40.0
+        with pytest.raises(Unavailable):
+            await waiting
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lacking", ["time", "places"])
+def test_what_waits_here_is_told_as_the_wait_of_who_would_go_last(lacking):
+    async def run() -> None:
+        fleet = Fleet()
+        fleet.rows = [Fleet.row(2000, num_places=0 if lacking == "places" else 9)] * 2
+        gate = fleet.gate()
+        waiting = [asyncio.create_task(gate.enter(fleet.arrival(i, f"t{i}"))) for i in range(4)]
+        await turns()
+        assert (len(gate.queue), gate.queue.tokens) == (4, 400)
+        if (
+            lacking == "time"
+        ):  # 0.4 s of prefill leave at two replicas' speed, none was measured yet
+            assert gate.wait_behind_all_s() == pytest.approx(2.0 + 0.4 / 2)
+        else:  # nothing left for half a second: two may leave in a second
+            fleet.now_s = 0.5
+            await until(lambda: gate.wait_behind_all_s() > 2.0)
+            assert gate.wait_behind_all_s() == pytest.approx(2.0 + 4 / 2)
+        fleet.rows = [Fleet.row(0)]
+        await asyncio.gather(*waiting)
+        assert gate.wait_behind_all_s() == 0.0
+
+    asyncio.run(run())

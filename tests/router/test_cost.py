@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from routing_fleets import FLEETS, ROWS, fleet_of, idle
+from routing_fleets import COLUMNS, FLEETS, ROWS, fleet_of, idle
 
-from quire.router.cost import CostPolicy
-from quire.router.policy import Demand, RouteRequest
+from quire.router.cost import CostPolicy, e2e_policy
+from quire.router.policy import Demand, RouteRequest, prefill_work
 
 BUSY = Demand(2.0, 0.5, 0.25, 0.1, 200.0, 1e-7)
 
@@ -229,6 +229,125 @@ def test_of_stale_reports_two_at_random_compete():
     assert "5" not in counts
     fresh = idle(reported_work=1000)
     assert winners([*rows, fresh]) == {"6": 400}
+
+
+def plain_terms(policy, fleet, num_tokens):
+    """The formulas of `router/cost.py` as they read, every term for every replica."""
+    demand = fleet.demand
+    prior = fleet.prior_s_per_work or policy.fallback_prefill_s_per_work
+    measured = fleet.prefill_s_per_work
+    is_noise = (np.abs(measured - prior) <= policy.speed_noise * prior) | (measured <= 0)
+    speed = np.where(is_noise, prior, measured)
+    cached = fleet.gpu_tokens + fleet.host_tokens
+    missing = num_tokens - cached
+    prefill = prefill_work(missing, cached, fleet.attention_context_tokens) * speed
+    decayed = fleet.reported_work * speed - np.minimum(fleet.report_age_s, policy.max_decay_s)
+    head_done = np.minimum(fleet.head_work * speed * 0.9, fleet.head_age_s)
+    wait = np.maximum(
+        np.maximum(decayed, 0.0) + fleet.booked_work * speed,
+        fleet.unanswered_work * speed - head_done,
+    )
+    window, later = wait + prefill, np.zeros(len(fleet))
+    busy = 1.0 - min(0.95, demand.prefill_share)
+    if demand.mean_prefill_s > 0:
+        price = policy.kappa * demand.arrivals_per_s / busy
+        bounded = window * (1.0 / (policy.window_prefills * demand.mean_prefill_s)) + 1.0
+        later = window / bounded * prefill * price
+    output_s = demand.output_tokens * demand.decode_s_per_kv_token
+    read = fleet.mean_requests * float(num_tokens) + fleet.mean_kv_tokens
+    short = np.maximum(missing - fleet.free_tokens, 0.0)
+    freed = np.maximum(fleet.used_tokens, 1.0)
+    longest, copy_value = cached.max(), np.zeros(len(fleet))
+    if fleet.followers > 0 and longest > 0:
+        k = np.count_nonzero(cached == longest)
+        queue_s = demand.arrivals_per_s * demand.mean_square_prefill_s2 / (2.0 * busy)
+        saved_s = policy.copies * fleet.followers * queue_s / (k * (k + 1))
+        copy_value = (cached - longest) * (saved_s / longest)
+    return {
+        "wait_s": wait,
+        "prefill_s": prefill,
+        "host_copy_s": fleet.host_tokens * fleet.host_copy_s_per_token,
+        "interference_s": fleet.num_requests * (policy.eta * prefill),
+        "later_s": later,
+        "decode_s": read * (policy.delta * output_s),
+        "eviction_s": np.exp(fleet.cache_age_s * (-1.0 / policy.reuse_s))
+        * (missing * speed)
+        * policy.eviction,
+        "memory_s": policy.memory * short / freed * (output_s * fleet.kv_tokens),
+        "copy_value_s": copy_value,
+    }
+
+
+DEMANDS = st.one_of(
+    st.just(Demand()),
+    st.builds(
+        Demand,
+        st.floats(0, 20),
+        st.floats(0, 0.99),
+        st.floats(0, 10),
+        st.floats(0, 100),
+        st.floats(1, 1000),
+        st.one_of(st.just(0.0), st.floats(0, 1e-5)),
+    ),
+)
+
+
+@given(
+    st.lists(st.fixed_dictionaries({}, optional=COLUMNS), min_size=1, max_size=40),
+    st.integers(1, 50_000),
+    DEMANDS,
+    st.one_of(st.just(0.0), st.floats(0, 50)),
+    st.integers(-1, 39),
+    st.sampled_from([CostPolicy(), e2e_policy(speed_noise=0.0)]),
+)
+def test_costs_are_those_of_the_plain_formulas_bit_for_bit(
+    rows, num_tokens, demand, followers, session_row, policy
+):
+    rows = [idle(**row) for row in rows]
+    facts = {"attention_context_tokens": 3e4, "demand": demand, "followers": followers}
+    fleet = fleet_of(rows, num_tokens, **facts)
+    fleet.session_row = session_row if session_row < len(rows) else -1
+    fleet.prefill_s_per_work.setflags(write=False)  # as of the table; the second choice knows it
+    expected = plain_terms(policy, fleet, num_tokens)
+    for _ in range(2):
+        ranking = policy.choose(RouteRequest(num_tokens), fleet, 0.0, random.Random(0))
+        assert list(ranking.terms) == list(expected)
+        for name, values in expected.items():
+            assert ranking.terms[name].tolist() == values.tolist(), name
+        cost = np.zeros(len(rows))
+        for values in expected.values():
+            cost = cost + values
+        if fleet.session_row >= 0:
+            row = fleet.session_row
+            cost[row] -= policy.stickiness * expected["prefill_s"][row]
+        stale = fleet.report_age_s > policy.stale_after_s
+        if np.count_nonzero(stale) > 2:  # all but two of them stand behind the others
+            behind = (ranking.cost_s != cost).nonzero()[0]
+            assert stale[behind].all() and len(behind) == np.count_nonzero(stale) - 2
+            cost[behind] += 1.0 + cost.max()
+        assert ranking.cost_s.tolist() == cost.tolist()
+        assert ranking.cost_s[ranking.rows[0]] <= cost.min() + policy.tie_s
+        ranked = cost[list(ranking.rows[1:])]
+        assert sorted(ranked) == ranked.tolist()
+        left_out = np.delete(cost, ranking.rows)
+        assert not len(left_out) or ranked.max() <= left_out.min() + policy.tie_s
+
+
+def test_speeds_that_change_are_not_those_of_the_decision_before():
+    policy, request = CostPolicy(speed_noise=0.0), RouteRequest(1000)
+
+    def prefill_s(speeds, is_kept):
+        fleet = fleet_of([idle(prefill_s_per_work=speed) for speed in speeds])
+        fleet.prefill_s_per_work.setflags(write=not is_kept)
+        ranking = policy.choose(request, fleet, 0.0, random.Random(0))
+        if not is_kept:
+            fleet.prefill_s_per_work *= 2
+            ranking = policy.choose(request, fleet, 0.0, random.Random(0))
+        return ranking.terms["prefill_s"].tolist()
+
+    assert prefill_s([1e-4, 2e-4], True) == pytest.approx([0.1, 0.2])
+    assert prefill_s([3e-4, 2e-4], True) == pytest.approx([0.3, 0.2])
+    assert prefill_s([1e-4, 2e-4], False) == pytest.approx([0.2, 0.4])
 
 
 def test_no_replicas_give_an_empty_ranking():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 
 import numpy as np
 import pytest
@@ -113,6 +114,34 @@ def test_the_log_is_bounded_and_keeps_the_newest(tmp_path):
     older, newer = (list(read(path)) for path in paths)
     times = [decision.now_s for decision in (*older, *newer)]
     assert times == [float(i) for i in range(500 - len(times), 500)] and len(times) > 20
+
+
+def test_another_bound_of_the_log_holds_from_the_next_line(tmp_path):
+    log = DecisionLog(tmp_path, "router-1", 10**8)
+    fleet, request = fleet_of([idle()] * 4), RouteRequest(1000)
+    ranking = make_policy("slo").choose(request, fleet, 0.0, random.Random(0))
+
+    def write(num_decisions, until):
+        for _ in range(num_decisions):
+            log.decided(request, ranking, 1, 0.0)
+        for _ in range(1000):
+            if until():
+                return
+            time.sleep(0.01)
+        raise AssertionError("the log was not written")
+
+    path, older = tmp_path / "router-1.jsonl", tmp_path / "router-1.1.jsonl"
+    write(200, lambda: path.exists() and path.read_bytes().count(b"\n") == 201)
+    assert path.stat().st_size > 64 * 1024 and not older.exists()
+    log.resize(64 * 1024)
+    write(1, older.exists)  # the line that finds the file too large
+    assert len(list(read(older))) == 201
+    for _ in range(200):
+        log.decided(request, ranking, 1, 0.0)
+    log.close()
+    assert log.num_dropped == 0
+    one_line = 4096
+    assert path.stat().st_size + older.stat().st_size <= 64 * 1024 + 2 * one_line
 
 
 def test_a_log_that_was_cut_off_is_read_to_there(tmp_path):

@@ -57,6 +57,12 @@ def test_the_oldest_is_forgotten_and_the_newest_comes_first():
     assert [d["request_id"] for d in ring.last(2)] == ["r4", "r3"]
     assert ring.find("r1") == []
     assert [d["request_id"] for d in ring.find("answer-of-r3")] == ["r3"]
+    ring.resize(2)
+    assert ring.size == 2 and [d["request_id"] for d in ring.last(10)] == ["r4", "r3"]
+    ring.resize(4)
+    for i in range(5, 7):
+        remember(ring, f"r{i}", now_s=float(i))
+    assert [d["request_id"] for d in ring.last(10)] == ["r6", "r5", "r4", "r3"]
     none = DecisionRing("router-1", 0)
     remember(none, "r")
     assert none.last(1) == []

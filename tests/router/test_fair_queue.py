@@ -259,3 +259,29 @@ def test_a_deep_debt_costs_no_loop():
 def test_a_quantum_must_be_positive():
     with pytest.raises(ValueError, match="quantum_tokens must be at least 1, got 0"):
         FairQueue(0)
+
+
+def test_another_quantum_holds_from_the_next_turn_and_leaves_no_tenant_ahead():
+    queue = FairQueue(10_000)
+
+    def serve(count):
+        """Each one that goes costs 100 tokens and is followed by another of its tenant."""
+        served = Counter()
+        for _ in range(count):
+            first = take(queue)
+            queue.charge(first.tenant, 100)
+            queue.push(ticket(first.tenant))
+            served[first.tenant] += 1
+        return served
+
+    for tenant in "ab":
+        for _ in range(2):
+            queue.push(ticket(tenant))
+    assert serve(50)["a"] in (0, 50)  # one tenant has its turn for a hundred of them
+    queue.set_quantum(100)
+    for _ in range(10):
+        counts = serve(20)
+        assert abs(counts["a"] - counts["b"]) <= 2
+    with pytest.raises(ValueError, match="quantum_tokens must be at least 1, got 0"):
+        queue.set_quantum(0)
+    assert serve(20)["a"] in range(9, 12)

@@ -117,3 +117,30 @@ def test_most_entries_fit_into_their_buckets_and_the_rest_is_found():
     assert (table.find(hashes)[1] == ids).all()
     assert [table.locate(int(h))[1] for h in hashes[:1000]] == ids[:1000].tolist()
     assert not table.find(rng.integers(1, 2**64, 1000, dtype=np.uint64))[1].any()
+
+
+def test_a_look_up_without_places_finds_what_one_with_places_does():
+    rng = np.random.default_rng(2)
+    known = rng.integers(1, 2**64, 20_000, dtype=np.uint64)
+    table = BlockTable(20_000)
+    table.insert(known, np.arange(1, 20_001, dtype=np.int32))
+    assert table.num_spilled
+    for has_zero in (False, True):
+        if has_zero:  # which marks an empty place, and so is always spilled
+            place, _ = table.locate(0)
+            table.add(0, place, 20_001)
+            known = np.append(known, np.uint64(0))
+        for num_known in (0, 1, 3, 60, 250):
+            for num_absent in (0, 1, 30):
+                asked = np.concatenate(
+                    [
+                        rng.choice(known, num_known),
+                        rng.integers(1, 2**64, num_absent, dtype=np.uint64),
+                        known[-1:],
+                    ]
+                )
+                rng.shuffle(asked)
+                expected = [table.locate(int(h))[1] for h in asked]
+                assert table.ids(asked).tolist() == expected
+                assert table.find(asked)[1].tolist() == expected
+    assert not table.ids(np.empty(0, np.uint64)).size

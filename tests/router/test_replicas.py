@@ -436,6 +436,40 @@ def test_replicas_to_avoid_are_left_out_unless_they_are_all():
     assert table.fleet([], 1, 0.0, avoid={"a", "b"}).replicas == []
 
 
+def test_speeds_and_sessions_stay_with_their_replicas_when_others_come_and_go():
+    table = ReplicaTable(PrefixIndex())
+    speeds = {"a": 1e-4, "b": 3e-4, "c": 5e-4}
+
+    def expect(now_s):
+        fleet = table.fleet([], 100, now_s, "s")
+        known = [speeds[name] for name in fleet.replicas]
+        assert fleet.prefill_s_per_work == pytest.approx(known, rel=0.05)
+        assert fleet.replicas[fleet.session_row] == "c"
+
+    for name, speed in speeds.items():
+        table.add(name, "e")
+        table.on_frame(name, Frame("e", load=Load(prefill_s_per_token=speed)), 0.0)
+    fleet = table.fleet([], 100, 0.0, avoid={"a", "b"})
+    ranking = LeastLoaded().choose(RouteRequest(100), fleet, 0.0, random.Random(0))
+    table.book(ranking, [], 100, 0.0, "s")
+    expect(0.01)
+    kept = table.fleet([], 100, 0.01).prefill_s_per_work
+    assert table.fleet([], 100, 0.02).prefill_s_per_work is kept  # until they are looked at again
+    with pytest.raises(ValueError, match="read-only"):
+        kept[0] = 1.0
+    table.remove("a")  # the last row moves to its place
+    expect(0.03)
+    table.set_lost("b")  # is left out
+    expect(0.04)
+    table.add("b", "e")
+    table.on_frame("b", Frame("e", load=Load(num_steps=1, prefill_s_per_token=3e-4)), 0.05)
+    table.add("d", "e")
+    table.on_frame("d", Frame("e", load=Load(prefill_s_per_token=7e-4)), 0.05)
+    speeds["d"] = 7e-4
+    expect(0.06)
+    expect(1.0)
+
+
 def test_a_sessions_last_replica_is_known_while_it_can_take_requests():
     table, _ = attached(max_sessions=2)
     book(table, [], 10, 0.0, "s1")

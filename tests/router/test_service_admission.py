@@ -316,3 +316,35 @@ def test_replicas_report_what_autoscaling_counts_with_their_share_of_what_waits_
             await until(lambda: b.actor.record_autoscaling_stats()[QUEUED_PREFILL_S] == 0)
 
     runner.run(run())
+
+
+def test_a_router_takes_on_other_bounds_while_requests_wait(runner, replicas):
+    async def run() -> None:
+        async with stack_of(replicas[1:]) as stack:
+            service = stack.service
+
+            def reconfigure(admission: AdmissionLimits, max_explained_decisions: int) -> None:
+                service.reconfigure(
+                    service.facts,
+                    service.policy,
+                    max_move_s=7.0,
+                    max_migrations=1,
+                    ready_timeout_s=5.0,
+                    admission=admission,
+                    max_explained_decisions=max_explained_decisions,
+                )
+
+            async with held(replicas[1]):
+                tasks = [stack.start(f"r{i}", max_tokens=2) for i in range(5)]
+                await until(lambda: len(service.gate.queue) == 4)
+                reconfigure(dataclasses.replace(ONE_BY_ONE, max_queued_requests=0), 2)
+                with pytest.raises(Overloaded, match="free of 0"):
+                    await stack.open("late")
+                assert len(service.gate.queue) == 4
+                reconfigure(AdmissionLimits(), 2)
+                await until(lambda: len(stack.sent) == 5)  # none of them has an answer yet
+            assert await asyncio.gather(*tasks) == [2] * 5
+            decisions = service.ring.last(10)
+            assert [d["request_id"] for d in decisions] == ["r4", "r3"]
+
+    runner.run(run())

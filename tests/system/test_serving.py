@@ -223,11 +223,13 @@ def test_nothing_was_compiled_after_ready(cluster):
 
 
 def test_ray_metrics_and_names(cluster):
-    """Gauges of both replicas and the routers' histograms are in Ray's own metrics and names."""
+    """Gauges of both replicas and both routers and the routers' histograms are in Ray's own metrics and names."""
     for _ in range(2):  # twice: the second finds its prefix
         cluster.openai().completions.create(model="embedded", prompt=[9] * 200, max_tokens=8)
     gauges = ["quire_kv_blocks_free", "quire_kv_blocks_cached", "quire_kv_blocks_in_use"]
     gauges += ["quire_requests_running", "quire_requests_waiting"]
+    gauges += ["quire_router_queued_requests", "quire_router_queued_prompt_tokens"]
+    gauges += ["quire_router_expected_wait_seconds"]
     expected = {*gauges, "quire_output_tokens", "quire_prompt_tokens", "quire_prefix_hit_tokens"}
     expected |= {"quire_prefix_queried_tokens", "quire_time_to_first_token_seconds_count"}
     expected |= {"quire_inter_token_seconds_bucket"}
