@@ -20,10 +20,12 @@ import openai
 import pytest
 import yaml
 
+from quire.bench.report import Bar, write
 from quire.cluster.local_serve import free_ports, ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
+SIZE = os.environ.get("CHAOS_SIZE", "ci")  # of the suites that count: `ci` or `long`
 _windows = itertools.count(os.getpid())
 
 
@@ -91,6 +93,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
             pytest.fail(f"not within {timeout_s} s: {what}")
         time.sleep(0.02)
     return time.monotonic() - began
+
+
+def write_bars(name: str, bars: list[Bar]) -> None:
+    """Print what a suite found; write it to the file `name` beside `CHAOS_OUT`, if that is given."""
+    out = os.environ.get("CHAOS_OUT")
+    for bar in bars:
+        print(bar.to_json(), flush=True)
+    if out:
+        write(Path(out).with_name(name), f"make chaos SIZE={SIZE}", bars, show=False)
 
 
 def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:
