@@ -108,8 +108,8 @@ def test_every_operation(cluster, subtests):
                         wrong.append(f"{operation.label}, {mode.value}")
                         raise
     write_bars("chaos_openapi.json", bars(operations, statuses, wrong))
-    answers = statuses["/v1/completions"] + statuses["/v1/chat/completions"]
-    assert answers[200] and answers[400], answers
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert min(statuses[path][200], statuses[path][400]) > NUM_EXAMPLES // 10, statuses
     answer = cluster.openai().completions.create(
         model="embedded", prompt="A quire is", max_tokens=3, temperature=0
     )
