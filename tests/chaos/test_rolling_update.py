@@ -9,23 +9,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import grpc
 import httpx
 import openai
 import pytest
 from chaos_streams import Outcome, Spec, Watch, ask_grpc, ask_http
-from live import Cluster, start_cluster
+from live import SIZE, Cluster, start_cluster, write_bars
 
-from quire.bench.report import Bar, write
+from quire.bench.report import Bar
 from quire.protos import generation_pb2_grpc
 
-SIZE = os.environ.get("CHAOS_SIZE", "ci")
 NUM_ROUNDS = {"ci": 1, "long": 10}[SIZE]
 NUM_STREAMS = 60
 DRAIN_TIMEOUT_S = 0.3  # far less than a stream takes beside 59 others: most of them have to move
@@ -164,25 +161,30 @@ def test_no_stream_fails_while_processes_come_and_go(rolling_cluster):
             "every process was replaced",
         )
 
+    num_rounds = 0
+
     def rounds() -> None:
+        nonlocal num_rounds
         for _ in range(NUM_ROUNDS):
             one_round()
+            num_rounds += 1
 
     load = Load(cluster)
     began_s = time.monotonic()
-    asyncio.run(load.run(rounds))
-    details = {"seconds": round(time.monotonic() - began_s), "moved": load.num_moved}
-    bars = [
-        Bar("chaos/rolling_failures", len(load.bad), "streams", 0, details=details),
-        Bar("chaos/rolling_rounds", NUM_ROUNDS, "rounds", NUM_ROUNDS, at_most=False),
-        Bar("chaos/rolling_streams", load.num_streams, "streams", NUM_STREAMS, at_most=False),
-    ]
-    for bar in bars:
-        print(bar.to_json())
-    out = os.environ.get("CHAOS_OUT")
-    if out:
-        path = Path(out).with_name("chaos_rolling.json")
-        write(path, f"make chaos SIZE={SIZE}", bars)
+    try:
+        asyncio.run(load.run(rounds))
+    finally:
+        details = {"seconds": round(time.monotonic() - began_s), "moved": load.num_moved}
+        write_bars(
+            "chaos_rolling.json",
+            [
+                Bar("chaos/rolling_failures", len(load.bad), "streams", 0, details=details),
+                Bar("chaos/rolling_rounds", num_rounds, "rounds", NUM_ROUNDS, at_most=False),
+                Bar(
+                    "chaos/rolling_streams", load.num_streams, "streams", NUM_STREAMS, at_most=False
+                ),
+            ],
+        )
     reasons = Counter(line[:300] for line in load.bad)
     assert not load.bad, f"{len(load.bad)} of {load.num_streams}: {reasons.most_common(8)}"
     assert load.num_moved, "no stream outlived the drain of its replica"
