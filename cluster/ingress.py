@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaTable
 from quire.router.service import ModelFacts, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
+
+logger = logging.getLogger("ray.serve")
+
+# For which a new router keeps its ports closed. Beyond it no replica runs, or each still loads its model: then
+# clients shall hear that from the router.
+FIRST_ATTACH_TIMEOUT_S = 10.0
 
 
 def this_service() -> RouterService:
@@ -77,6 +84,9 @@ class Router(GrpcApi):
         # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
         gc.collect()
         self._bus.start()
+        # Serve opens the ports when this returns: who comes then is served, not told that nobody is attached yet.
+        if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):
+            logger.warning("no replica within %g s: ready to answer so", FIRST_ATTACH_TIMEOUT_S)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's way to change a deployment in place: see `live_update`."""

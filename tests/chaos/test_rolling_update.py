@@ -89,6 +89,8 @@ class Load:
         self.bad: list[str] = []
         self.num_streams = 0
         self.num_moved = 0
+        self.num_ready_asked = 0
+        self.not_ready: list[str] = []  # what `/ready` said instead
 
     async def run(self, change: Callable[[], None]) -> None:
         """Ask every stream once in peace; then again and again until `change` has returned."""
@@ -126,11 +128,24 @@ class Load:
             answers = await asyncio.gather(*map(ask, numbers))
             self.expected = dict(zip(numbers, answers, strict=True))
             clients = [asyncio.create_task(client_of(number)) for number in numbers]
+            clients.append(asyncio.create_task(self._watch_ready(client)))
             try:
                 await asyncio.to_thread(change)
             finally:
                 self._stop = True
                 await asyncio.gather(*clients)
+
+    async def _watch_ready(self, client: httpx.AsyncClient) -> None:
+        """Whichever router answers, one that has just begun or one that is about to go, it is ready."""
+        while not self._stop:
+            self.num_ready_asked += 1
+            try:
+                answer = await client.get("/ready")
+                if answer.status_code != 200:
+                    self.not_ready.append(f"{answer.status_code}: {answer.text}")
+            except httpx.TransportError as error:
+                self.not_ready.append(repr(error))
+            await asyncio.sleep(0.1)
 
 
 def until_changed(is_done: Callable[[], bool], what: str) -> None:
@@ -179,6 +194,13 @@ def test_no_stream_fails_while_processes_come_and_go(rolling_cluster):
             "chaos_rolling.json",
             [
                 Bar("chaos/rolling_failures", len(load.bad), "streams", 0, details=details),
+                Bar(
+                    "chaos/rolling_not_ready",
+                    len(load.not_ready),
+                    "answers",
+                    0,
+                    details={"of": load.num_ready_asked, "said": Counter(load.not_ready)},
+                ),
                 Bar("chaos/rolling_rounds", num_rounds, "rounds", NUM_ROUNDS, at_most=False),
                 Bar(
                     "chaos/rolling_streams", load.num_streams, "streams", NUM_STREAMS, at_most=False
@@ -187,6 +209,7 @@ def test_no_stream_fails_while_processes_come_and_go(rolling_cluster):
         )
     reasons = Counter(line[:300] for line in load.bad)
     assert not load.bad, f"{len(load.bad)} of {load.num_streams}: {reasons.most_common(8)}"
+    assert not load.not_ready, Counter(load.not_ready)
     assert load.num_moved, "no stream outlived the drain of its replica"
 
 

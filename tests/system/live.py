@@ -20,12 +20,13 @@ import openai
 import pytest
 import yaml
 
-from quire.bench.report import Bar, write
+from quire.bench.report import Bar, commit, write
 from quire.cluster.local_serve import free_ports, ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
 SIZE = os.environ.get("CHAOS_SIZE", "ci")  # of the suites that count: `ci` or `long`
+_COMMIT = commit()  # that is tested: a long run outlives a commit
 _windows = itertools.count(os.getpid())
 
 
@@ -101,7 +102,8 @@ def write_bars(name: str, bars: list[Bar]) -> None:
     for bar in bars:
         print(bar.to_json(), flush=True)
     if out:
-        write(Path(out).with_name(name), f"make chaos SIZE={SIZE}", bars, show=False)
+        command = f"make chaos SIZE={SIZE}"
+        write(Path(out).with_name(name), command, bars, show=False, commit=_COMMIT)
 
 
 def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:
