@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
 from quire.cluster import structured_output
@@ -250,11 +250,24 @@ class _GenerationBody(_Strict):
         )
 
 
+# What is served of a prompt; the router refuses the rest, with the number that it got.
+_PROMPTS: list[dict[str, JsonValue]] = [
+    {"type": "string", "minLength": 1},
+    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+]
+
+
 class CompletionRequest(_GenerationBody):
     """Body of POST /v1/completions."""
 
     prompt: str | _Ids | _Texts | _IdLists = Field(
-        description="Text, or token ids; or a list with one of these."
+        description="Text, or token ids; or a list with one of these.",
+        json_schema_extra={
+            "anyOf": [
+                *_PROMPTS,
+                *({"type": "array", "items": p, "minItems": 1, "maxItems": 1} for p in _PROMPTS),
+            ]
+        },
     )
     echo: bool | None = Field(
         None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ from quire.router.replicas import ReplicaTable
 from quire.router.service import ModelFacts, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
 
-# A new router takes requests when it can serve them. Where there are no replicas, or while they load, it comes up
-# after so long and says so (503, /ready).
-FIRST_ATTACH_TIMEOUT_S = 30.0
-_ATTACH_POLL_S = 0.02
+logger = logging.getLogger("ray.serve")
+
+# For which a new router keeps its ports closed. Beyond it no replica runs, or each still loads its model: then
+# clients shall hear that from the router.
+FIRST_ATTACH_TIMEOUT_S = 10.0
 
 
 def this_service() -> RouterService:
@@ -83,16 +85,9 @@ class Router(GrpcApi):
         # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
         gc.collect()
         self._bus.start()
-        await self._first_attach()
-
-    async def _first_attach(self) -> None:
-        """Until a replica is attached. Serve sends requests here as soon as the constructor returns."""
-        try:
-            async with asyncio.timeout(FIRST_ATTACH_TIMEOUT_S):
-                while not self.service.readiness().ready:
-                    await asyncio.sleep(_ATTACH_POLL_S)
-        except TimeoutError:
-            pass
+        # Serve opens the ports when this returns: who comes then is served, not told that nobody is attached yet.
+        if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):
+            logger.warning("no replica within %g s: ready to answer so", FIRST_ATTACH_TIMEOUT_S)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's way to change a deployment in place: see `live_update`. Serve would call a plain function in a

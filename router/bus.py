@@ -99,6 +99,7 @@ class Bus:
         self._link_ids = itertools.count()
         self._background: set[asyncio.Task[Any]] = set()  # the loop itself holds tasks weakly
         self._closed = False
+        self._has_attached = asyncio.Event()  # once some replica has taken requests
         # What waits at the router, as the replicas report it to Serve's autoscaler.
         self.queued_prefill_s: Callable[[], float] = lambda: 0.0
 
@@ -108,6 +109,14 @@ class Bus:
         self._spawn(self._watch())
         self._spawn(self._renew_leases())
         self._on_members(self._membership.listen(self._hear_members))
+
+    async def first_attached(self, timeout_s: float) -> bool:
+        """Wait until some replica takes requests, for the first time; False if none does within `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._has_attached.wait()
+        except TimeoutError:
+            return False
 
     @property
     def hellos(self) -> dict[str, Hello]:
@@ -353,6 +362,8 @@ class Bus:
 
     def _on_frame(self, replica: str, frame: Frame) -> None:
         action = self._table.on_frame(replica, frame, time.monotonic())
+        if not self._has_attached.is_set() and self._table.num_ready():
+            self._has_attached.set()
         if action.resync_from is not None:
             logger.info("resync of %s: %s", replica, action.reason)
             from_seq = action.resync_from

@@ -9,23 +9,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import grpc
 import httpx
 import openai
 import pytest
 from chaos_streams import Outcome, Spec, Watch, ask_grpc, ask_http
-from live import Cluster, start_cluster
+from live import SIZE, Cluster, start_cluster, write_bars
 
-from quire.bench.report import Bar, write
+from quire.bench.report import Bar
 from quire.protos import generation_pb2_grpc
 
-SIZE = os.environ.get("CHAOS_SIZE", "ci")
 NUM_ROUNDS = {"ci": 1, "long": 10}[SIZE]
 NUM_STREAMS = 60
 DRAIN_TIMEOUT_S = 0.3  # far less than a stream takes beside 59 others: most of them have to move
@@ -92,6 +89,8 @@ class Load:
         self.bad: list[str] = []
         self.num_streams = 0
         self.num_moved = 0
+        self.num_ready_asked = 0
+        self.not_ready: list[str] = []  # what `/ready` said instead
 
     async def run(self, change: Callable[[], None]) -> None:
         """Ask every stream once in peace; then again and again until `change` has returned."""
@@ -129,11 +128,24 @@ class Load:
             answers = await asyncio.gather(*map(ask, numbers))
             self.expected = dict(zip(numbers, answers, strict=True))
             clients = [asyncio.create_task(client_of(number)) for number in numbers]
+            clients.append(asyncio.create_task(self._watch_ready(client)))
             try:
                 await asyncio.to_thread(change)
             finally:
                 self._stop = True
                 await asyncio.gather(*clients)
+
+    async def _watch_ready(self, client: httpx.AsyncClient) -> None:
+        """Whichever router answers, one that has just begun or one that is about to go, it is ready."""
+        while not self._stop:
+            self.num_ready_asked += 1
+            try:
+                answer = await client.get("/ready")
+                if answer.status_code != 200:
+                    self.not_ready.append(f"{answer.status_code}: {answer.text}")
+            except httpx.TransportError as error:
+                self.not_ready.append(repr(error))
+            await asyncio.sleep(0.1)
 
 
 def until_changed(is_done: Callable[[], bool], what: str) -> None:
@@ -164,27 +176,40 @@ def test_no_stream_fails_while_processes_come_and_go(rolling_cluster):
             "every process was replaced",
         )
 
+    num_rounds = 0
+
     def rounds() -> None:
+        nonlocal num_rounds
         for _ in range(NUM_ROUNDS):
             one_round()
+            num_rounds += 1
 
     load = Load(cluster)
     began_s = time.monotonic()
-    asyncio.run(load.run(rounds))
-    details = {"seconds": round(time.monotonic() - began_s), "moved": load.num_moved}
-    bars = [
-        Bar("chaos/rolling_failures", len(load.bad), "streams", 0, details=details),
-        Bar("chaos/rolling_rounds", NUM_ROUNDS, "rounds", NUM_ROUNDS, at_most=False),
-        Bar("chaos/rolling_streams", load.num_streams, "streams", NUM_STREAMS, at_most=False),
-    ]
-    for bar in bars:
-        print(bar.to_json())
-    out = os.environ.get("CHAOS_OUT")
-    if out:
-        path = Path(out).with_name("chaos_rolling.json")
-        write(path, f"make chaos SIZE={SIZE}", bars)
+    try:
+        asyncio.run(load.run(rounds))
+    finally:
+        details = {"seconds": round(time.monotonic() - began_s), "moved": load.num_moved}
+        write_bars(
+            "chaos_rolling.json",
+            [
+                Bar("chaos/rolling_failures", len(load.bad), "streams", 0, details=details),
+                Bar(
+                    "chaos/rolling_not_ready",
+                    len(load.not_ready),
+                    "answers",
+                    0,
+                    details={"of": load.num_ready_asked, "said": Counter(load.not_ready)},
+                ),
+                Bar("chaos/rolling_rounds", num_rounds, "rounds", NUM_ROUNDS, at_most=False),
+                Bar(
+                    "chaos/rolling_streams", load.num_streams, "streams", NUM_STREAMS, at_most=False
+                ),
+            ],
+        )
     reasons = Counter(line[:300] for line in load.bad)
     assert not load.bad, f"{len(load.bad)} of {load.num_streams}: {reasons.most_common(8)}"
+    assert not load.not_ready, Counter(load.not_ready)
     assert load.num_moved, "no stream outlived the drain of its replica"
 
 

@@ -62,3 +62,18 @@ def test_each_attempt_gets_its_tokens_whichever_way_they_travelled():
         await bus.close()
 
     asyncio.run(main())
+
+
+def test_a_bus_knows_when_the_first_replica_takes_requests():
+    async def main():
+        bus, _ = make_bus()
+        assert not await bus.first_attached(0.01)
+        waiting = asyncio.create_task(bus.first_attached(10.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        arrive(bus)
+        assert await waiting
+        assert await bus.first_attached(0.0)  # it stays so
+        await bus.close()
+
+    asyncio.run(main())

@@ -20,10 +20,13 @@ import openai
 import pytest
 import yaml
 
+from quire.bench.report import Bar, commit, write
 from quire.cluster.local_serve import free_ports, ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
+SIZE = os.environ.get("CHAOS_SIZE", "ci")  # of the suites that count: `ci` or `long`
+_COMMIT = commit()  # that is tested: a long run outlives a commit
 _windows = itertools.count(os.getpid())
 
 
@@ -91,6 +94,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
             pytest.fail(f"not within {timeout_s} s: {what}")
         time.sleep(0.02)
     return time.monotonic() - began
+
+
+def write_bars(name: str, bars: list[Bar]) -> None:
+    """Print what a suite found; write it to the file `name` beside `CHAOS_OUT`, if that is given."""
+    out = os.environ.get("CHAOS_OUT")
+    for bar in bars:
+        print(bar.to_json(), flush=True)
+    if out:
+        command = f"make chaos SIZE={SIZE}"
+        write(Path(out).with_name(name), command, bars, show=False, commit=_COMMIT)
 
 
 def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:

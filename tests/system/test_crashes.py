@@ -8,23 +8,23 @@ each in `make chaos`, fifty with `CHAOS_SIZE=long`; one of each is part of the s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from live import Cluster, start_cluster, wait_until
+from live import SIZE, Cluster, start_cluster, wait_until, write_bars
 
-from quire.bench.report import Bar, write
+from quire.bench.report import Bar
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
 from quire.replica.embedded import CHECKPOINT
 from quire.router.tokenizer import TextTokenizer
 
-SIZE = os.environ.get("CHAOS_SIZE", "ci")
 pytestmark = [
     pytest.mark.system,
     pytest.mark.chaos,
@@ -130,15 +130,22 @@ def bars() -> Iterator[list[Bar]]:
     """What the tests of this file have found; written where `CHAOS_OUT` says."""
     found: list[Bar] = []
     yield found
-    out = os.environ.get("CHAOS_OUT")
-    if out:
-        write(Path(out).with_name("chaos_crashes.json"), f"make chaos SIZE={SIZE}", found)
+    write_bars("chaos_crashes.json", found)
 
 
-def judge(bars: list[Bar], name: str, unit: str, wrong: list[list[str]]) -> None:
-    """Each round of `wrong` says what was not as it should be."""
-    num_good = sum(not of_round for of_round in wrong)
-    bars.append(Bar(f"chaos/{name}", num_good, unit, len(wrong), at_most=False))
+@contextlib.contextmanager
+def judged(bars: list[Bar], name: str, unit: str) -> Iterator[list[list[str]]]:
+    """Takes what was not as it should be in each round, at its end; there is a bar whatever ends the rounds."""
+    wrong: list[list[str]] = []
+    began_s = time.monotonic()
+    try:
+        yield wrong
+    finally:
+        num_good = sum(not of_round for of_round in wrong)
+        details = {"rounds": len(wrong), "seconds": round(time.monotonic() - began_s)}
+        bars.append(
+            Bar(f"chaos/{name}", num_good, unit, NUM_ROUNDS, at_most=False, details=details)
+        )
     everything = [f"round {n}: {line}" for n, of_round in enumerate(wrong) for line in of_round]
     assert not everything, "\n".join(everything)
 
@@ -148,35 +155,38 @@ def wrong_others(others: list, expected: dict[int | str, list[int]]) -> list[str
 
 
 def test_a_hung_step_ends_its_process_and_every_stream_goes_on(faulty_cluster, expected, bars):
-    wrong = []
-    for _ in range(NUM_ROUNDS):
-        before = replicas(faulty_cluster)
-        answer, others = run_beside_others(faulty_cluster, "Story", f"fault:hang:3600@{FAULT_AT}")
-        wrong.append(wrong_others(others, expected))
-        if answer != expected["alone"]:
-            wrong[-1].append(f"the request whose step hung: {answer!r}")
-        assert httpx.get(f"{faulty_cluster.url}/ready").status_code == 200
-        wait_until_replaced(faulty_cluster, before, 1)
-    judge(bars, "hung_steps", "hangs", wrong)
+    with judged(bars, "hung_steps", "hangs") as rounds:
+        for _ in range(NUM_ROUNDS):
+            before = replicas(faulty_cluster)
+            label = f"fault:hang:3600@{FAULT_AT}"
+            answer, others = run_beside_others(faulty_cluster, "Story", label)
+            wrong = wrong_others(others, expected)
+            if answer != expected["alone"]:
+                wrong.append(f"the request whose step hung: {answer!r}")
+            ready = httpx.get(f"{faulty_cluster.url}/ready")
+            if ready.status_code != 200:
+                wrong.append(f"/ready: {ready.text}")
+            wait_until_replaced(faulty_cluster, before, 1)
+            rounds.append(wrong)
 
 
 def test_a_poison_request_fails_and_everybody_else_is_untouched(faulty_cluster, expected, bars):
-    wrong = []
-    for _ in range(NUM_ROUNDS):
-        before = replicas(faulty_cluster)
-        error, others = run_beside_others(faulty_cluster, "Story", f"fault:crash!@{FAULT_AT}")
-        wrong.append(wrong_others(others, expected))
-        code = getattr(error, "code", None)
-        if code != "engine_crash" or "with nothing else in its step" not in error.message:
-            wrong[-1].append(f"the poison request: {error!r}")
-        wait_until_replaced(faulty_cluster, before, 3)
-    judge(bars, "poison_requests", "requests", wrong)
+    with judged(bars, "poison_requests", "requests") as rounds:
+        for _ in range(NUM_ROUNDS):
+            before = replicas(faulty_cluster)
+            error, others = run_beside_others(faulty_cluster, "Story", f"fault:crash!@{FAULT_AT}")
+            wrong = wrong_others(others, expected)
+            code = getattr(error, "code", None)
+            if code != "engine_crash" or "with nothing else in its step" not in error.message:
+                wrong.append(f"the poison request: {error!r}")
+            wait_until_replaced(faulty_cluster, before, 3)
+            rounds.append(wrong)
 
 
 def test_frames_that_are_repeated_late_or_broken_change_no_answer(faulty_cluster, expected, bars):
     """Of the fault's own request, whose frames they are."""
 
-    async def run() -> list[object]:
+    async def run(labels: list[str]) -> list[object]:
         async with openai.AsyncOpenAI(
             base_url=f"{faulty_cluster.url}/v1", api_key="none", max_retries=0, timeout=300
         ) as client:
@@ -185,19 +195,18 @@ def test_frames_that_are_repeated_late_or_broken_change_no_answer(faulty_cluster
                 return_exceptions=True,
             )
 
-    wrong = []
-    for number in range(NUM_ROUNDS):
-        at = 1 + number * 7 % (NUM_TOKENS - 1)  # early and late in the answer
-        labels = [f"fault:{kind}@{at}" for kind in ("duplicate", "delay:1", "drop", "corrupt")]
-        answers = asyncio.run(run())
-        wrong.append(
-            [
-                f"{label}: {answer!r}"
-                for label, answer in zip(labels, answers, strict=True)
-                if answer != expected["alone"]
-            ]
-        )
-    judge(bars, "frame_faults", "rounds", wrong)
+    with judged(bars, "frame_faults", "rounds") as rounds:
+        for number in range(NUM_ROUNDS):
+            at = 1 + number * 7 % (NUM_TOKENS - 1)  # early and late in the answer
+            labels = [f"fault:{kind}@{at}" for kind in ("duplicate", "delay:1", "drop", "corrupt")]
+            answers = asyncio.run(run(labels))
+            rounds.append(
+                [
+                    f"{label}: {answer!r}"
+                    for label, answer in zip(labels, answers, strict=True)
+                    if answer != expected["alone"]
+                ]
+            )
 
 
 def test_kills_from_outside_convict_nobody(faulty_cluster, expected):

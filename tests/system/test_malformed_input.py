@@ -1,13 +1,16 @@
 """Whatever a client puts into a field, the answer is 200 or a refusal that names what is wrong; real Ray.
 
 Bodies and messages are made from the APIs' own descriptions: each field gets something plausible, something at the edge
-of a number's range, or something of another type. `CHAOS_SIZE=long` tries ten times as many.
+of a number's range, or something of another type. 500 of each endpoint, 5,000 with `CHAOS_SIZE=long`
+(`make chaos`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -16,8 +19,9 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live import Cluster
+from live import SIZE, Cluster, write_bars
 
+from quire.bench.report import Bar
 from quire.cluster.http_schema import (
     IGNORED_FIELDS,
     UNSUPPORTED_FIELDS,
@@ -26,8 +30,8 @@ from quire.cluster.http_schema import (
 )
 from quire.protos import generation_pb2, generation_pb2_grpc
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
-NUM_EXAMPLES = 5000 if os.environ.get("CHAOS_SIZE") == "long" else 500
+pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(1800)]
+NUM_EXAMPLES = {"ci": 500, "long": 5000}[SIZE]
 EXAMPLES = settings(
     max_examples=NUM_EXAMPLES,
     deadline=None,
@@ -133,13 +137,61 @@ def bodies(model: type, valid: dict[str, Any]) -> st.SearchStrategy[bytes]:
     return changes.map(lambda given: json.dumps({**valid, **dict(given)}).encode())
 
 
-def check_http(response: httpx.Response, body: bytes) -> None:
-    text = response.text
-    assert response.status_code < 500, (response.status_code, text, body)
-    if response.status_code != 200:
-        assert json.loads(text)["error"]["message"], (text, body)
-    # A stream that fails after its first token says so in its last event.
-    assert "server_error" not in text, (text, body)
+class Tally:
+    """How the requests of each endpoint were answered."""
+
+    def __init__(self) -> None:
+        self.answers: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.alive: list[str] = []  # after whose requests the engine answered a plain one
+        self.num_wrong = 0
+
+    @contextlib.contextmanager
+    def checking(self) -> Iterator[None]:
+        """Around a request and what is asserted of its answer."""
+        try:
+            yield
+        except Exception:
+            self.num_wrong += 1
+            raise
+
+    def check_http(self, client: httpx.Client, path: str, body: bytes) -> None:
+        with self.checking():
+            response = client.post(path, content=body)
+            text = response.text
+            self.answers[path][str(response.status_code)] += 1
+            assert response.status_code < 500, (response.status_code, text, body)
+            if response.status_code != 200:
+                assert json.loads(text)["error"]["message"], (text, body)
+            # A stream that fails after its first token says so in its last event.
+            assert "server_error" not in text, (text, body)
+
+    def check_alive(self, cluster: Cluster, requests: str) -> None:
+        answer = cluster.openai().completions.create(
+            model="embedded", prompt="A quire is", max_tokens=3, temperature=0
+        )
+        assert answer.usage.completion_tokens == 3
+        self.alive.append(requests)
+
+
+@pytest.fixture(scope="module")
+def tally() -> Iterator[Tally]:
+    tally = Tally()
+    yield tally
+    answers = {name: dict(found) for name, found in sorted(tally.answers.items())}
+    fewest = min((found.total() for found in tally.answers.values()), default=0)
+    bars = [
+        Bar(
+            "chaos/malformed_requests",
+            fewest,
+            "of each endpoint",
+            NUM_EXAMPLES,
+            at_most=False,
+            details=answers,
+        ),
+        Bar("chaos/malformed_wrong_answers", tally.num_wrong, "requests", 0),
+        Bar("chaos/malformed_alive_after", len(tally.alive), "tests", 5, at_most=False),
+    ]
+    write_bars("chaos_malformed.json", bars)
 
 
 @pytest.fixture(scope="module")
@@ -149,44 +201,37 @@ def http(cluster: Cluster):
         yield client
 
 
-def assert_alive(cluster: Cluster) -> None:
-    answer = cluster.openai().completions.create(
-        model="embedded", prompt="A quire is", max_tokens=3, temperature=0
-    )
-    assert answer.usage.completion_tokens == 3
-
-
-def test_completions(cluster, http):
+def test_completions(cluster, http, tally):
     @EXAMPLES
     @given(bodies(CompletionRequest, {"prompt": "The harbour", "max_tokens": 2}))
     def run(body: bytes) -> None:
-        check_http(http.post("/v1/completions", content=body), body)
+        tally.check_http(http, "/v1/completions", body)
 
     run()
-    assert_alive(cluster)
+    tally.check_alive(cluster, "/v1/completions")
 
 
-def test_chat_completions(cluster, http):
+def test_chat_completions(cluster, http, tally):
     valid = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
     @EXAMPLES
     @given(bodies(ChatCompletionRequest, valid))
     def run(body: bytes) -> None:
-        check_http(http.post("/v1/chat/completions", content=body), body)
+        tally.check_http(http, "/v1/chat/completions", body)
 
     run()
-    assert_alive(cluster)
+    tally.check_alive(cluster, "/v1/chat/completions")
 
 
-def test_bodies_that_are_no_objects(cluster, http):
+def test_bodies_that_are_no_objects(cluster, http, tally):
     @settings(EXAMPLES, max_examples=NUM_EXAMPLES // 5)
     @given(st.binary(max_size=64) | JUNK.map(lambda value: json.dumps(value).encode()))
     def run(body: bytes) -> None:
         for path in ("/v1/completions", "/v1/chat/completions"):
-            check_http(http.post(path, content=body), body)
+            tally.check_http(http, path, body)
 
     run()
-    assert_alive(cluster)
+    tally.check_alive(cluster, "bodies that are no objects")
 
 
 # -- gRPC ------------------------------------------------------------------------------------------------
@@ -261,21 +306,27 @@ def bounded(fields: dict[str, Any]) -> generation_pb2.GenerateRequest:
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateOnce"])
-def test_grpc(cluster, method):
+def test_grpc(cluster, tally, method):
     with cluster.channel() as channel:
         call = getattr(generation_pb2_grpc.GenerationStub(channel), method)
 
-        @EXAMPLES
-        @given(REQUESTS)
-        def run(fields: dict[str, Any]) -> None:
-            request = bounded(fields)
+        def ask(request: generation_pb2.GenerateRequest) -> str:
+            """The status."""
             try:
                 answer = call(request, timeout=60)
                 if method == "Generate":
                     list(answer)
+                return "OK"
             except grpc.RpcError as error:
                 assert error.code() in CLIENTS_FAULT, (error.code(), error.details(), request)
                 assert error.details()
+                return error.code().name
+
+        @EXAMPLES
+        @given(REQUESTS)
+        def run(fields: dict[str, Any]) -> None:
+            with tally.checking():
+                tally.answers[method][ask(bounded(fields))] += 1
 
         run()
-    assert_alive(cluster)
+    tally.check_alive(cluster, method)

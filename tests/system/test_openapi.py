@@ -2,14 +2,11 @@
 
 `test_malformed_input.py` aims at what Quire does with a field; here the requests are made from the document alone:
 every operation that it lists, path and query parameters, headers and bodies, such as fit their schemas and such as do
-not. 200 for each operation, 5,000 with
-`CHAOS_SIZE=long`.
+not. 500 for each operation that can be asked for different things, 5,000 with `CHAOS_SIZE=long` (`make chaos`).
 """
 
 from __future__ import annotations
 
-import functools
-import os
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -20,13 +17,20 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from live import SIZE, write_bars
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
-pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(3600)]
-NUM_EXAMPLES = 5000 if os.environ.get("CHAOS_SIZE") == "long" else 200
+from quire.bench.report import Bar
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.chaos,
+    pytest.mark.timeout(300 if SIZE == "ci" else 3600),
+]
+NUM_EXAMPLES = {"ci": 500, "long": 5000}[SIZE]
 # Greater ones are valid and answered in their time: thousands of tokens of 32 choices.
 MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 3}
 Sender = Callable[[Case], Any]
@@ -60,9 +64,8 @@ def modes(operation: APIOperation) -> tuple[GenerationMode, ...]:
     return tuple(GenerationMode) if both else (GenerationMode.POSITIVE,)
 
 
-def run_examples(operation: APIOperation, mode: GenerationMode, send: Sender) -> Counter[int]:
-    """Check the answers to requests of an operation; how many had which status."""
-    statuses: Counter[int] = Counter()
+def run_examples(operation: APIOperation, mode: GenerationMode, send: Sender) -> None:
+    """Check the answers to requests of an operation."""
 
     @settings(
         max_examples=NUM_EXAMPLES // len(modes(operation)),
@@ -75,7 +78,6 @@ def run_examples(operation: APIOperation, mode: GenerationMode, send: Sender) ->
         fits = mode is GenerationMode.POSITIVE
         case.body = shortened(case.body, random if fits and random.randrange(4) else None)
         response = send(case)
-        statuses[response.status_code] += 1
         # The document's schema of a stream is that of the data of its events, not of their lines.
         is_stream = response.headers["content-type"][0].startswith("text/event-stream")
         case.validate_response(response, checks=CHECKS if is_stream else [*CHECKS, SCHEMA])
@@ -83,24 +85,52 @@ def run_examples(operation: APIOperation, mode: GenerationMode, send: Sender) ->
         assert "server_error" not in response.text, response.text
 
     run()
-    return statuses
 
 
 def test_every_operation(cluster, subtests):
     schema = schemathesis.openapi.from_url(f"{cluster.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     statuses: dict[str, Counter[int]] = {o.path: Counter() for o in operations}
+    wrong: list[str] = []
     with requests.Session() as session:
-        send = functools.partial(Case.call, base_url=cluster.url, session=session, timeout=60)
         for operation in operations:
+
+            def send(case: Case, of_operation: Counter[int] = statuses[operation.path]) -> Any:
+                response = case.call(base_url=cluster.url, session=session, timeout=60)
+                of_operation[response.status_code] += 1
+                return response
+
             for mode in modes(operation):
                 with subtests.test(operation=operation.label, mode=mode.value):
-                    found = run_examples(operation, mode, send)
-                    print(f"{operation.label}, {mode.value}: {dict(found)}")
-                    statuses[operation.path] += found
-    answers = statuses["/v1/completions"] + statuses["/v1/chat/completions"]
-    assert answers[200] and answers[400], answers
+                    try:
+                        run_examples(operation, mode, send)
+                    except Exception:
+                        wrong.append(f"{operation.label}, {mode.value}")
+                        raise
+    write_bars("chaos_openapi.json", bars(operations, statuses, wrong))
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert min(statuses[path][200], statuses[path][400]) > NUM_EXAMPLES // 10, statuses
     answer = cluster.openai().completions.create(
         model="embedded", prompt="A quire is", max_tokens=3, temperature=0
     )
     assert answer.usage.completion_tokens == 3
+
+
+def bars(
+    operations: list[APIOperation], statuses: dict[str, Counter[int]], wrong: list[str]
+) -> list[Bar]:
+    asked = [o.path for o in operations if o.query or o.body or o.path_parameters]
+    fewest = min(statuses[path].total() for path in asked)
+    num_errors = sum(n for s in statuses.values() for status, n in s.items() if status >= 500)
+    return [
+        Bar(
+            "chaos/openapi_requests",
+            fewest,
+            "of each operation",
+            NUM_EXAMPLES,
+            at_most=False,
+            details={path: dict(sorted(found.items())) for path, found in statuses.items()},
+        ),
+        Bar("chaos/openapi_server_errors", num_errors, "requests", 0),
+        Bar("chaos/openapi_violations", len(wrong), "operations", 0, details={"wrong": wrong}),
+    ]
