@@ -7,7 +7,7 @@
     r  seconds of prefill that leave the router's queue in a second, as measured: the number of replicas
        while prefill is what they are busy with, less when decoding or memory holds them up
     P  seconds of its own prefill
-    M  by which such estimates have lately been too small (`Shortfall`)
+    M  by which such estimates have lately been too small (`Shortfall`), at most half of the bound
 
 That holds while prefill is what everybody waits for. Where the replicas have time but no places, short prompts with
 long answers for instance, requests start as others end, whatever their prompts cost, and instead of W + B / r it is

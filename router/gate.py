@@ -154,7 +154,8 @@ class AdmissionGate:
             return 0.0
         last = self._last
         if last.lacks_places:
-            return last.queued_s + len(self._queue) / self._request_rate.request_rate()
+            num = len(self._queue) + self._num_unanswered
+            return num / self._request_rate.request_rate(self._turnover.rate())
         return last.queued_s + self._queue.prefill_s / self._rate.rate(last.num_replicas)
 
     def check(self, tenant: str, priority: int) -> None:
@@ -253,7 +254,8 @@ class AdmissionGate:
             wait_s=wait_s,
             queued_s=view.queued_s,
             prefill_s=prefill_s,
-            margin_s=self._shortfall.margin_s(self._clock()),
+            # What a replica that hung has taught shall not close the queue: at least half of the bound is left.
+            margin_s=min(self._shortfall.margin_s(self._clock()), self.limits.max_wait_s / 2),
         )
 
     async def _wait(self, arrival: Arrival, prefill_s: float) -> None:

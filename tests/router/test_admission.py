@@ -512,8 +512,8 @@ def test_what_waits_here_is_told_as_the_wait_of_who_would_go_last(lacking):
             assert gate.wait_behind_all_s() == pytest.approx(2.0 + 0.4 / 2)
         else:  # nothing left for half a second: two may leave in a second
             fleet.now_s = 0.5
-            await until(lambda: gate.wait_behind_all_s() > 2.0)
-            assert gate.wait_behind_all_s() == pytest.approx(2.0 + 4 / 2)
+            await until(lambda: gate.wait_behind_all_s() > 1.0)
+            assert gate.wait_behind_all_s() == pytest.approx(4 / 2)
         fleet.rows = [Fleet.row(0)]
         await asyncio.gather(*waiting)
         assert gate.wait_behind_all_s() == 0.0
