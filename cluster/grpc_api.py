@@ -112,8 +112,10 @@ def _streaming(method: Callable[..., AsyncGenerator]) -> Callable[..., AsyncGene
                 async for response in responses:
                     yield response
             except Exception as error:
-                # `from None`: Serve logs the chain, and a client's mistake is no traceback.
-                raise RpcFailed(_set_status(grpc_context, error).message) from None
+                message = _set_status(grpc_context, error).message
+                if not self.is_direct_call():
+                    # `from None`: Serve logs the chain, and a client's mistake is no traceback.
+                    raise RpcFailed(message) from None
 
     return call
 
@@ -125,6 +127,15 @@ class GrpcApi:
     """
 
     service: Service
+
+    def is_direct_call(self) -> bool:
+        """Whether the call that runs came from its client to this process, and not by Serve's proxy.
+
+        Then a stream that has failed ends as if it had not: only so Serve sends what the context has of trailing
+        metadata, such as when to come again. The proxy hears of the context with messages only, and of one that had
+        none by an exception, which loses the metadata. False is right for both but for that.
+        """
+        return False
 
     # -- quire.v1.Generation -----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -60,6 +61,8 @@ class Router(GrpcApi):
         checkpoint = await asyncio.to_thread(
             resolve_checkpoint, app.model, app.revision, weights=False
         )
+        # Serve's servers are started in the same task of this actor, and what a proxy sends is a task of its own.
+        self._start_task = ray.get_runtime_context().get_task_id()
         context = serve.get_replica_context()
         router_id = f"router-{context.replica_tag}"  # which the Ray dashboard knows
         table = ReplicaTable(PrefixIndex(), lost_after_s=app.router.stream_idle_timeout_s)
@@ -107,6 +110,9 @@ class Router(GrpcApi):
         )
         if self.service.decision_log is not None:
             self.service.decision_log.resize(limits.decision_log_bytes)
+
+    def is_direct_call(self) -> bool:
+        return ray.get_runtime_context().get_task_id() == self._start_task
 
     async def own_decisions(
         self, request_id: str | None, limit: int

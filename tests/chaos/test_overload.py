@@ -152,18 +152,21 @@ class Clients:
             ignore_eos=True,
         )
         began_s = time.monotonic()
+        num_tokens, last = 0, None
         try:
-            # Not a stream: Serve drops what a stream that fails has of trailing metadata, such as when to come again.
-            answer = await self._stub.GenerateOnce(request)
+            async for last in self._stub.Generate(request):
+                if not num_tokens:
+                    tally.started(began_s)
+                num_tokens += len(last.token_ids)
         except grpc.aio.AioRpcError as error:
             if error.code() is not OVERLOADED:
                 tally.ends[error.code().name] += 1
                 return
             trailing = dict(error.trailing_metadata() or ())
             after = str(trailing.get("grpc-retry-pushback-ms", ""))
-            tally.refused(began_s, after, True, error.details())
+            tally.refused(began_s, after, num_tokens == 0, error.details())
             return
-        tally.answered(began_s, bool(answer.finish_reason), len(answer.token_ids), answer)
+        tally.answered(began_s, bool(last and last.finish_reason), num_tokens, last)
 
 
 async def slow_down(client: httpx.AsyncClient) -> None:

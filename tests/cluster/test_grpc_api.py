@@ -80,6 +80,7 @@ class Clients:
 async def serving(service: Any, mode: str) -> AsyncIterator[Clients]:
     api = GrpcApi()
     api.service = service
+    api.is_direct_call = lambda: mode == "direct"
     server = grpc.aio.server()
     servicer = Servicer(api, mode)
     generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
@@ -396,7 +397,9 @@ def test_errors_have_their_status(service, mode: str) -> None:
         errors = await both(request())
         assert {e.code() for e in errors} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert {e.details() for e in errors} == {"the queue is full"}
-        assert dict(errors[0].trailing_metadata())["grpc-retry-pushback-ms"] == "250"
+        # Of a stream that fails with its first message Serve's proxy loses the metadata.
+        for error in errors if mode == "direct" else errors[:1]:
+            assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "250"
 
         service.refusal = Unavailable("no replica is ready", retry_after_s=1)
         errors = await both(request())

@@ -48,6 +48,9 @@ def test_default_proxy_streams_http_and_grpc(plain_cluster):
         with pytest.raises(grpc.RpcError) as error:
             stub.GenerateOnce(generation_pb2.GenerateRequest(prompt=""))
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError) as error:
+            list(stub.Generate(generation_pb2.GenerateRequest(prompt="")))
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 def with_routers(cluster: Cluster, num: int) -> dict:
