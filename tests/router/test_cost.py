@@ -254,6 +254,7 @@ def plain_terms(policy, fleet, num_tokens):
         bounded = window * (1.0 / (policy.window_prefills * demand.mean_prefill_s)) + 1.0
         later = window / bounded * prefill * price
     output_s = demand.output_tokens * demand.decode_s_per_kv_token
+    overlap_s = policy.delta * demand.output_tokens * demand.decode_s_per_kv_token
     read = fleet.mean_requests * float(num_tokens) + fleet.mean_kv_tokens
     short = np.maximum(missing - fleet.free_tokens, 0.0)
     freed = np.maximum(fleet.used_tokens, 1.0)
@@ -269,7 +270,7 @@ def plain_terms(policy, fleet, num_tokens):
         "host_copy_s": fleet.host_tokens * fleet.host_copy_s_per_token,
         "interference_s": fleet.num_requests * (policy.eta * prefill),
         "later_s": later,
-        "decode_s": read * (policy.delta * output_s),
+        "decode_s": read * overlap_s,
         "eviction_s": np.exp(fleet.cache_age_s * (-1.0 / policy.reuse_s))
         * (missing * speed)
         * policy.eviction,
@@ -284,7 +285,7 @@ DEMANDS = st.one_of(
         Demand,
         st.floats(0, 20),
         st.floats(0, 0.99),
-        st.floats(0, 10),
+        st.one_of(st.just(0.0), st.floats(1e-6, 10)),
         st.floats(0, 100),
         st.floats(1, 1000),
         st.one_of(st.just(0.0), st.floats(0, 1e-5)),
