@@ -99,6 +99,7 @@ class Visitors:
         self.left: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.num_refused = 0
+        self.num_moved = 0
 
     async def run(self, num: int) -> None:
         numbers = iter(range(num))
@@ -154,12 +155,14 @@ class Visitors:
                 num_read -= 1
                 if not num_read:
                     break
-            if stage == "while moving" and number % 50 == 3:  # it takes everybody there along
+            if stage == "while moving" and number // len(STAGES) % 10 == 0:
+                # It takes everybody there along.
                 await self._replicas[stream.explain.replica].cut_streams()
             if stage == "while moving":
                 await asyncio.sleep(rng.uniform(0, 0.01))
             self.left[stage] += 1
         finally:
+            self.num_moved += stream.explain.attempts > 1
             await stream.aclose()
 
     async def _wait_until_offloaded(self, stream) -> bool:
@@ -206,6 +209,13 @@ def write_bars(visitors: Visitors, left: Counter[str], aborted_in: list[Phase]) 
     bars = [
         Bar("chaos/disconnects", num_left, "clients", goal, at_most=False, details=visitors.left),
         Bar(
+            "chaos/disconnects_moved",
+            visitors.num_moved,
+            "clients",
+            NUM_CLIENTS // 100,
+            at_most=False,
+        ),
+        Bar(
             "chaos/disconnects_offloaded",
             phases[Phase.OFFLOADED.value],
             "requests",
@@ -246,12 +256,13 @@ def test_nothing_stays_of_clients_that_leave(runner, replicas, aborted_in):
         left = leaks(cluster)
         write_bars(visitors, left, aborted_in)
         num_offloads = sum(replica.engine.load().num_offloads for replica in replicas)
-        print(dict(visitors.left), Counter(aborted_in), f"{num_offloads} offloads")
+        print(dict(visitors.left), visitors.num_moved, Counter(aborted_in), num_offloads)
         assert not left.total(), left
         assert not visitors.failed
         assert visitors.num_refused < NUM_CLIENTS // 10
         few = {stage for stage in STAGES if visitors.left[stage] <= NUM_CLIENTS // 20}
         assert few <= {"while offloaded"}, visitors.left
+        assert visitors.num_moved > NUM_CLIENTS // 100, "the replicas are cut off too seldom"
         assert aborted_in.count(Phase.OFFLOADED) > NUM_CLIENTS // 100, "the cache is too large"
         await cluster.stop()  # nothing is left on a replica, in the bus or in the table
 

@@ -132,6 +132,16 @@ def grpc_request() -> generation_pb2.GenerateRequest:
     )
 
 
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster) -> list[int]:
+    """Token ids of the answer to it."""
+    with cluster.channel() as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        token_ids = [i for response in stub.Generate(grpc_request()) for i in response.token_ids]
+    assert len(token_ids) == NUM_TOKENS
+    return token_ids
+
+
 def slow_channel(cluster: Cluster, number: int) -> grpc.Channel:
     """Of a client that takes no more than 64 KB ahead of its reader; not shared with another."""
     options = [
@@ -143,16 +153,13 @@ def slow_channel(cluster: Cluster, number: int) -> grpc.Channel:
     return grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}", options=options)
 
 
-def stall_fifty(cluster: Cluster) -> tuple[float, float]:
+def stall_fifty(cluster: Cluster, whole: list[int]) -> tuple[float, float]:
     """Bytes of the routers' memory for each reader that stalls, and the longest time of a call beside them in seconds.
 
-    Most of them over gRPC: over HTTP the kernel takes three megabytes for each socket before anybody waits.
+    `whole` is the answer to `grpc_request` when it is read. Most of them over gRPC: over HTTP the kernel takes three
+    megabytes for each socket before anybody waits.
     """
     with_router_settings(cluster, stream_credit_tokens=16, slow_client_timeout_s=600.0)
-    with cluster.channel() as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
-        whole = [i for response in stub.Generate(grpc_request()) for i in response.token_ids]
-    assert len(whole) == NUM_TOKENS
     pids = router_pids(cluster)
     before = resident_bytes(pids)
     channels = [slow_channel(cluster, i) for i in range(NUM_STALLED - 2)]
@@ -204,12 +211,12 @@ def ask_beside_them(cluster: Cluster) -> float:
     return max(http_s, time.monotonic() - began_s)
 
 
-def test_fifty_readers_that_stall(cluster, credit):
+def test_fifty_readers_that_stall(cluster, credit, whole):
     rounds: list[tuple[float, float]] = []
     began_s = time.monotonic()
     try:
         for _ in range(NUM_ROUNDS):
-            rounds.append(stall_fifty(cluster))
+            rounds.append(stall_fifty(cluster, whole))
     finally:
         kib = [each / 1024 for each, _ in rounds]
         worst = round(max((s for _, s in rounds), default=0.0), 2)
@@ -236,11 +243,8 @@ def test_fifty_readers_that_stall(cluster, credit):
     assert bars[0].holds
 
 
-def test_a_reader_that_stalls_and_goes_on(cluster, credit):
+def test_a_reader_that_stalls_and_goes_on(cluster, credit, whole):
     with_router_settings(cluster, stream_credit_tokens=16, slow_client_timeout_s=600.0)
-    with cluster.channel() as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
-        whole = [i for response in stub.Generate(grpc_request()) for i in response.token_ids]
     with slow_channel(cluster, 0) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(grpc_request())
         first = next(call)
