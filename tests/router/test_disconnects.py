@@ -250,11 +250,13 @@ def test_nothing_stays_of_clients_that_leave(runner, replicas, aborted_in):
         cluster.bus.credit_tokens = CREDIT_TOKENS
         await cluster.start()
         visitors = Visitors(service, cluster.replicas, seed)
-        await visitors.run(NUM_CLIENTS)
-        with contextlib.suppress(TimeoutError):
-            await until(lambda: not leaks(cluster).total())
-        left = leaks(cluster)
-        write_bars(visitors, left, aborted_in)
+        try:
+            await visitors.run(NUM_CLIENTS)
+        finally:  # also of a run that is cut short
+            with contextlib.suppress(TimeoutError):
+                await until(lambda: not leaks(cluster).total())
+            left = leaks(cluster)
+            write_bars(visitors, left, aborted_in)
         num_offloads = sum(replica.engine.load().num_offloads for replica in replicas)
         print(dict(visitors.left), visitors.num_moved, Counter(aborted_in), num_offloads)
         assert not left.total(), left
