@@ -405,19 +405,18 @@ class RouterArgs(_Section):
         description="Most replicas that one request may lose and still continue on another.",
     )
     migration_refill_s: float = Field(
-        0.03,
+        0.015,
         gt=0,
         le=3600,
-        description="Seconds after which each router's budget of moves has one more. A move computes its "
-        "prompt and answer anew; a stream that finds the budget empty waits, at most max_move_s. The "
-        "cluster's budget is that of all routers together.",
+        description="Seconds after which the cluster's budget of moves has one more; routers share it evenly. A "
+        "move computes its prompt and answer anew; a stream that finds the budget empty waits, at most max_move_s.",
     )
     migration_burst: int = Field(
-        1024,
+        2048,
         ge=1,
         le=1_000_000,
-        description="Most moves of one router at once: its full budget. 1024 are the streams of four "
-        "full replicas.",
+        description="Most moves at once in the cluster: its full budget. 2048 are the streams of eight full "
+        "replicas.",
     )
     max_move_s: float = Field(
         30.0,

@@ -616,6 +616,10 @@ class ReplicaTable:
         )
         self._columns.write(entry.row, values)
 
+    def num_routers(self) -> int:
+        """That share the replicas, as these report it; this one at least."""
+        return max((entry.load.num_routers for entry in self._replicas.values()), default=1)
+
     def statuses(self, now_s: float) -> list[ReplicaStatus]:
         """Every replica, also those that take no requests."""
         return [

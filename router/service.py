@@ -569,7 +569,7 @@ class RequestStream:
     async def _wait_for_budget(self) -> None:
         budget = self._service.budget
         while self._must_pay and budget is not None:
-            wait_s = budget.take(self._service.clock())
+            wait_s = budget.take(self._service.clock(), self._service.table.num_routers())
             self._must_pay = wait_s > 0
             if self._must_pay:
                 if self._has_waited_enough():

@@ -42,3 +42,26 @@ def test_a_clock_that_goes_back_gives_nothing_away():
 def test_bounds(refill_s, burst):
     with pytest.raises(ValueError, match="refill_s must be > 0 and burst >= 1"):
         MigrationBudget(refill_s, burst)
+
+
+@pytest.mark.parametrize("num_routers", [1, 2, 5, 16])
+def test_routers_share_the_budget_of_the_cluster(num_routers):
+    refill_s, burst, seconds = 0.1, 40, 60
+    routers = [MigrationBudget(refill_s, burst) for _ in range(num_routers)]
+    taken = 0
+    for tick in range(seconds * 20):
+        for budget in routers:
+            while budget.take(tick / 20, num_routers) == 0.0:
+                taken += 1
+    # What a share rounds off is one token a router at most.
+    assert taken == pytest.approx(burst + seconds / refill_s, abs=num_routers + 1)
+
+
+def test_a_router_that_comes_takes_its_share_from_the_others():
+    budget = MigrationBudget(1.0, 8)
+    assert budget.take(10.0) == 0.0
+    taken = 0
+    while budget.take(10.0, 4) == 0.0:
+        taken += 1
+    assert taken == 2
+    assert budget.take(10.0, 4) == pytest.approx(4.0)

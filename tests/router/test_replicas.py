@@ -276,6 +276,16 @@ def test_the_places_left_are_those_of_the_report_less_what_was_sent_since():
     assert table.fleet([], 1, 1.3).num_places[0] == float("inf"), "of an engine without a bound"
 
 
+def test_as_many_routers_share_as_a_replica_has_attached():
+    table = ReplicaTable(PrefixIndex())
+    assert table.num_routers() == 1
+    table, replica = attached(FakeReplica(load=Load(num_routers=3)))
+    other = FakeReplica("other", load=Load(num_routers=2))  # one has not found it yet
+    table.add("s", "other")
+    table.on_frame("s", other.frame(), 0.0)
+    assert table.num_routers() == 3
+
+
 def test_replicas_that_would_refuse_are_left_out_unless_all_would():
     table, _ = attached(FakeReplica(load=Load(num_places=0)))
     other = FakeReplica("other", load=Load(num_places=1))
