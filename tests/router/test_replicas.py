@@ -279,7 +279,7 @@ def test_the_places_left_are_those_of_the_report_less_what_was_sent_since():
 def test_as_many_routers_share_as_a_replica_has_attached():
     table = ReplicaTable(PrefixIndex())
     assert table.num_routers() == 1
-    table, replica = attached(FakeReplica(load=Load(num_routers=3)))
+    table, _ = attached(FakeReplica(load=Load(num_routers=3)))
     other = FakeReplica("other", load=Load(num_routers=2))  # one has not found it yet
     table.add("s", "other")
     table.on_frame("s", other.frame(), 0.0)
