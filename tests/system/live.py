@@ -58,6 +58,11 @@ class Cluster:
         """Serve's details from the dashboard's REST API."""
         return json.loads(self._dashboard("/api/serve/applications/"))
 
+    def is_running(self) -> bool:
+        """Whether Serve has started or changed all that it was told."""
+        applications = self.serve_status()["applications"].values()
+        return all(application["status"] == "RUNNING" for application in applications)
+
     def pids(self, deployment: str) -> list[int]:
         """Of the running replicas of a deployment, as Serve knows them: its news are a second old."""
         deployments = self.serve_status()["applications"]["quire"]["deployments"]
@@ -136,13 +141,16 @@ def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[C
         )
         assert process.poll() is None, output.read_text()
         dashboard = re.search(r"Ray dashboard: (\S+)", output.read_text())[1]
-        yield Cluster(
+        cluster = Cluster(
             config["http_options"]["port"],
             config["grpc_options"]["port"],
             output,
             dashboard,
             config,
         )
+        # Routers answer a moment before Serve says so.
+        wait_until(cluster.is_running, 60, f"Serve is done: {output.read_text()}")
+        yield cluster
     finally:
         process.send_signal(signal.SIGTERM)
         try:
