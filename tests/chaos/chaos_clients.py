@@ -27,10 +27,12 @@ MAX_REFUSED_S = 240.0  # for which a client comes back
 
 
 class Connection:
-    """One client's channel, shared with nobody, and another one once a stream has broken on it.
+    """One client's channel, shared with nobody, and another one once a call has failed on it.
 
     Where routers die, gRPC's core has ended this process when a further call was made on a channel ("Check failed:
-    request.max() <= MemoryRequest::max_allowed_size()", grpcio 1.85.1, twice in some 70 kills).
+    request.max() <= MemoryRequest::max_allowed_size()", grpcio 1.85.1, three times in some 80 kills; the last one on
+    a channel whose calls had been refused and none cut off): it asks for as much memory as it expects from the
+    channel's calls so far.
     """
 
     def __init__(self, address: str):
@@ -107,6 +109,7 @@ class Clients:
                 return
             except Refused as refusal:
                 watch.refusals += 1
+                await connection.renew()
                 if time.monotonic() - began_s > MAX_REFUSED_S:
                     self.outcomes[number] = f"refused for {MAX_REFUSED_S} s: {refusal}"
                     return
