@@ -23,6 +23,7 @@ from quire.protos.wire import Grammar
 from quire.replica.embedded import CHECKPOINT
 from quire.replica.request import Phase, RequestDelta
 from quire.replica.scheduler import Scheduler
+from quire.router.admission import AdmissionLimits
 from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits
 from quire.router.policy import make_policy
@@ -246,6 +247,8 @@ def test_nothing_stays_of_clients_that_leave(runner, replicas, aborted_in):
             policy=make_policy("slo"),
             transport=cluster.bus,
             max_migrations=1000,  # every cut moves everybody
+            # How long somebody waits is the machine's doing here; that bound has tests of its own.
+            admission=AdmissionLimits(max_wait_s=3600.0),
         )
         cluster.bus.credit_tokens = CREDIT_TOKENS
         await cluster.start()

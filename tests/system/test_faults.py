@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +35,11 @@ def faulty(tmp_path_factory) -> Iterator[Cluster]:
     yield from start_cluster(tmp_path_factory.mktemp("faulty"), change)
 
 
-def ask(cluster: Cluster, label: str = "", **fields) -> tuple[list[int], float, dict | None]:
-    """Token ids, the longest time between two events in seconds, and the error that ended it."""
+def ask(
+    cluster: Cluster, label: str = "", begun: threading.Event | None = None, **fields
+) -> tuple[list[int], float, dict | None]:
+    """Token ids, the longest time between two events in seconds, and the error that ended it; `begun` is set when the
+    first event comes."""
     ids: list[int] = []
     worst_s, last_s, error = 0.0, None, None
     headers = {"x-request-id": label} if label else {}
@@ -50,6 +54,8 @@ def ask(cluster: Cluster, label: str = "", **fields) -> tuple[list[int], float, 
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
+            if begun is not None:
+                begun.set()
             now = time.monotonic()
             worst_s = max(worst_s, now - last_s) if last_s is not None else 0.0
             last_s = now
@@ -123,11 +129,14 @@ def test_a_clock_that_jumps_ahead_looks_like_a_hung_step_and_costs_no_token(faul
 def test_a_step_that_fails_costs_nobody_a_token(faulty, expected, fault):
     """Neither those in it nor those that come after it, served by the same process from a clean cache."""
     pids = faulty.pids("Replica")
+    of_others, _, _ = ask(faulty, seed=6)  # a fault takes who has its seed for its own
     with ThreadPoolExecutor(4) as pool:
-        others = [pool.submit(ask, faulty) for _ in range(3)]
-        answers = [ask(faulty, f"fault:{fault}")] + [other.result() for other in others]
-        answers += pool.map(lambda _: ask(faulty), range(4))
-    assert [(ids, error) for ids, _, error in answers] == [(expected, None)] * 8
+        others = [pool.submit(ask, faulty, seed=6) for _ in range(3)]
+        ids, _, error = ask(faulty, f"fault:{fault}")
+        answers = [other.result() for other in others]
+        answers += pool.map(lambda _: ask(faulty, seed=6), range(4))
+    assert (ids, error) == (expected, None)
+    assert [(ids, error) for ids, _, error in answers] == [(of_others, None)] * 7
     assert sorted(faulty.pids("Replica")) == sorted(pids)
 
 
@@ -148,7 +157,10 @@ def test_a_poison_request_fails_and_everybody_else_is_untouched(faulty, expected
     """The third replica that it crashes had nothing else in its step."""
     pids = faulty.pids("Replica")
     with ThreadPoolExecutor(5) as pool:
-        others = [pool.submit(ask, faulty) for _ in range(4)]
+        # Who comes while both replicas are down is refused, and who has begun goes on.
+        begun = [threading.Event() for _ in range(4)]
+        others = [pool.submit(ask, faulty, begun=event) for event in begun]
+        assert all(event.wait(60) for event in begun)
         bad = pool.submit(ask, faulty, "fault:crash!@9", seed=6)
         ids, _, error = bad.result()
         assert error is not None and error["code"] == "engine_crash"
