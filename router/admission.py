@@ -39,6 +39,7 @@ _RATE_HORIZON_S = 10.0
 _PRIOR_S = 2.0  # seconds of measurement that the expected rate counts for
 MAX_RETRY_AFTER_S = 300.0
 _LEAST_RETRY_S = 0.1
+_LEAST_RATE = 1e-9  # what has long been measured decays to nothing
 _MEMORY_S = 60.0  # of a shortfall
 _MAX_REMEMBERED = 256
 _KEPT_PART = 0.99  # of the accepted requests shall start within the bound
@@ -96,14 +97,18 @@ class DrainRate:
         """Of seconds of prefill; the number of replicas counts as if it had been measured for two seconds before,
         and is forgotten like all that was."""
         expected = max(1, num_replicas)
-        return (self._released + self._prior_s * expected) / (self._elapsed_s + self._prior_s)
+        return self._measured(expected)
 
     def request_rate(self, expected: float | None = None) -> float:
         """Of requests; what is expected counts like the number of replicas above. Where nothing can be, it is the
         highest that the time so far has not refuted: as if one more were just leaving."""
         if expected is not None:
-            return (self._released + self._prior_s * expected) / (self._elapsed_s + self._prior_s)
+            return self._measured(expected)
         return (self._released + 1.0) / self._elapsed_s if self._elapsed_s else math.inf
+
+    def _measured(self, expected: float) -> float:
+        rate = (self._released + self._prior_s * expected) / (self._elapsed_s + self._prior_s)
+        return max(rate, _LEAST_RATE)
 
 
 class Turnover:

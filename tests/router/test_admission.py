@@ -104,6 +104,14 @@ def test_the_rate_begins_as_the_number_of_replicas_and_becomes_what_was_measured
     assert rate.rate(4) == pytest.approx(0.2, rel=0.05)
 
 
+def test_a_queue_that_nothing_leaves_for_hours_has_a_rate():
+    rate = DrainRate()
+    for _ in range(24 * 60):
+        rate.on_time(60.0)
+    assert 0 < rate.rate(4) < 1e-6
+    assert 0 < rate.request_rate(2.0) < 1e-6
+
+
 def test_requests_leave_as_fast_as_the_time_so_far_has_not_refuted():
     rate = DrainRate()
     assert rate.request_rate() == float("inf")
