@@ -148,8 +148,8 @@ class AdmissionGate:
         return self._queue.prefill_s
 
     def wait_behind_all_s(self) -> float:
-        """Seconds until the first token of a request that went after all that waits here, by the estimate of
-        `router/admission.py`; 0 while nobody waits."""
+        """Seconds until the first token of a request that went after all that waits here, by the rates of
+        `router/admission.py`: the mean, where admission asks for the 99th percentile; 0 while nobody waits."""
         if not self._queue:
             return 0.0
         last = self._last
