@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-import grpc
 import httpx
 from chaos_streams import (
     Outcome,
@@ -16,6 +15,7 @@ from chaos_streams import (
     Watch,
     ask_grpc,
     ask_http,
+    insecure_channel,
     new_outcome,
 )
 from live import Cluster
@@ -27,23 +27,14 @@ MAX_REFUSED_S = 240.0  # for which a client comes back
 
 
 class Connection:
-    """One client's channel, shared with nobody, and another one once a call has failed on it.
-
-    Without gRPC's transparent retries. HAProxy says goodbye (GOAWAY) on its connections whenever Serve gives it other
-    servers, and a call that has not left this process is tried again by gRPC's core (grpcio 1.85.1) at once and without
-    a bound; what each trial needed stays until the call ends. Where routers were killed, this process grew to 20 GB in
-    half a minute, twice in 30 kills, whereupon Ray killed replicas, routers and Serve's controller for want of memory;
-    or the next call ended it ("Check failed: request.max() <= MemoryRequest::max_allowed_size()": it asks for as much
-    as the channel's calls so far have needed).
-    """
+    """One client's channel, shared with nobody, and another one once a call has failed on it."""
 
     def __init__(self, address: str):
         self._address = address
         self._open()
 
     def _open(self) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
-        self._channel = grpc.aio.insecure_channel(self._address, options=options)
+        self._channel = insecure_channel(self._address, ("grpc.use_local_subchannel_pool", 1))
         self.stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     async def renew(self) -> None:

@@ -12,11 +12,18 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
-import grpc
 import httpx
 import openai
 import pytest
-from chaos_streams import Outcome, Spec, Watch, ask_grpc, ask_http
+from chaos_streams import (
+    NotSent,
+    Outcome,
+    Spec,
+    Watch,
+    ask_grpc,
+    ask_http,
+    insecure_channel,
+)
 from live import SIZE, Cluster, start_cluster, write_bars
 
 from quire.bench.report import Bar
@@ -84,6 +91,17 @@ def with_deployments(config: dict, **deployments: dict) -> dict:
     return config
 
 
+async def ask_until_sent(
+    stub: generation_pb2_grpc.GenerationStub, spec: Spec, watch: Watch
+) -> Outcome:
+    """As gRPC does by itself, but with a pause."""
+    while True:
+        try:
+            return await ask_grpc(stub, spec, watch)
+        except NotSent:
+            await asyncio.sleep(0.05)
+
+
 class Load:
     """`NUM_STREAMS` clients, each with one stream after the other until told to stop."""
 
@@ -104,7 +122,7 @@ class Load:
             httpx.AsyncClient(
                 base_url=self._cluster.url, timeout=CHANGE_TIMEOUT_S, limits=limits
             ) as client,
-            grpc.aio.insecure_channel(f"127.0.0.1:{self._cluster.grpc_port}") as channel,
+            insecure_channel(f"127.0.0.1:{self._cluster.grpc_port}") as channel,
         ):
             stub = generation_pb2_grpc.GenerationStub(channel)
 
@@ -113,7 +131,7 @@ class Load:
                 if spec.over_http:
                     outcome = await ask_http(client, spec, watch)
                 else:
-                    outcome = await ask_grpc(stub, spec, watch)
+                    outcome = await ask_until_sent(stub, spec, watch)
                 self.num_moved += watch.attempts > 1
                 return outcome
 
