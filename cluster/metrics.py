@@ -7,7 +7,7 @@ import asyncio
 from ray.serve import metrics
 
 from quire.router.gate import AdmissionGate
-from quire.router.service import Observer
+from quire.router.observer import Observer
 from quire.router.types import Explain, Usage
 
 # Seconds; from a cached prompt on an idle GPU to a long queue.

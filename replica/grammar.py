@@ -12,6 +12,7 @@ nothing; a request that comes from another replica replays what was emitted ther
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +24,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.protos.errors import InvalidRequest, Overloaded, QuireError, UnsupportedField
 from quire.protos.wire import Grammar
+from quire.replica.compute_timer import ComputeTimer
 
-MAX_COMPILE_S = 2.0
+MAX_COMPILE_S = 2.0  # of the compiler's own time
 MAX_PENDING = 64  # grammars that wait for the compiler or are in it
 # An error message quotes neither the parser's state nor the whole grammar.
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -112,7 +114,9 @@ class GrammarCompiler:
     ) -> None:
         """Compile in the compiler's thread; `on_done` is called once, in some thread.
 
-        After `MAX_COMPILE_S` it gets an error, though the thread goes on until its own limits end it.
+        After `MAX_COMPILE_S` of that thread's time it gets an error, though the thread goes on until its own limits end
+        it. Waiting for others and reading the tokenizer count for nothing. A request that comes from another replica
+        has no such bound: its grammar was compiled there, and its answer has begun.
 
         Raises
         ------
@@ -128,23 +132,37 @@ class GrammarCompiler:
 
         def tell(outcome: GrammarState | QuireError) -> None:
             if once.acquire(blocking=False):
-                timer.cancel()
                 on_done(outcome)
 
         late = InvalidRequest(
             f"{grammar.field}: took longer than {MAX_COMPILE_S:g} s to compile",
             field=grammar.field,
         )
-        timer = threading.Timer(MAX_COMPILE_S, tell, (late,))
-        timer.daemon = True
-        timer.start()
-        self._pool.submit(self.compile, grammar, emitted_ids).add_done_callback(
-            lambda future: self._on_compiled(future, tell)
-        )
+        limit_s = MAX_COMPILE_S if not len(emitted_ids) else math.inf
+        self._pool.submit(
+            self._compile_within, limit_s, lambda: tell(late), grammar, emitted_ids
+        ).add_done_callback(lambda future: self._on_compiled(future, tell))
 
     def close(self) -> None:
         """Stop the thread after what it is at."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile_within(
+        self,
+        limit_s: float,
+        on_late: Callable[[], None],
+        grammar: Grammar,
+        emitted_ids: Sequence[int],
+    ) -> GrammarState:
+        self._load(grammar)
+        if limit_s == math.inf:
+            return self.compile(grammar, emitted_ids)
+        timer = ComputeTimer(limit_s, on_late)
+        timer.begin()
+        try:
+            return self.compile(grammar, emitted_ids)
+        finally:
+            timer.end()
 
     def _on_compiled(
         self, future: Future[GrammarState], tell: Callable[[GrammarState | QuireError], None]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from quire.router.types import Explain, OutputDelta, TokenScores, Usage
 
 if TYPE_CHECKING:
-    from quire.router.service import RequestStream
+    from quire.router.request_stream import RequestStream
 
 
 class ChoicesStream:

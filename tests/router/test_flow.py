@@ -21,7 +21,8 @@ from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits
 from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaTable
-from quire.router.service import ModelFacts, RequestStream, RouterService
+from quire.router.request_stream import RequestStream
+from quire.router.service import ModelFacts, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.types import GenerationRequest
 

@@ -40,10 +40,12 @@ from quire.router.admission import AdmissionLimits
 from quire.router.chat_template import ChatTemplate
 from quire.router.index import PrefixIndex
 from quire.router.migration_budget import MigrationBudget
+from quire.router.observer import Observer
 from quire.router.params import GenerationDefaults, Limits
 from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaState, ReplicaTable
-from quire.router.service import MAX_MIGRATIONS, ModelFacts, Observer, RequestStream, RouterService
+from quire.router.request_stream import RequestStream
+from quire.router.service import MAX_MIGRATIONS, ModelFacts, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.types import Explain, GenerationRequest, OutputDelta, Usage
 
