@@ -15,10 +15,10 @@ from chaos_streams import (
     Watch,
     ask_grpc,
     ask_http,
-    insecure_channel,
     new_outcome,
 )
 from live import Cluster
+from patient_channel import aio_channel
 
 from quire.protos import generation_pb2_grpc
 
@@ -34,7 +34,7 @@ class Connection:
         self._open()
 
     def _open(self) -> None:
-        self._channel = insecure_channel(self._address, ("grpc.use_local_subchannel_pool", 1))
+        self._channel = aio_channel(self._address, ("grpc.use_local_subchannel_pool", 1))
         self.stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     async def renew(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import httpx
+from patient_channel import was_not_sent
 
 from quire.protos import generation_pb2 as pb
 from quire.protos import generation_pb2_grpc
@@ -234,19 +235,6 @@ def _take_event(data: str, watch: Watch, outcome: Outcome) -> None:
             choice.logprobs += zip(*columns, strict=True)
 
 
-def insecure_channel(address: str, *options: tuple[str, int]) -> grpc.aio.Channel:
-    """A channel without gRPC's transparent retries.
-
-    HAProxy says goodbye (GOAWAY) on its connections whenever Serve gives it other servers, and a call that has not left
-    this process is tried again by gRPC's core (grpcio 1.85.1) at once and without a bound; what each trial needed stays
-    until the call ends. This process grew to 20 GB within half a minute, twice in 30 kills of routers, its memory full
-    of trials and "GOAWAY received", whereupon Ray killed replicas, routers and Serve's controller for want of memory;
-    or the next call ended it ("Check failed: request.max() <= MemoryRequest::max_allowed_size()": it asks for as much
-    as the channel's calls so far have needed).
-    """
-    return grpc.aio.insecure_channel(address, options=[("grpc.enable_retries", 0), *options])
-
-
 async def ask_grpc(
     stub: generation_pb2_grpc.GenerationStub,
     spec: Spec,
@@ -258,7 +246,7 @@ async def ask_grpc(
     Raises
     ------
     NotSent
-        gRPC would have tried again by itself if the channel let it (`insecure_channel`).
+        Over an `aio_channel`.
     """
     outcome = outcome or new_outcome(spec)
     request = spec.grpc_request()
@@ -283,7 +271,7 @@ async def ask_grpc(
                 outcome.usage = (usage.prompt_tokens, usage.completion_tokens)
     except grpc.aio.AioRpcError as error:
         refused = (*ROUTER_LOST, grpc.StatusCode.RESOURCE_EXHAUSTED)
-        if "GOAWAY received" in (error.details() or "") and not watch.last_id:
+        if was_not_sent(error) and not watch.last_id:
             raise NotSent(error.details()) from error
         if error.code() in refused and not watch.last_id:
             raise Refused(error.details()) from error

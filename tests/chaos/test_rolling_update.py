@@ -22,9 +22,9 @@ from chaos_streams import (
     Watch,
     ask_grpc,
     ask_http,
-    insecure_channel,
 )
 from live import SIZE, Cluster, start_cluster, write_bars
+from patient_channel import aio_channel
 
 from quire.bench.report import Bar
 from quire.protos import generation_pb2_grpc
@@ -122,7 +122,7 @@ class Load:
             httpx.AsyncClient(
                 base_url=self._cluster.url, timeout=CHANGE_TIMEOUT_S, limits=limits
             ) as client,
-            insecure_channel(f"127.0.0.1:{self._cluster.grpc_port}") as channel,
+            aio_channel(f"127.0.0.1:{self._cluster.grpc_port}") as channel,
         ):
             stub = generation_pb2_grpc.GenerationStub(channel)
 

@@ -19,6 +19,7 @@ import grpc
 import openai
 import pytest
 import yaml
+from patient_channel import patient_channel
 
 from quire.bench.report import Bar, commit, write
 from quire.cluster.local_serve import free_ports, ray_auth_header
@@ -48,7 +49,7 @@ class Cluster:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **kwargs)
 
     def channel(self) -> grpc.Channel:
-        return grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}")
+        return patient_channel(f"127.0.0.1:{self.grpc_port}")
 
     def deploy(self, config: dict) -> None:
         """What `serve deploy` does: give Serve another config."""

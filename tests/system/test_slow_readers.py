@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from live import SIZE, Cluster, wait_until, write_bars
+from patient_channel import patient_channel
 
 from quire.bench.report import Bar
 from quire.protos import generation_pb2, generation_pb2_grpc
@@ -150,7 +151,7 @@ def slow_channel(cluster: Cluster, number: int) -> grpc.Channel:
         ("grpc.use_local_subchannel_pool", 1),
         ("quire.number", number),
     ]
-    return grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}", options=options)
+    return patient_channel(f"127.0.0.1:{cluster.grpc_port}", *options)
 
 
 def stall_fifty(cluster: Cluster, whole: list[int]) -> tuple[float, float]:
