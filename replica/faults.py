@@ -21,6 +21,7 @@ with `!` in every one, so that it follows the request from replica to replica.
 | `drag` | milliseconds | this step and every one after it, whoever is in it, takes so much longer |
 | `leak` | KiB | this step and every one after it, whoever is in it, keeps so much memory for ever |
 | `clock` | seconds | the engine's clock jumps, also back |
+| `forget` | seconds | so long after the step began the cache is cleared, whether or not anything runs |
 | `drop` | | the frame with the token is not sent |
 | `lose` | | the frame is sent without the request's token, but with those of the others |
 | `duplicate` | | it is sent twice, and the one before it once more |
@@ -35,6 +36,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -48,7 +50,7 @@ from quire.replica.loop import StepRunner
 from quire.replica.plan import StepPlan, StepResult
 
 logger = logging.getLogger("ray.serve")
-IN_STEP = ("kill", "crash", "hang", "slow", "fail", "oom", "drag", "leak", "clock")
+IN_STEP = ("kill", "crash", "hang", "slow", "fail", "oom", "drag", "leak", "clock", "forget")
 IN_STREAM = ("drop", "lose", "duplicate", "delay", "corrupt")
 _LABEL = re.compile(r"fault:([a-z]+)(?::(-?[0-9.]+))?(!?)@([0-9]+)")
 
@@ -139,11 +141,18 @@ class Faults:
 
 
 class FaultyRunner:
-    """A `StepRunner` to which faults happen."""
+    """A `StepRunner` to which faults happen.
 
-    def __init__(self, runner: StepRunner, faults: Faults):
+    Parameters
+    ----------
+    clear_cache
+        Called in a thread of its own for `forget`.
+    """
+
+    def __init__(self, runner: StepRunner, faults: Faults, clear_cache: Callable[[], None]):
         self._runner = runner
         self._faults = faults
+        self._clear_cache = clear_cache
 
     @property
     def num_compiles(self) -> int:
@@ -168,6 +177,8 @@ class FaultyRunner:
                 self._faults.drag_s = fault.number / 1000
             elif fault.kind == "leak":
                 self._faults.leak_bytes = int(fault.number * 1024)
+            elif fault.kind == "forget":
+                threading.Timer(fault.number, self._clear_cache).start()
             else:
                 self._faults.clock_offset_s += fault.number
         if self._faults.drag_s:
@@ -192,7 +203,10 @@ class FaultyEngine(Engine):
 
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
         self.faults = Faults()
-        return FaultyRunner(runner, self.faults), self.faults.now_s
+        return FaultyRunner(runner, self.faults, self._forget), self.faults.now_s
+
+    def _forget(self) -> None:
+        self.call(lambda scheduler: scheduler.clear_cache()).result()
 
 
 def disturbed(fault: Fault, data: bytes, before: bytes) -> list[bytes]:
