@@ -14,7 +14,10 @@ import urllib.parse
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class RequestFailed(Exception):
@@ -61,15 +64,23 @@ class OpenAIClient:
         Further fields of the body, for instance `{"return_token_ids": true}`.
     timeout_s
         Between two bytes.
+    headers
+        Of every request, beside those of any.
     """
 
     def __init__(
-        self, url: str, model: str, extra: dict[str, Any] | None = None, timeout_s: float = 600.0
+        self,
+        url: str,
+        model: str,
+        extra: dict[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ):
         self._url = urllib.parse.urlsplit(url)
         if self._url.scheme not in ("http", "https") or not self._url.hostname:
             raise ValueError(f"url: must be http://HOST:PORT or https://..., got {url!r}")
         self._model, self._extra, self._timeout_s = model, extra or {}, timeout_s
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
 
     async def complete(
         self, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
@@ -138,7 +149,7 @@ class OpenAIClient:
             head = (
                 f"POST {url.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {url.netloc}\r\n"
                 "Content-Type: application/json\r\nAccept: text/event-stream\r\n"
-                f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+                f"{self._headers}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
             )
             writer.write(head.encode() + data)
             await writer.drain()
