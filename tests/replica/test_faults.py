@@ -94,6 +94,22 @@ def test_a_drag_and_a_leak_are_for_all_steps_from_then_on(engine):
     engine.faults.waiting.clear()
 
 
+def test_a_crawl_makes_the_engine_know_itself_slower(engine):
+    def decode_step_s() -> float:
+        engine.generate(
+            [PROMPT], dataclasses.replace(PARAMS, seed=1, max_tokens=60), progress=False
+        )
+        return engine.load().decode_step_s
+
+    decode_step_s()
+    before_s = decode_step_s()
+    arm(engine, "crawl", 8, 0)
+    engine.generate([PROMPT], PARAMS, progress=False)
+    assert decode_step_s() > 3 * before_s
+    engine.faults.crawl = 1.0
+    engine.faults.waiting.clear()
+
+
 def test_an_idle_engine_forgets_what_it_has_cached_and_says_so(engine):
     prompt = list(range(300, 370))
     whole = engine.generate([prompt], PARAMS, progress=False)[0].token_ids
