@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # The proxy's way to the routers goes over ports from a window, on which several processes may listen at once: another
 # cluster with the same window would get a part of this one's requests.
 _WINDOW = 50
-_READY_TIMEOUT_S = 180
+_READY_TIMEOUT_S = 300
 _STOP_TIMEOUT_S = 60
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def live_cluster(config: dict[str, Any]) -> Iterator[LiveCluster]:
     Raises
     ------
     RuntimeError
-        It did not get ready; the message is what it printed.
+        It did not get ready; the message says why.
     """
     config = json.loads(json.dumps(config))
     _take_ports(config)
@@ -84,12 +86,19 @@ def live_cluster(config: dict[str, Any]) -> Iterator[LiveCluster]:
                     break
             else:
                 raise RuntimeError("".join(lines))
-            yield LiveCluster(
+            cluster = LiveCluster(
                 config["http_options"]["port"],
                 config["grpc_options"]["port"],
                 _found(r"Ray dashboard: (\S+)", lines),
                 _startup_s(lines),
             )
+            # Routers answer a moment before Serve says so.
+            until_s = time.monotonic() + _READY_TIMEOUT_S
+            while not cluster.is_running():
+                if time.monotonic() > until_s:
+                    raise RuntimeError(f"Serve is not done after {_READY_TIMEOUT_S} s")
+                time.sleep(_POLL_S)
+            yield cluster
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(_STOP_TIMEOUT_S)
