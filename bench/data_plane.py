@@ -95,6 +95,10 @@ class StreamRun:
     def us_per_token(self, idle: Mapping[str, float]) -> dict[str, float]:
         """CPU time by who; `idle` is what each takes in a second when nothing runs."""
         window, num_tokens = self.window, self.num_in_window
+        if not num_tokens:
+            raise RuntimeError(
+                f"no token came in the middle of a run of {self.num_tokens} each: the machine is too busy"
+            )
         lasted_s = window.end_s - window.begin_s
         return {
             who: 1e6 * (spent_s - idle[who] * lasted_s) / num_tokens

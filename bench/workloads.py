@@ -245,8 +245,7 @@ class TraceScale:
     def output_tokens(self, recorded: int) -> int:
         return max(1, round(recorded * self.output_share))
 
-    def fits(self, request: TimedRequest) -> bool:
-        num_tokens = len(request.prompt_ids) + request.output_tokens
+    def fits(self, num_tokens: int) -> bool:
         return self.max_tokens is None or num_tokens <= self.max_tokens
 
 
@@ -284,48 +283,63 @@ def read_trace(
     """
     if speed <= 0:
         raise ValueError(f"speed: must be > 0, got {speed:g}")
-    requests = []
+    rows = []
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            request = _of_trace(json.loads(line), number, vocab_size, speed, scale)
+            row = _TraceRow.parse(json.loads(line), number, scale)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path.name}, line {number}: {error!r}") from None
-        if scale.fits(request):
-            requests.append(request)
-    if not requests:
+        if scale.fits(row.prompt_tokens + row.output_tokens):
+            rows.append(row)
+    if not rows:
         raise ValueError(f"{path.name}: no requests")
-    requests.sort(key=lambda request: request.at_s)
-    first_s = requests[0].at_s
-    return [dataclasses.replace(r, at_s=r.at_s - first_s) for r in requests[:limit]]
+    rows.sort(key=lambda row: row.at_s)
+    first_s = rows[0].at_s
+    return [
+        TimedRequest((row.at_s - first_s) / speed, row.prompt(vocab_size, scale), row.output_tokens)
+        for row in rows[:limit]
+    ]
 
 
-def _of_trace(
-    row: dict, number: int, vocab_size: int, speed: float, scale: TraceScale
-) -> TimedRequest:
-    at_s = row["at_s"] if "at_s" in row else row["timestamp"] / 1000
-    length = int(row["prompt_tokens"] if "prompt_tokens" in row else row["input_length"])
-    output = int(row["output_tokens"] if "output_tokens" in row else row["output_length"])
-    if at_s < 0 or length < 1 or output < 1:
-        raise ValueError(f"at_s >= 0 and lengths >= 1 wanted, got {at_s:g}, {length}, {output}")
-    length, output = scale.prompt_tokens(length), scale.output_tokens(output)
-    hash_ids = row.get("hash_ids")
-    if hash_ids is None:
-        prompt = _token_ids(random.Random(f"trace/{number}"), length, vocab_size)
-    else:
-        prompt = [
+@dataclass(frozen=True, slots=True)
+class _TraceRow:
+    """A line of a trace, as large as it is replayed."""
+
+    number: int  # of the line
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: Sequence[int] | None
+
+    @classmethod
+    def parse(cls, row: dict, number: int, scale: TraceScale) -> _TraceRow:
+        at_s = row["at_s"] if "at_s" in row else row["timestamp"] / 1000
+        length = int(row["prompt_tokens"] if "prompt_tokens" in row else row["input_length"])
+        output = int(row["output_tokens"] if "output_tokens" in row else row["output_length"])
+        if at_s < 0 or length < 1 or output < 1:
+            raise ValueError(f"at_s >= 0 and lengths >= 1 wanted, got {at_s:g}, {length}, {output}")
+        hash_ids = row.get("hash_ids")
+        if hash_ids is not None and len(hash_ids) * _TRACE_BLOCK_TOKENS < length:
+            raise ValueError(f"hash_ids: {len(hash_ids)} blocks for {length} tokens")
+        return cls(number, at_s, scale.prompt_tokens(length), scale.output_tokens(output), hash_ids)
+
+    def prompt(self, vocab_size: int, scale: TraceScale) -> tuple[int, ...]:
+        """Its token ids."""
+        if self.hash_ids is None:
+            rng = random.Random(f"trace/{self.number}")
+            return tuple(_token_ids(rng, self.prompt_tokens, vocab_size))
+        tokens = [
             token
-            for block in hash_ids
+            for block in self.hash_ids
             for token in _token_ids(
                 random.Random(f"trace-block/{block}"), scale.block_tokens, vocab_size
             )
-        ][:length]
-        if len(prompt) < length:
-            raise ValueError(f"hash_ids: {len(hash_ids)} blocks for {length} tokens")
-    return TimedRequest(at_s / speed, tuple(prompt), output)
+        ]
+        return tuple(tokens[: self.prompt_tokens])
 
 
 class _PromptMaker:
