@@ -16,15 +16,15 @@ import dataclasses
 import importlib.util
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quire.bench.gpu_models import Checkpoint
 
 _WARM_UP = (8, 64, 4)  # requests, prompt tokens, new tokens
-READY_TIMEOUT_S = {"cuda": 120.0, "cpu": 1200.0}  # a rehearsal's machine may be busy
 _POLL_S = 1.0
+_NEVER_S = 1e6  # whoever waits for the process decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Served:
 
     first_s: list[float]
     last_s: list[float]
+    facts: dict[str, Any] = field(default_factory=dict)  # of the engine
 
     @property
     def seconds(self) -> float:
@@ -50,23 +51,17 @@ class Served:
         return max(self.last_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a job came to."""
-
-    turns: list[Served]
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def best(self) -> Served:
-        """The fastest turn."""
-        return min(self.turns, key=lambda served: served.seconds)
+def fastest(turns: Sequence[Served]) -> Served:
+    """The turn that counts."""
+    return min(turns, key=lambda served: served.seconds)
 
 
 class Contestant(Protocol):
     """An engine with a model loaded."""
 
-    def run(self, job: Job) -> Outcome: ...
+    def run(self, job: Job) -> Iterator[Served | None]:
+        """None when all is warm, and then every turn."""
+        ...
 
 
 class Quire:
@@ -79,15 +74,14 @@ class Quire:
         count, length, new_tokens = _WARM_UP
         self._crowd.serve(random_prompts(count, length, checkpoint.vocab_size, 0), new_tokens)
 
-    def run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> Iterator[Served | None]:
         # Only where somebody waits for the next token need a prompt be cut for it.
         self._crowd.engine.reconfigure({"max_prefill_ms": None if job.at_s is None else 100.0})
-        turns = []
+        yield None
         for prompts in job.turns:
-            served = self._crowd.serve(prompts, job.max_tokens, job.at_s, timeout_s=float("1e6"))
+            served = self._crowd.serve(prompts, job.max_tokens, job.at_s, timeout_s=_NEVER_S)
             arrivals = served.arrivals_s(len(prompts))
-            turns.append(Served([each[0] for each in arrivals], [each[-1] for each in arrivals]))
-        return Outcome(turns)
+            yield Served([each[0] for each in arrivals], [each[-1] for each in arrivals])
 
 
 class Transformers:
@@ -114,11 +108,12 @@ class Transformers:
         self._model = model.eval()
         self._vocab_size = checkpoint.vocab_size
 
-    def run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> Iterator[Served | None]:
         from transformers import ContinuousBatchingConfig, GenerationConfig
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
-        from quire.bench.gpu_crowd import free_memory, random_prompts
+        from quire.bench.gpu_crowd import random_prompts
+        from quire.bench.gpu_session import free_memory
 
         longest = max(len(prompt) for prompts in job.turns for prompt in prompts)
         manager = self._model.init_continuous_batching(
@@ -143,14 +138,17 @@ class Transformers:
             count, length, new_tokens = _WARM_UP
             warm_up = random_prompts(min(count, len(job.turns[0])), length, self._vocab_size, 0)
             _serve(manager, warm_up, new_tokens, None)
-            steps.reset()
-            turns = [_serve(manager, prompts, job.max_tokens, job.at_s) for prompts in job.turns]
+            yield None
+            for prompts in job.turns:
+                steps.reset()
+                served = _serve(manager, prompts, job.max_tokens, job.at_s)
+                facts = {"attention": self.attention or "sdpa", **steps.to_dict()}
+                yield dataclasses.replace(served, facts=facts)
         finally:
             manager.stop(block=True, timeout=10)
             manager.destroy()
             del manager
             free_memory()
-        return Outcome(turns, {"attention": self.attention or "sdpa", **steps.to_dict()})
 
 
 class _Steps:
@@ -240,13 +238,29 @@ KINDS: dict[str, type] = {"quire": Quire, "transformers": Transformers}
 class ContestantProcess:
     """A contestant in a process of its own; a context manager that ends it.
 
+    Parameters
+    ----------
+    kind
+        One of `KINDS`.
+    options
+        Of the contestant.
+    timeout_s
+        To be loaded in.
+
     Raises
     ------
     RuntimeError, TimeoutError
         It could not be loaded, or not in time.
     """
 
-    def __init__(self, kind: str, checkpoint: Checkpoint, device: str, options: dict[str, Any]):
+    def __init__(
+        self,
+        kind: str,
+        checkpoint: Checkpoint,
+        device: str,
+        options: dict[str, Any],
+        timeout_s: float,
+    ):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         arguments = (theirs, kind, checkpoint, device, options)
@@ -255,25 +269,27 @@ class ContestantProcess:
         self._process.start()
         theirs.close()
         try:
-            self._receive(READY_TIMEOUT_S[device])
+            self._receive(timeout_s)
         except BaseException:
             self.close()
             raise
 
-    def run(self, job: Job, timeout_s: float) -> Outcome:
-        """Do a job.
+    def warm_up(self, job: Job, timeout_s: float) -> None:
+        """Send a job and wait until it begins.
 
         Raises
         ------
-        TimeoutError
-            It takes longer; the process is of no more use.
-        RuntimeError
-            It failed, with its message.
+        RuntimeError, TimeoutError
+            It failed, with its message, or takes longer: the process is of no more use then.
         """
         self._connection.send(job)
-        outcome = self._receive(timeout_s)
-        assert isinstance(outcome, Outcome)
-        return outcome
+        self._receive(timeout_s)
+
+    def turn(self, timeout_s: float) -> Served:
+        """The next turn of the job; raises as `warm_up`."""
+        served = self._receive(timeout_s)
+        assert isinstance(served, Served)
+        return served
 
     def close(self) -> None:
         """End the process, whatever it is at."""
@@ -288,8 +304,8 @@ class ContestantProcess:
         self.close()
 
     def _receive(self, timeout_s: float) -> Any:
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError(f"{self._kind}: no answer after {timeout_s:.0f} s")
+        if not self._connection.poll(max(timeout_s, 0.0)):
+            raise TimeoutError(f"{self._kind}: no answer after {timeout_s:.1f} s")
         try:
             answer = self._connection.recv()
         except EOFError:
@@ -305,7 +321,7 @@ def _work(
     """The process: loads, then does what it is sent. A string that it sends is an error's message."""
     try:
         contestant: Contestant = KINDS[kind](checkpoint, device, options)
-        connection.send(True)
+        connection.send(None)
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}")
         return
@@ -315,6 +331,7 @@ def _work(
         except EOFError:
             return
         try:
-            connection.send(contestant.run(job))
+            for served in contestant.run(job):
+                connection.send(served)
         except Exception as error:
             connection.send(f"{type(error).__name__}: {error}")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quire.bench.gpu_models import Checkpoint
-from quire.bench.gpu_session import Row, Session, significant
+from quire.bench.gpu_session import Row, Session, free_memory, significant
 from quire.protos.wire import SamplingParams
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
@@ -176,17 +176,6 @@ class Crowds:
             self._crowd.close()
             self._crowd = self._key = None
             free_memory()
-
-
-def free_memory() -> None:
-    """What has gone out of use goes back to the device, whose free memory the next engine is sized by."""
-    import gc
-
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def random_prompts(rows: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:

@@ -118,6 +118,7 @@ class Offload:
             "quiet_ms": significant(1e3 * quiet / window),
             "moving_ms": significant(1e3 * moving / window),
             "drop_percent": significant(100 * (1 - quiet / moving)),
+            "moved_blocks": mover.num_moved,
             "moved_gb_per_s": significant(moved / (2 * moving) / 1e9),
             "percent_of_link": significant(100 * moved / (2 * moving) / min(saves, restores)),
         }

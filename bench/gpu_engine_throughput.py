@@ -11,6 +11,7 @@ no fast decode path, that is, where most of its steps gather the whole cache (`v
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from typing import Any
 
 from quire.bench import report
 from quire.bench.floor import Floor, Rates, floor_of
-from quire.bench.gpu_contestants import ContestantProcess, Job, Outcome, Served, settings
+from quire.bench.gpu_contestants import ContestantProcess, Job, Served, fastest, settings
 from quire.bench.gpu_engine_steps import DECODE_OPTIONS
 from quire.bench.gpu_models import LARGE, SMALL, Checkpoint, checkpoint
 from quire.bench.gpu_session import (
@@ -40,8 +41,9 @@ from quire.bench.workloads import Workload
 
 RATIO, VARLEN_RATIO, PERCENT_OF_FLOOR = 2.0, 4.0, 65.0
 TURNS = 2  # the faster one counts
+LONG_S = 4.0  # of a turn on our side: then there is one
 # transformers is stopped when it takes so many times as long: enough is known then.
-STOP_RATIO = 8.0
+STOP_RATIO = 5.0
 MIN_STOP_S = 20.0
 _OWN_SHARE = 0.45  # of a part's time, after which no workload is started on our side
 _MIN_LEFT_S = 25.0  # to start transformers with another workload
@@ -141,37 +143,58 @@ class Throughput(Part):
         model = checkpoint(self.folder, self.model, session)
         turns = 1 if session.rehearsal else TURNS
         tasks = [task_of(session, model, point) for point in points]
-        own: dict[int, Outcome | Exception] = {}
+        own: dict[int, list[Served] | Exception] = {}
         options = _REHEARSED_OPTIONS if session.rehearsal else OPTIONS
         try:
-            with ContestantProcess("quire", model, session.device.type, options) as quire:
+            device, left_s = session.device.type, end_s - session.clock()
+            with ContestantProcess("quire", model, device, options, left_s) as quire:
                 for i, task in enumerate(tasks):
                     if session.clock() - began_s > _OWN_SHARE * (end_s - began_s):
                         break
-                    job = task.job(model.vocab_size, turns, {})
-                    own[i] = _try(quire, job, end_s - session.clock(), session)
+                    own[i] = _own_turns(
+                        quire, task.job(model.vocab_size, turns, {}), session, end_s
+                    )
                     if isinstance(own[i], TimeoutError):
                         break
         except (RuntimeError, TimeoutError) as error:  # it could not be loaded
             if session.rehearsal:
                 raise
             own[0] = error
-        with Peer(session, model, turns, end_s) as peer:
+        with Peer(session, model, end_s) as peer:
             for i, task in enumerate(tasks):
-                outcome = own.get(i)
-                if isinstance(outcome, Exception):
-                    yield task.point | {"error": describe(outcome)}
-                elif outcome is None or end_s - session.clock() < _MIN_LEFT_S:
+                found = own.get(i)
+                if isinstance(found, Exception):
+                    yield task.point | {"error": describe(found)}
+                elif found is None or end_s - session.clock() < _MIN_LEFT_S:
                     yield task.point | {"skipped": NO_TIME}
                 else:
-                    yield task.point | peer.row(task, outcome)
+                    yield task.point | peer.row(task, found)
+
+
+def _own_turns(
+    process: ContestantProcess, job: Job, session: Session, end_s: float
+) -> list[Served] | Exception:
+    """All turns, or why there are none."""
+    try:
+        process.warm_up(job, end_s - session.clock())
+        return [process.turn(end_s - session.clock()) for _ in job.turns]
+    except (RuntimeError, TimeoutError) as error:
+        if session.rehearsal:
+            raise
+        return error
 
 
 class Peer:
-    """transformers, which is started again when it had to be stopped."""
+    """transformers, which is started again when it had to be stopped.
 
-    def __init__(self, session: Session, model: Checkpoint, turns: int, end_s: float):
-        self._session, self._model, self._turns, self._end_s = session, model, turns, end_s
+    Parameters
+    ----------
+    end_s
+        When it has to be done, on the session's clock.
+    """
+
+    def __init__(self, session: Session, model: Checkpoint, end_s: float):
+        self._session, self._model, self._end_s = session, model, end_s
         self._stack = ExitStack()
         self._process: ContestantProcess | None = None
 
@@ -181,50 +204,73 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def row(self, task: Task, own: Outcome) -> Row:
-        """A workload's row: our time, and the best of transformers' settings."""
-        session = self._session
-        best, best_setting, longest_s = None, {}, 0.0
+    def row(self, task: Task, own: list[Served]) -> Row:
+        """A workload's row: our time, and the best of transformers' settings, with as many turns."""
+        # So long a turn says enough, and is all there is time for.
+        turns = own[:1] if own[0].seconds > LONG_S else own
+        served = fastest(turns)
+        best, best_setting = None, {}
+        stopped_s: list[float] = []  # a turn takes longer, of each setting that did not end
         errors: list[str] = []
-        for setting in settings(session.device.type):
-            limit_s = max(MIN_STOP_S, STOP_RATIO * self._turns * own.best.seconds)
-            limit_s = min(limit_s, self._end_s - session.clock())
-            if limit_s <= 0:
-                break
-            began_s = session.clock()
+        for setting in settings(self._session.device.type):
             try:
-                found = self._run(task.job(self._model.vocab_size, self._turns, setting), limit_s)
-            except TimeoutError:
-                # One turn of several took at least this long.
-                longest_s = max(longest_s, (session.clock() - began_s) / self._turns)
-                self._stop()
-                continue
+                found = self._turns(task, len(turns), setting, served.seconds)
             except RuntimeError as error:
-                if session.rehearsal:
+                if self._session.rehearsal:
                     raise
                 errors.append(describe(error))
                 self._stop()
                 continue
-            if best is None or found.best.seconds < best.best.seconds:
+            if isinstance(found, float):
+                stopped_s.append(found)
+            elif best is None or found.seconds < best.seconds:
                 best, best_setting = found, setting
-        row = own_row(task, own.best)
+        row = own_row(task, served)
         if best is not None:
-            return row | peer_row(task, own.best, best, best_setting)
-        if errors:
+            return row | peer_row(task, served, best, best_setting)
+        if not stopped_s:
             return row | {"error": "; ".join(errors)[:300]}
-        at_least = longest_s / own.best.seconds
+        at_least = min(stopped_s) / served.seconds
         if at_least < VARLEN_RATIO:
             return {"skipped": NO_TIME}
-        # It was too slow for the goal by either path.
-        stopped = {"peer_stopped_after_s": significant(longest_s), "ratio": significant(at_least)}
-        return row | stopped | {"varlen_ratio": significant(at_least)}
+        # Slow enough for the goal of either path.
+        stopped = {"peer_stopped_after_s": significant(min(stopped_s))}
+        return row | stopped | dict.fromkeys(("ratio", "varlen_ratio"), significant(at_least))
 
-    def _run(self, job: Job, limit_s: float) -> Outcome:
+    def _turns(
+        self, task: Task, count: int, setting: dict[str, Any], own_s: float
+    ) -> Served | float:
+        """The fastest turn of a setting, or how long a turn takes at least; 0 where none began.
+
+        Raises
+        ------
+        RuntimeError
+            transformers could not be loaded, or failed.
+        """
+        session, done = self._session, []
+        began_s: float | None = None
+        try:
+            process = self._loaded()
+            process.warm_up(task.job(self._model.vocab_size, count, setting), self._left_s())
+            patience_s = math.inf if session.rehearsal else max(MIN_STOP_S, STOP_RATIO * own_s)
+            for _ in range(count):
+                began_s = session.clock()
+                done.append(process.turn(min(patience_s, self._left_s())))
+        except TimeoutError:
+            self._stop()
+            if not done:
+                return 0.0 if began_s is None else session.clock() - began_s
+        return fastest(done)
+
+    def _left_s(self) -> float:
+        return self._end_s - self._session.clock()
+
+    def _loaded(self) -> ContestantProcess:
         if self._process is None:
             device = self._session.device.type
-            process = ContestantProcess("transformers", self._model, device, {})
+            process = ContestantProcess("transformers", self._model, device, {}, self._left_s())
             self._process = self._stack.enter_context(process)
-        return self._process.run(job, limit_s)
+        return self._process
 
     def _stop(self) -> None:
         self._stack.close()
@@ -245,9 +291,9 @@ def own_row(task: Task, served: Served) -> Row:
     return row
 
 
-def peer_row(task: Task, own: Served, found: Outcome, setting: dict[str, Any]) -> Row:
+def peer_row(task: Task, own: Served, served: Served, setting: dict[str, Any]) -> Row:
     """What is said of the other side, and the ratios that the bars are about."""
-    served, facts = found.best, found.facts
+    facts = served.facts
     fast_percent = 100 * facts["fast_steps"] / max(facts["steps"], 1)
     row: Row = {
         "peer_seconds": significant(served.seconds),
@@ -298,15 +344,3 @@ def _waits(task: Task, times_s: list[float]) -> list[float]:
     if task.at_s is None:
         return times_s
     return [time_s - at_s for time_s, at_s in zip(times_s, task.at_s, strict=True)]
-
-
-def _try(
-    process: ContestantProcess, job: Job, timeout_s: float, session: Session
-) -> Outcome | Exception:
-    """The outcome, or why there is none."""
-    try:
-        return process.run(job, timeout_s)
-    except (RuntimeError, TimeoutError) as error:
-        if session.rehearsal:
-            raise
-        return error

@@ -186,7 +186,7 @@ class Results:
 def run(session: Session, results: Results, parts: list[Part], chosen: set[str]) -> list[str]:
     """Run the chosen parts; returns the errors of their rows."""
     from quire.bench.gpu_peers import installed
-    from quire.bench.gpu_session import is_final
+    from quire.bench.gpu_session import free_memory, is_final
 
     facts = _versions() | {"peers": ["torch SDPA", *installed()]}
     errors = []
@@ -202,6 +202,7 @@ def run(session: Session, results: Results, parts: list[Part], chosen: set[str])
             point for point in points if not any(point.items() <= r.items() for r in kept)
         ]
         new = list(part.run(session, open_points))
+        free_memory()
         rows = results.rows[part.name] = kept + new
         errors += [f"{part.name}: {row['error']}" for row in new if "error" in row]
         results.write(parts, show=False, **facts)

@@ -6,6 +6,7 @@ and either numbers or `skipped`, with the reason. Rows are plain data, so a run 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -137,6 +138,13 @@ def is_final(row: Row) -> bool:
 def significant(value: float) -> float:
     """A number as it is written down."""
     return float(f"{value:.4g}")
+
+
+def free_memory() -> None:
+    """What has gone out of use goes back to the device: engines are sized by what is free there."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def describe(error: Exception) -> str:

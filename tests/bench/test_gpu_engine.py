@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -14,7 +15,6 @@ import torch
 import transformers
 
 from quire.bench import (
-    gpu_contestants,
     gpu_engine,
     gpu_engine_offload,
     gpu_engine_start,
@@ -24,9 +24,9 @@ from quire.bench import (
     report,
 )
 from quire.bench.floor import Rates, floor_of
-from quire.bench.gpu_contestants import ContestantProcess, Job, Outcome, Served
-from quire.bench.gpu_crowd import Crowd, Reading, Turns, between, random_prompts
-from quire.bench.gpu_engine_steps import DECODE_OPTIONS, Window
+from quire.bench.gpu_contestants import ContestantProcess, Job, Served
+from quire.bench.gpu_crowd import Crowd, Crowds, Reading, Turns, between, random_prompts
+from quire.bench.gpu_engine_steps import DECODE_OPTIONS, Steps, Window
 from quire.bench.gpu_session import NO_TIME, Session
 from quire.bench.workloads import Workload
 
@@ -254,6 +254,56 @@ def test_turns_tell_each_requests_times():
     assert turns.arrivals_s(2) == [[1.0, 3.0], [1.0, 2.0]]
 
 
+# -- a device that queues its work ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def queued_device(monkeypatch):
+    """Engines run on the device of the exactness tests, which does what its events allow, in any order."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "replica"))
+    made = []
+
+    def open_device(name):
+        made.append(importlib.import_module("fake_device").FakeDevice(len(made)))
+        return made[-1]
+
+    monkeypatch.setattr("quire.replica.runner.open_device", open_device)
+    return made
+
+
+@pytest.mark.parametrize("setting", ["default", "no graphs", "offload"])
+def test_tokens_on_a_device_that_queues_its_work(queued_device, setting):
+    point = {"model": "llama", "dtype": "float32", "setting": setting}
+    row = gpu_engine_tokens.measure_tokens(session(), point)
+    assert row["different"] == 0
+    assert (row["replays"] > 0) == (setting != "no graphs")
+    assert queued_device[0].num_replays >= row["replays"]
+
+
+def test_decode_steps_are_replayed_and_their_gaps_are_told(queued_device, folder):
+    steps = Steps(folder, Crowds())
+    try:
+        row = steps.decode(session(), {"model": gpu_models.SMALL, "rows": 2, "context": 32})
+        assert row["steps"] == row["num_hits"] == 6 and row["num_misses"] == 0
+        assert row["gap_us"] >= 0 and row["host_percent"] > 0
+    finally:
+        steps.crowds.close()
+
+
+def test_a_victims_blocks_move_beside_rows_that_decode(queued_device, folder):
+    offload = gpu_engine_offload.Offload(folder, Crowds())
+    model = gpu_models.SMALL
+    try:
+        row = offload.measure(
+            session(), {"what": "beside", "model": model, "victim_tokens": 64, "every": 2}
+        )
+    finally:
+        offload.crowds.close()
+    # Two windows of six steps: three times two blocks there, and back.
+    assert row["moved_blocks"] == 2 * 2 * 3 * 2 and row["moved_gb_per_s"] > 0
+    assert queued_device[0].num_copies >= row["moved_blocks"]
+
+
 # -- offloading ----------------------------------------------------------------------------------------------
 
 
@@ -287,19 +337,20 @@ def served(seconds: float) -> Served:
     return Served([0.25 * seconds] * 4, [seconds] * 4)
 
 
-def outcome(seconds: float, fast_steps: int) -> Outcome:
-    return Outcome([served(seconds)], {"attention": "x", "steps": 100, "fast_steps": fast_steps})
+def theirs(seconds: float, fast_steps: int) -> Served:
+    facts = {"attention": "x", "steps": 100, "fast_steps": fast_steps}
+    return dataclasses.replace(served(seconds), facts=facts)
 
 
 def test_twice_as_fast_or_near_the_floor_is_asked_and_four_times_of_the_slow_path():
     one = task()
     own = served(one.floor.total_s / 0.5)  # half of the floor's speed
-    fast = gpu_engine_throughput.peer_row(one, own, outcome(1.5 * own.seconds, 90), {})
+    fast = gpu_engine_throughput.peer_row(one, own, theirs(1.5 * own.seconds, 90), {})
     assert fast["ratio"] == 1.5 and fast["of_goal"] == pytest.approx(50 / 65, rel=1e-3)
     near = served(one.floor.total_s / 0.8)
-    row = gpu_engine_throughput.peer_row(one, near, outcome(1.1 * near.seconds, 90), {})
+    row = gpu_engine_throughput.peer_row(one, near, theirs(1.1 * near.seconds, 90), {})
     assert row["of_goal"] == pytest.approx(80 / 65, rel=1e-3)
-    slow = gpu_engine_throughput.peer_row(one, near, outcome(3 * near.seconds, 40), {})
+    slow = gpu_engine_throughput.peer_row(one, near, theirs(3 * near.seconds, 40), {})
     assert slow["varlen_ratio"] == 3.0 and "of_goal" not in slow
     bars = gpu_engine_throughput.bars_of("m")([fast, row, slow])
     assert [(bar.name, bar.holds) for bar in bars] == [
@@ -314,72 +365,73 @@ def test_latencies_count_from_when_a_request_came():
     assert row["tpot_p50_ms"] == 100.0 and "percent_of_floor" not in row
 
 
-class Slow(gpu_contestants.Transformers):
-    """In place of transformers: takes as long as the setting says."""
+class Sluggish:
+    """In place of `ContestantProcess`: a turn takes as long as the setting says, and is stopped where it has less."""
 
     def __init__(self, *args):
-        pass
+        self.seconds = 0.0
 
-    def run(self, job: Job) -> Outcome:
-        time.sleep(job.setting["s"])
-        return outcome(0.1, 0)
+    def warm_up(self, job: Job, timeout_s: float) -> None:
+        self.seconds = job.setting["s"]
+
+    def turn(self, timeout_s: float) -> Served:
+        time.sleep(max(0.0, min(self.seconds, timeout_s)))
+        if self.seconds > timeout_s:
+            raise TimeoutError
+        return theirs(0.1, 0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
 
 
 @pytest.fixture
 def peer(folder, monkeypatch):
     def make(left_s: float, *seconds: float) -> gpu_engine_throughput.Peer:
-        process = ContestantProcess
-
-        class InThisProcess:
-            """Does what `ContestantProcess` does, without a process: a setting that takes too long is stopped."""
-
-            def __init__(self, *args):
-                self.contestant = Slow()
-
-            def run(self, job, timeout_s):
-                if job.setting["s"] > timeout_s:
-                    time.sleep(timeout_s)
-                    raise TimeoutError
-                return self.contestant.run(job)
-
-            __enter__, __exit__ = (lambda self: self), (lambda self, *args: None)
-
-        assert process.run  # what is replaced is there
-        monkeypatch.setattr(gpu_engine_throughput, "ContestantProcess", InThisProcess)
-        monkeypatch.setattr(gpu_engine_throughput, "MIN_STOP_S", 0.0)
         tried = [{"s": s} for s in seconds]
         monkeypatch.setattr(gpu_engine_throughput, "settings", lambda device: tried)
         one = session(rehearsal=False)
         model = gpu_models.checkpoint(folder, gpu_models.SMALL, session())
-        return gpu_engine_throughput.Peer(one, model, 1, one.clock() + left_s)
+        return gpu_engine_throughput.Peer(one, model, one.clock() + left_s)
 
+    monkeypatch.setattr(gpu_engine_throughput, "ContestantProcess", Sluggish)
+    monkeypatch.setattr(gpu_engine_throughput, "MIN_STOP_S", 0.0)
     return make
 
 
 def test_transformers_is_stopped_when_enough_is_known(peer):
-    own = Outcome([served(0.02)])
-    with peer(60.0, 99.0) as one:
+    own = [served(0.02)]
+    with peer(600.0, 99.0) as one:
         row = one.row(task(), own)
-    assert row["varlen_ratio"] == row["ratio"] >= 8 and row["peer_stopped_after_s"] >= 0.16
-    with peer(60.0, 99.0, 0.01) as one:  # another setting is fast enough
+    assert row["varlen_ratio"] == row["ratio"] >= 5 and row["peer_stopped_after_s"] >= 0.1
+    with peer(600.0, 99.0, 0.0) as one:  # another setting is fast enough
         row = one.row(task(), own)
-    assert row["ratio"] == 5.0 and row["peer_setting"] == "s=0.01"
+    assert row["ratio"] == 5.0 and row["peer_setting"] == "s=0.0"
 
 
 def test_what_was_stopped_for_lack_of_time_is_open(peer):
-    with peer(0.03, 99.0) as one:
-        assert one.row(task(), Outcome([served(0.02)])) == {"skipped": NO_TIME}
+    own = [served(1.0)]
+    with peer(0.1, 99.0) as one:
+        assert one.row(task(), own) == {"skipped": NO_TIME}
+    own = [served(0.02)]
+    with peer(0.11, 99.0, 99.0) as one:  # the second setting had no time: it may be the faster one
+        assert one.row(task(), own) == {"skipped": NO_TIME}
 
 
 def test_a_contestant_that_fails_says_why_and_one_that_hangs_is_ended(folder):
     model = gpu_models.checkpoint(folder, gpu_models.SMALL, session())
     missing = dataclasses.replace(model, path=folder / "missing")
     with pytest.raises(RuntimeError, match=r"quire: .*missing"):
-        ContestantProcess("quire", missing, "cpu", {})
-    with ContestantProcess("quire", model, "cpu", dict(max_model_len=256)) as quire:
+        ContestantProcess("quire", missing, "cpu", {}, 900.0)
+    options = dict(max_model_len=256)
+    with ContestantProcess("quire", model, "cpu", options, 900.0) as quire:
+        quire.warm_up(Job([[[5, 6]]], 10_000), 900.0)
         with pytest.raises(RuntimeError, match=r"quire: .*max_tokens"):
-            quire.run(Job([[[5, 6]]], 10_000), 600.0)
+            quire.turn(900.0)
+        quire.warm_up(Job([[[5, 6]] * 8], 200), 900.0)
         with pytest.raises(TimeoutError, match="quire: no answer"):
-            quire.run(Job([[[5, 6]] * 8], 200), 0.0)
+            quire.turn(0.0)
         process = quire._process
     assert not process.is_alive()
