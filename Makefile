@@ -6,7 +6,7 @@
 #   make proto   regenerate protos/ from the .proto files
 #   make bench   benchmarks          (ARGS="..." goes to the benchmark)
 #   make gpu     tests that need an NVIDIA GPU, then gpu-kernels
-#   make gpu-engine     the engine's tokens and steps on a GPU, parts of four minutes; ARGS="--rehearse" without one
+#   make gpu-engine     the engine on a GPU and against transformers, parts of four minutes; ARGS="--rehearse" without one
 #   make gpu-kernels    every kernel against the machine's roof, six minutes; ARGS="--rehearse" without a GPU
 #   make kernels-table  compile every kernel for every architecture against the committed table, five minutes
 #   make chaos   tests that kill processes   (SIZE=long for the long run)

@@ -24,7 +24,7 @@ BENCHMARKS = {
     "cpu_step": "a step of a 0.6B model on the CPU, fused and not; --dtype float32 for deterministic",
     "bus_overhead": "Python per token on both sides of the bus",
     "gpu_kernels": "the Triton kernels on a GPU against its roof and other libraries; --rehearse without one",
-    "gpu_engine": "the engine on a GPU: tokens, decode steps, prefill, start; --rehearse without one",
+    "gpu_engine": "the engine on a GPU: tokens, steps, offloading, start, against transformers; --rehearse without one",
     "routersim": "the routing policies in a simulated cluster, against a pooled oracle",
     "router_tokenizer": "tokenising the next turn of a chat, with and without what is remembered",
     "router_admission": "what admission costs: a request that passes, and one that is refused",

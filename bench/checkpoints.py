@@ -30,9 +30,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     # Qwen3-0.6B but for the vocabulary: 473 M parameters, of which 33 M are the embedding.
     "halfb": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
                   num_key_value_heads=8, head_dim=128),
-    # Qwen3-8B but for the vocabulary and the tied head: 7.1 B parameters. For GPUs.
-    "8b": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-               num_key_value_heads=8, head_dim=128),
 }  # fmt: skip
 
 

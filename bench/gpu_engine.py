@@ -1,63 +1,71 @@
-"""The engine on a GPU: the right tokens, and how near its steps are to the machine's roof. Parts of four minutes.
+"""The engine on a GPU: the right tokens, how near its steps are to the machine's roof, and how it compares.
 
     python -m quire.bench gpu-engine                         # or: make gpu-engine
     python -m quire.bench gpu-engine --parts decode          # one part; the others' rows are kept with --resume
     python -m quire.bench gpu-engine --resume                # what an earlier run on this commit and GPU left open
-    python -m quire.bench gpu-engine --rehearse              # no GPU: every part, a tiny model on the CPU
+    python -m quire.bench gpu-engine --rehearse              # no GPU: every part, tiny models on the CPU
 
-Weights are random, in the shapes of `checkpoints.py`; the checkpoints are kept in --checkpoints. The result is
-written after every part, so a run that is stopped leaves what it has.
+Parts take four minutes at most; what a part has no time for is left open. Models have published shapes and random
+weights (`gpu_models.py`), 34 GB in --checkpoints, and are written by the first part that wants them. The result is
+written after every part, so a run that is stopped leaves what it has. Neither Ray nor a network is used.
 
 A rehearsal proves that the command runs. It measures nothing: its bars have no value and hold neither way.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quire.bench import report
-from quire.bench.gpu_kernels import Results, open_session, run
+from quire.bench import gpu_run, report
 
-COMMAND = "python -m quire.bench gpu-engine"
-METHOD = "wall time of whole batches, differences of two lengths; gaps between steps by the device's events"
-RESULT = report.RESULTS / "gpu_engine.json"
-PART_BUDGET_S = 240
+if TYPE_CHECKING:
+    from quire.bench.gpu_session import Part
+
+BENCHMARK = gpu_run.Benchmark(
+    "python -m quire.bench gpu-engine",
+    "steps in which all rows decode, by the loop's clock and the device's events; workloads to their last token, the "
+    "faster of two turns",
+    report.RESULTS / "gpu_engine.json",
+    shows_rows=True,
+)
+
+
+def all_parts(folder: Path) -> list[Part]:
+    """In the order in which they run.
+
+    Parameters
+    ----------
+    folder
+        Where checkpoints of random weights are kept.
+    """
+    from quire.bench import (
+        gpu_engine_offload,
+        gpu_engine_start,
+        gpu_engine_steps,
+        gpu_engine_throughput,
+        gpu_engine_tokens,
+        gpu_machine,
+    )
+
+    return [
+        gpu_machine.MACHINE,
+        gpu_engine_tokens.TOKENS,
+        *gpu_engine_start.parts(folder),
+        *gpu_engine_steps.parts(folder),
+        *gpu_engine_offload.parts(folder),
+        *gpu_engine_throughput.parts(folder),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where a part raises."""
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
-    parser.add_argument("--resume", action="store_true", help="keep what the result file has")
-    parser.add_argument("--parts", nargs="+", help="only these")
+    parser = gpu_run.option_parser(BENCHMARK, __doc__)
     parser.add_argument("--checkpoints", type=Path, default=Path("bench-checkpoints"))
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args(arguments)
-    from quire.bench import gpu_engine_parts, gpu_machine
-
-    parts = [gpu_machine.MACHINE, *gpu_engine_parts.parts(options.checkpoints)]
-    names = [part.name for part in parts]
-    try:
-        session = open_session(options.rehearse, PART_BUDGET_S * len(parts))
-        unknown = set(options.parts or ()) - set(names)
-        if unknown:
-            raise ValueError(
-                f"--parts: must be of {', '.join(names)}, got {', '.join(sorted(unknown))}"
-            )
-        results = Results(options.out, options.rehearse, COMMAND, METHOD)
-        results.check_overwrite()
-        if options.resume:
-            results.load()
-    except (RuntimeError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    errors = run(session, results, parts, set(options.parts or names))
-    print(*errors, sep="\n", file=sys.stderr)
-    return 1 if errors else 0
+    return gpu_run.main(BENCHMARK, options, partial(all_parts, options.checkpoints))
 
 
 if __name__ == "__main__":

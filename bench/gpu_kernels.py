@@ -15,24 +15,20 @@ A rehearsal proves that the command runs. It measures nothing: its bars have no 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
-import time
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from quire.bench import report
+from quire.bench import gpu_run, report
 
 if TYPE_CHECKING:
-    from quire.bench.gpu_session import Part, Row, Session
+    from quire.bench.gpu_session import Part
 
 BUDGET_S = 350  # of the six minutes; the rest is for imports and the last write
-COMMAND = "python -m quire.bench gpu-kernels"
-METHOD = "medians of CUDA graph replays between events, L2 cold, candidates in turns"
-RESULT = report.RESULTS / "gpu_kernels.json"
+BENCHMARK = gpu_run.Benchmark(
+    "python -m quire.bench gpu-kernels",
+    "medians of CUDA graph replays between events, L2 cold, candidates in turns",
+    report.RESULTS / "gpu_kernels.json",
+)
 
 
 def all_parts() -> list[Part]:
@@ -48,167 +44,12 @@ def all_parts() -> list[Part]:
     ]
 
 
-def open_session(rehearsal: bool, budget_s: float) -> Session:
-    """A session on the GPU, or on the CPU with Triton's interpreter.
-
-    Raises
-    ------
-    RuntimeError
-        There is no GPU, and this is no rehearsal.
-    """
-    if rehearsal:
-        os.environ["TRITON_INTERPRET"] = "1"
-    import torch
-
-    from quire.bench.gpu_session import Session
-
-    if rehearsal:
-        from quire.kernels.interpreter import repair_interpreter
-
-        repair_interpreter()
-    elif not torch.cuda.is_available():
-        raise RuntimeError("device: torch finds no CUDA device; --rehearse needs none")
-    torch.manual_seed(0)
-    device = torch.device("cpu" if rehearsal else "cuda")
-    return Session(device, rehearsal, time.monotonic() + budget_s)
-
-
-class Results:
-    """The rows of a run, part by part, and the file that they are kept in.
-
-    Parameters
-    ----------
-    path
-        Written after each part.
-    rehearsal
-        Whether the numbers mean nothing.
-    command, method
-        What the file says of how it came about.
-    """
-
-    def __init__(self, path: Path, rehearsal: bool, command: str = COMMAND, method: str = METHOD):
-        self._command = command
-        self._method = method
-        self._path = path
-        self._rehearsal = rehearsal
-        self.rows: dict[str, list[Row]] = {}
-
-    def load(self) -> None:
-        """Take over the rows of an earlier run, if it was of the same commit on the same hardware.
-
-        Raises
-        ------
-        ValueError
-            It was not, with what differs.
-        """
-        if not self._path.exists():
-            return
-        found = json.loads(self._path.read_text())
-        for key, now in (("commit", report.commit()), ("hardware", report.hardware())):
-            if found[key] != now:
-                raise ValueError(f"--resume: {self._path.name} is of {key} {found[key]}, not {now}")
-        self.rows = {name: part["rows"] for name, part in found["parts"].items()}
-
-    def check_overwrite(self) -> None:
-        """Raise rather than let a rehearsal replace what was measured on a GPU."""
-        if self._rehearsal and self._path.exists():
-            if not json.loads(self._path.read_text()).get("rehearsal"):
-                raise ValueError(
-                    f"--rehearse: {self._path.name} holds measurements; give another file with --out"
-                )
-
-    def write(self, parts: list[Part], *, show: bool, **facts: Any) -> None:
-        """Write all rows and the bars that follow from them."""
-        bars = [bar for part in parts for bar in part.bars(self.rows.get(part.name, []))]
-        rows = self.rows
-        if self._rehearsal:
-            bars = [replace(bar, value=None, details={}) for bar in bars]
-            rows = {name: [] for name in rows}
-        done = {
-            name: {"points": len(self.rows[name]), "rows": found} for name, found in rows.items()
-        }
-        report.write(
-            self._path,
-            self._command + (" --rehearse" if self._rehearsal else ""),
-            bars,
-            show=show,
-            method=self._method,
-            rehearsal=self._rehearsal,
-            **facts,
-            parts=done,
-        )
-
-
-def run(session: Session, results: Results, parts: list[Part], chosen: set[str]) -> list[str]:
-    """Run the chosen parts; returns the errors of their rows."""
-    from quire.bench.gpu_peers import installed
-    from quire.bench.gpu_session import is_final
-
-    facts = _versions() | {"peers": ["torch SDPA", *installed()]}
-    errors = []
-    for part in parts:
-        if part.name not in chosen and part.name != "machine":
-            continue
-        began_s = session.clock()
-        points = part.points(session.rehearsal)
-        kept = [row for row in results.rows.get(part.name, []) if is_final(row)]
-        if part.name == "machine":
-            kept = []  # the session needs its numbers
-        open_points = [
-            point for point in points if not any(point.items() <= r.items() for r in kept)
-        ]
-        new = list(part.run(session, open_points))
-        results.rows[part.name] = kept + new
-        errors += [f"{part.name}: {row['error']}" for row in new if "error" in row]
-        results.write(parts, show=False, **facts)
-        skipped = sum("skipped" in row for row in results.rows[part.name])
-        print(
-            f"{part.name:14}{len(new):5} measured{len(kept):5} kept{skipped:5} skipped"
-            f"{session.clock() - began_s:8.1f} s",
-            flush=True,
-        )
-    results.write(parts, show=True, **facts)
-    return errors
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import triton
-
-    return {"torch": torch.__version__, "triton": triton.__version__}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status: 1 for a test that fails or a kernel that raises."""
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rehearse", action="store_true", help="tiny shapes in the interpreter")
-    parser.add_argument("--resume", action="store_true", help="keep what the result file has")
-    parser.add_argument("--parts", nargs="+", help="only these")
+    parser = gpu_run.option_parser(BENCHMARK, __doc__)
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all parts")
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args(arguments)
-    try:
-        session = open_session(options.rehearse, options.budget_s)
-        parts = all_parts()
-        names = [part.name for part in parts]
-        unknown = set(options.parts or ()) - set(names)
-        if unknown:
-            raise ValueError(
-                f"--parts: must be of {', '.join(names)}, got {', '.join(sorted(unknown))}"
-            )
-        results = Results(options.out, options.rehearse)
-        results.check_overwrite()
-        if options.resume:
-            results.load()
-    except (RuntimeError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    errors = run(session, results, parts, set(options.parts or names))
-    failed = sum(row.get("failed", 0) for row in results.rows.get("numerics", []))
-    print(*errors, sep="\n", file=sys.stderr)
-    return 1 if errors or failed else 0
+    return gpu_run.main(BENCHMARK, options, all_parts, options.budget_s)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class Numerics(Part):
     """The tests of the kernels, natively, a process a file: most of the time goes into compiling kernels."""
 
     def run(self, session: Session, points: list[Point]) -> Iterator[Row]:
-        end_s = min(session.deadline_s, session.clock() + self.budget_s)
+        end_s = session.end_s(self.budget_s)
         waiting, running = list(points), []
         slots = len(os.sched_getaffinity(0))
         with tempfile.TemporaryDirectory() as folder:

@@ -6,6 +6,7 @@ and either numbers or `skipped`, with the reason. Rows are plain data, so a run 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ Row = dict[str, Any]
 NO_TIME = "time"
 POOL_FRACTION = 0.6  # of the device's free memory: the rest is for what a point allocates
 MAX_POOL_BYTES = 72 << 30  # 512 rows of 32k tokens, 4 KiB a token and layer, and a little
+REHEARSAL_PATIENCE = 10.0  # times the budget: nothing is measured, and the machine may be busy
 LAYER_BYTES = 256_000_000  # that the calls of a candidate move together
 MAX_LAYERS = 32
 
@@ -52,6 +54,11 @@ class Session:
     def left_s(self) -> float:
         """Seconds until the run has to end."""
         return self.deadline_s - self.clock()
+
+    def end_s(self, budget_s: float) -> float:
+        """When a part that begins now with this budget has to end, on `clock`."""
+        patience = REHEARSAL_PATIENCE if self.rehearsal else 1.0
+        return min(self.deadline_s, self.clock() + patience * budget_s)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Random numbers: zeros would let matrix units and memory run faster than they do in service."""
@@ -107,7 +114,7 @@ class Part:
 
     def run(self, session: Session, points: list[Point]) -> Iterator[Row]:
         """Rows of these points; those for which no time is left are skipped."""
-        end_s = min(session.deadline_s, session.clock() + self.budget_s)
+        end_s = session.end_s(self.budget_s)
         for point in points:
             if session.clock() >= end_s:
                 yield point | {"skipped": NO_TIME}
@@ -131,6 +138,13 @@ def is_final(row: Row) -> bool:
 def significant(value: float) -> float:
     """A number as it is written down."""
     return float(f"{value:.4g}")
+
+
+def free_memory() -> None:
+    """What has gone out of use goes back to the device: engines are sized by what is free there."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def describe(error: Exception) -> str:

@@ -18,18 +18,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import llguidance.numpy
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.protos.errors import InvalidRequest, Overloaded, QuireError, UnsupportedField
 from quire.protos.wire import Grammar
 from quire.replica.compute_timer import ComputeTimer
 
+try:
+    import llguidance.numpy
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+except (
+    ModuleNotFoundError
+):  # an environment that only measures: requests with a grammar are refused
+    llguidance = None
+
 MAX_COMPILE_S = 2.0  # of the compiler's own time
 MAX_PENDING = 64  # grammars that wait for the compiler or are in it
-# An error message quotes neither the parser's state nor the whole grammar.
-_LIMITS = LLParserLimits(verbose_errors=False)
 _MAX_MESSAGE = 300
 
 
@@ -92,9 +96,15 @@ class GrammarCompiler:
         InvalidRequest
             The grammar is not valid or too complex, or the tokens are not in its language.
         UnsupportedField
-            The checkpoint has no tokenizer that grammars can use.
+            The checkpoint has no tokenizer that grammars can use, or llguidance is not installed.
         """
-        matcher = LLMatcher(self._load(grammar), _source(grammar), log_level=0, limits=_LIMITS)
+        if llguidance is None:
+            raise UnsupportedField(
+                f"{grammar.field}: llguidance is not installed here", field=grammar.field
+            )
+        # An error message quotes neither the parser's state nor the whole grammar.
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._load(grammar), _source(grammar), log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidRequest(
                 f"{grammar.field}: {matcher.get_error()[:_MAX_MESSAGE]}", field=grammar.field

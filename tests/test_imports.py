@@ -180,8 +180,8 @@ UNSAFE_CALLS = {
     "yaml.full_load",
 }
 # Ray's own settings, for the process that `quire serve` starts and for its REST API.
-# gpu_kernels sets TRITON_INTERPRET for a rehearsal: Triton looks at it when it is imported.
-MAY_READ_ENVIRONMENT = {"quire.bench.gpu_kernels", "quire.cluster.local_serve"}
+# gpu_run sets TRITON_INTERPRET for a rehearsal: Triton looks at it when it is imported.
+MAY_READ_ENVIRONMENT = {"quire.bench.gpu_run", "quire.cluster.local_serve"}
 
 
 def unsafe(tree: ast.AST) -> Iterator[str]:

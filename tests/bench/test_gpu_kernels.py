@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench import gpu_kernels, report
-from quire.bench.gpu_kernels import Results
+from quire.bench import gpu_kernels, gpu_run, report
+from quire.bench.gpu_kernels import BENCHMARK
+from quire.bench.gpu_run import Results
 from quire.bench.gpu_session import NO_TIME, OutOfRoom, Part, Session, worst
 from quire.bench.gpu_shapes import MAX_LEN, MODELS, skewed_lengths
 
@@ -78,16 +79,16 @@ def test_a_rehearsal_never_replaces_measurements(tmp_path):
     out = tmp_path / "gpu.json"
     out.write_text(json.dumps({"rehearsal": False}))
     with pytest.raises(ValueError, match=r"gpu\.json holds measurements"):
-        Results(out, rehearsal=True).check_overwrite()
-    Results(out, rehearsal=False).check_overwrite()
+        Results(out, rehearsal=True, benchmark=BENCHMARK).check_overwrite()
+    Results(out, rehearsal=False, benchmark=BENCHMARK).check_overwrite()
 
 
 def test_only_rows_of_this_commit_and_machine_are_resumed(tmp_path):
     out = tmp_path / "gpu.json"
-    first = Results(out, rehearsal=False)
+    first = Results(out, rehearsal=False, benchmark=BENCHMARK)
     first.rows["norm"] = [{"tokens": 1, "us": 2.0}]
     first.write([], show=False)
-    again = Results(out, rehearsal=False)
+    again = Results(out, rehearsal=False, benchmark=BENCHMARK)
     again.load()
     assert again.rows == first.rows
     changed = json.loads(out.read_text()) | {"commit": "0" * 12}
@@ -141,11 +142,11 @@ def test_a_part_ends_in_time_and_says_what_it_left_out():
 def test_a_resumed_run_measures_only_what_is_open(tmp_path, capsys):
     clock = Clock()
     part = counting_part(clock, budget_s=4.5)
-    results = Results(tmp_path / "gpu.json", rehearsal=False)
-    errors = gpu_kernels.run(session_with(clock), results, [part], {"count"})
+    results = Results(tmp_path / "gpu.json", rehearsal=False, benchmark=BENCHMARK)
+    errors = gpu_run.run(session_with(clock), results, [part], {"count"})
     assert errors == ["count: ValueError: no"]
     before = clock.now
-    gpu_kernels.run(session_with(clock, 99.0), results, [part], {"count"})
+    gpu_run.run(session_with(clock, 99.0), results, [part], {"count"})
     assert clock.now - before == 2.0  # the error and the one without time
     assert sorted(row["x"] for row in results.rows["count"]) == list(range(6))
     assert json.loads((tmp_path / "gpu.json").read_text())["parts"]["count"]["points"] == 6
