@@ -265,6 +265,18 @@ class EngineArgs(_Section):
         description="Most captured steps of different numbers of rows; the one used longest ago gives way to "
         "another.",
     )
+    q_padding: int | None = Field(
+        None,
+        ge=4,
+        description="Replay steps with prefill too, their tokens padded to multiples of this many. None: they run "
+        "kernel by kernel.",
+    )
+    kv_padding: int | None = Field(
+        None,
+        ge=1,
+        description="The length of their longest request is padded to multiples of this many tokens. None: to the "
+        "longest possible, so that one graph serves all lengths.",
+    )
     check_graphs: bool = Field(
         False,
         description="For debugging: before a captured step is replayed, compare the addresses of all it reads and "

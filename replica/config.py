@@ -49,6 +49,10 @@ class EngineArgs:
     async_batching: str = "auto"  # auto | on | off: plan a step while another runs; auto: on a GPU
     cuda_graphs: str = "auto"  # auto | on | off: replay decode steps; auto: where that is possible
     max_cached_graphs: int = 32
+    q_padding: int | None = (
+        None  # tokens that mixed steps are padded to; None: they are not captured
+    )
+    kv_padding: int | None = None  # the same of their longest row; None: to the longest possible
     check_graphs: bool = False  # for debugging: compare a graph's addresses before each replay
     scheduler: str = "fifo"  # fifo | prefill_first | priority
     max_prefill_ms: float | None = 100.0  # None: no bound
@@ -106,6 +110,8 @@ class EngineConfig:
     async_batching: bool = False  # launch a step before the one before it is collected
     cuda_graphs: str = "auto"  # auto | on | off
     max_cached_graphs: int = 32
+    q_padding: int | None = None  # tokens; see `mixed_shapes`
+    kv_padding: int | None = None
     check_graphs: bool = False
     scheduler: str = "fifo"  # fifo | prefill_first | priority
     max_prefill_ms: float | None = (

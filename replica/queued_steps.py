@@ -1,17 +1,17 @@
 """Steps on a device that queues its work: what travels to it, and what of a step runs as a graph.
 
 ```
- every row decodes      [ differences ][ replay: last tokens ▸ model ▸ draw ][ keep ]            plain rows
-                        [ differences ][ replay: last tokens ▸ model ][ masks ▸ draw ▸ keep ]    others
+ every row decodes,     [ differences ][ replay: last tokens ▸ model ▸ draw ][ keep ]            plain rows
+ or mixed and padded    [ differences ][ replay: last tokens ▸ model ][ masks ▸ draw ▸ keep ]    others
  any other step         [ differences ▸ copies ▸ model ▸ draw ▸ keep ]
 ```
 
-`[ ]` is one piece of work on the compute stream. Without a graph for it a decode runs kernel by kernel, unpadded.
+`[ ]` is one piece of work on the compute stream. Without a graph for it a step runs kernel by kernel, unpadded. Copies
+of blocks (forks) and log-probabilities of prompts are not for graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -19,17 +19,20 @@ import torch
 
 from quire.kernels.paged_attention import Backend
 from quire.replica.config import EngineConfig
-from quire.replica.decode_step import DecodeStep
 from quire.replica.device import Device, Event, Stream
 from quire.replica.device_table import DeviceTable, Differences
+from quire.replica.fixed_step import FixedInputs, FixedStep, sampling_rows
 from quire.replica.forward import Forward
-from quire.replica.graph_cache import GraphCache
-from quire.replica.graph_shelf import GraphPart, GraphShelf
+from quire.replica.graph_cache import CachedGraph, GraphCache
+from quire.replica.graph_key import GraphPart
+from quire.replica.graph_shelf import GraphShelf
 from quire.replica.kv_pool import KVPool
+from quire.replica.mixed_shapes import MixedShapes
 from quire.replica.plan import StepPlan
-from quire.replica.step_inputs import DecodeInputs, InputRing, StepInputs, input_bytes, pieces
+from quire.replica.ragged_step import RaggedStep
+from quire.replica.step_inputs import InputRing, StepInputs, input_bytes, pieces
 from quire.replica.step_outputs import InFlight, StepOutputs
-from quire.replica.step_sampler import Masks, StepSampler
+from quire.replica.step_sampler import Masks
 from quire.replica.telemetry import DeviceTime
 
 # Entries of block tables that travel with one upload: more come in several.
@@ -41,7 +44,7 @@ class QueuedSteps:
 
     Parameters
     ----------
-    forward, sampler, outputs
+    forward, ragged, outputs
         Of the runner.
     pool
         KV; its trash block takes what padding writes.
@@ -51,7 +54,7 @@ class QueuedSteps:
     Raises
     ------
     ValueError
-        Graphs are asked for where the device has none.
+        Graphs are asked for where the device has none, or `q_padding` is out of its bounds.
     """
 
     def __init__(
@@ -60,14 +63,14 @@ class QueuedSteps:
         device: Device,
         pool: KVPool,
         forward: Forward,
-        sampler: StepSampler,
+        ragged: RaggedStep,
         outputs: StepOutputs,
         backend: Backend,
     ):
         self._device = device
         self._pool = pool
         self._forward = forward
-        self._sampler = sampler
+        self._ragged = ragged
         self._outputs = outputs
         self.time = DeviceTime()
         self._done: Event | None = None  # of the step queued last, unless the engine fell idle
@@ -83,14 +86,15 @@ class QueuedSteps:
             pool.trash_block * pool.block_size,
         )
         logits_dtype = getattr(torch, config.dtype)
-        self._decode = DecodeStep(
+        self._fixed = FixedStep(
             device, forward, self.table, outputs, max_rows, config.vocab_size, logits_dtype
         )
         self.graphs = GraphCache(
             device,
-            GraphShelf(config.num_rows, config.max_cached_graphs),
-            self._decode,
+            GraphShelf(config.num_rows, config.max_cached_graphs, _mixed_shapes(config)),
+            self._fixed,
             self.inputs,
+            pool.block_size,
             self._buffers,
             mode=config.cuda_graphs,
             checks_addresses=config.check_graphs,
@@ -103,20 +107,25 @@ class QueuedSteps:
             "block tables": self.table.blocks,
             "sampling columns": self.table.columns,
             "last tokens": self._outputs.last_token,
-            "sampled tokens": self._decode.sampled,
+            "sampled tokens": self._fixed.sampled,
             "the KV pool": self._pool.data,
             **self._forward.weights(),
         }
-        if self._decode.logits is not None:
-            buffers["logits"] = self._decode.logits
+        if self._fixed.logits is not None:
+            buffers["logits"] = self._fixed.logits
         return buffers
 
     def launch(self, plan: StepPlan, in_flight: InFlight, masks: Masks) -> None:
         """Queue a step and the copy of its tokens to the host."""
         device, slot = self._device, in_flight.slot
         is_decode = len(plan.decode_rows) == plan.num_rows and not plan.copies
-        queue = self._queue_decode if is_decode else self._queue_ragged
-        queue(plan, in_flight, masks)
+        part = GraphPart.WHOLE if plan.sampling.is_plain else GraphPart.FORWARD
+        if is_decode:
+            self._queue_decode(plan, in_flight, masks, self.graphs.find(plan.num_rows, part))
+        elif (graph := self._find_mixed(plan, part)) is not None:
+            self._queue_mixed(plan, in_flight, masks, graph)
+        else:
+            self._queue_ragged(plan, in_flight, masks)
         done = in_flight.done = device.record(Stream.COMPUTE, "step done", timed=True)
         in_flight.done_before, self._done = self._done, done
         self.inputs.release(done)
@@ -137,16 +146,14 @@ class QueuedSteps:
     def telemetry(self) -> dict[str, object]:
         """Counters since the start."""
         shelf = self.graphs.shelf
-        computed = shelf.num_rows + shelf.num_padding_rows
         return {
             "device": self.time.to_dict(),
             "graphs": {
                 "off_because": self.graphs.off_because,
                 "num_cached": len(self.graphs),
                 "num_captures": self.graphs.num_captures,
-                "num_hits": shelf.num_hits,
-                "num_misses": shelf.num_misses,
-                "padding": shelf.num_padding_rows / max(computed, 1),  # of the rows computed
+                **shelf.decodes.to_dict(),  # of steps in which every row decodes; padding: of the rows
+                "mixed": shelf.mixed.to_dict(),  # padding: of the tokens
             },
             "uploads": {"num_copies": self.inputs.num_copies, "num_bytes": self.inputs.num_bytes},
         }
@@ -162,8 +169,8 @@ class QueuedSteps:
 
         def compute() -> None:
             self.table.apply(new)
-            hidden = self._hidden(plan, inputs)
-            logits.append(self._forward.float_logits(hidden[inputs.token_index]))
+            tables = self.table.tables(inputs.rows, plan.block_tables.shape[2])
+            logits.append(self._ragged.logits(plan, inputs, tables).float())
 
         self._device.run(Stream.COMPUTE, compute, name="forward", reads=(*inputs, *new))
         self.inputs.release(self._device.record(Stream.COMPUTE, "step done"))
@@ -202,20 +209,16 @@ class QueuedSteps:
         plan, inputs, new = self._stage(plan)
         self._begin(in_flight)
 
+        choose = None
+        if has_columns:
+            choose = partial(
+                self.table.choose, rows=inputs.sample_rows, noise_keys=inputs.noise_keys
+            )
+
         def compute() -> None:
             self.table.apply(new)
-            self._pool.copy_blocks(plan.copies)
-            self._outputs.fill_in(inputs.token_ids, inputs.decode_rows)
-            hidden = self._hidden(plan, inputs)
-            in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
-            logits = self._forward.logits(hidden[inputs.token_index])
-            choose = None
-            if has_columns:
-                choose = partial(
-                    self.table.choose, rows=inputs.sample_rows, noise_keys=inputs.noise_keys
-                )
-            tokens = self._draw(logits, plan, in_flight, masks, choose)
-            self._outputs.keep(in_flight.slot, tokens, inputs.sample_rows)
+            tables = self.table.tables(inputs.rows, plan.block_tables.shape[2])
+            self._ragged.whole(plan, inputs, tables, in_flight, masks, choose)
 
         self._device.run(
             Stream.COMPUTE,
@@ -225,39 +228,12 @@ class QueuedSteps:
             writes=(in_flight.slot.tokens,),
         )
 
-    def _hidden(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
-        return self._forward.hidden(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.cu_q,
-            inputs.kv_len,
-            self.table.tables(inputs.rows, plan.block_tables.shape[2]),
-            inputs.slots,
-            np.diff(plan.cu_q),
-        )
+    # -- steps on fixed addresses ------------------------------------------------------------------------
 
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        plan: StepPlan,
-        in_flight: InFlight,
-        masks: Masks,
-        choose: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """[S, vocab] logits of the model's type to [S] int64 tokens."""
-        if choose is not None and plan.sampling.is_plain:
-            return choose(logits)
-        tokens, in_flight.logprobs = self._sampler.sample(
-            logits.float(), plan.sampling, masks, choose
-        )
-        return tokens
-
-    # -- steps in which every row decodes ----------------------------------------------------------------
-
-    def _queue_decode(self, plan: StepPlan, in_flight: InFlight, masks: Masks) -> None:
-        is_plain = plan.sampling.is_plain
-        part = GraphPart.WHOLE if is_plain else GraphPart.FORWARD
-        graph = self.graphs.find(plan.num_rows, part)
+    def _queue_decode(
+        self, plan: StepPlan, in_flight: InFlight, masks: Masks, graph: CachedGraph | None
+    ) -> None:
+        """A step in which every row decodes."""
         num_rows = plan.num_rows if graph is None else graph.key.num_rows
         keys = self.table.noise_keys(plan.rows, plan.kv_len)
         inputs, new = self.inputs.send_decode(plan, num_rows, keys, self._differences(plan))
@@ -265,23 +241,58 @@ class QueuedSteps:
         self._apply(new)
         if graph is not None:
             self.graphs.replay(graph)
-        elif is_plain:
+        elif plan.sampling.is_plain:
             self._device.run(
                 Stream.COMPUTE,
-                partial(self._decode.whole, inputs),
+                partial(self._fixed.whole, inputs),
                 name=f"step {plan.step}",
                 reads=inputs,
-                writes=(self._decode.sampled[:num_rows],),
+                writes=(self._fixed.sampled[:num_rows],),
             )
-        if is_plain:
+        self._queue_tokens(plan, inputs, in_flight, masks, is_computed=graph is not None)
+
+    def _find_mixed(self, plan: StepPlan, part: GraphPart) -> CachedGraph | None:
+        has_rows = len(plan.rows) and len(plan.sampling.rows) == len(plan.sampling.token_index)
+        if plan.copies or plan.prompts or not has_rows:
+            return None
+        return self.graphs.find_mixed(plan.num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
+
+    def _queue_mixed(
+        self, plan: StepPlan, in_flight: InFlight, masks: Masks, graph: CachedGraph
+    ) -> None:
+        new = self._differences(plan)  # first: the keys of rows that begin are among them
+        keys = self.table.noise_keys(plan.sampling.rows, plan.sampling.position)
+        inputs, new = self.inputs.send_mixed(plan, graph.key, keys, new)
+        self._begin(in_flight)
+        self._apply(new)
+        self.graphs.replay(graph)
+        self._queue_tokens(plan, inputs, in_flight, masks, is_computed=True)
+
+    def _queue_tokens(
+        self,
+        plan: StepPlan,
+        inputs: FixedInputs,
+        in_flight: InFlight,
+        masks: Masks,
+        *,
+        is_computed: bool,
+    ) -> None:
+        """To the step's slot: what has been sampled, or is now.
+
+        Parameters
+        ----------
+        is_computed
+            If the host has a say in what is drawn: the logits are there.
+        """
+        if plan.sampling.is_plain:
             self._keep_sampled(plan, in_flight)
         else:
-            self._draw_and_keep(plan, inputs, in_flight, masks, is_computed=graph is not None)
+            self._draw_and_keep(plan, inputs, in_flight, masks, is_computed=is_computed)
 
     def _keep_sampled(self, plan: StepPlan, in_flight: InFlight) -> None:
         """The next step overwrites what was sampled, before the host has it."""
-        count, slot = plan.num_rows, in_flight.slot
-        sampled = self._decode.sampled[:count]
+        count, slot = len(plan.sampling.token_index), in_flight.slot
+        sampled = self._fixed.sampled[:count]
         self._device.run(
             Stream.COMPUTE,
             lambda: slot.tokens[:count].copy_(sampled),
@@ -293,21 +304,21 @@ class QueuedSteps:
     def _draw_and_keep(
         self,
         plan: StepPlan,
-        inputs: DecodeInputs,
+        inputs: FixedInputs,
         in_flight: InFlight,
         masks: Masks,
         *,
         is_computed: bool,
     ) -> None:
         """Draw with the host's masks and penalties, from logits that a graph has computed, or compute them."""
-        count = plan.num_rows
+        count = len(plan.sampling.token_index)
 
         def compute() -> None:
-            logits = self._decode.logits if is_computed else self._decode.compute_logits(inputs)
-            rows = inputs.rows[:count]
+            logits = self._fixed.logits if is_computed else self._fixed.compute_logits(inputs)
+            rows = sampling_rows(inputs)[:count]
             keys = inputs.noise_keys[:count]
             choose = partial(self.table.choose, rows=rows, noise_keys=keys)
-            tokens = self._draw(logits[:count], plan, in_flight, masks, choose)
+            tokens = self._ragged.draw(logits[:count], plan.sampling, in_flight, masks, choose)
             self._outputs.keep(in_flight.slot, tokens, rows)
 
         self._device.run(
@@ -317,3 +328,15 @@ class QueuedSteps:
             reads=inputs,
             writes=(in_flight.slot.tokens,),
         )
+
+
+def _mixed_shapes(config: EngineConfig) -> MixedShapes | None:
+    if config.q_padding is None:
+        return None
+    return MixedShapes(
+        max_rows=config.num_rows,
+        max_tokens=config.max_batch_tokens,
+        max_kv_tokens=config.max_row_blocks * config.block_size,
+        q_padding=config.q_padding,
+        kv_padding=config.kv_padding,
+    )

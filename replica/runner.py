@@ -43,10 +43,11 @@ from quire.replica.loader import load_model
 from quire.replica.output_head import split_model
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.queued_steps import QueuedSteps
+from quire.replica.ragged_step import RaggedStep
 from quire.replica.spec import ModelSpec
-from quire.replica.step_inputs import StepInputs, direct_inputs
+from quire.replica.step_inputs import direct_inputs
 from quire.replica.step_outputs import InFlight, StepOutputs
-from quire.replica.step_sampler import Masks, StepSampler
+from quire.replica.step_sampler import StepSampler
 from quire.replica.telemetry import DeviceTime
 
 
@@ -101,12 +102,13 @@ class Runner:
         self.fused = self._fuse()
         if config.deterministic:
             make_deterministic(model)
-        self._forward = Forward(model, pool, self._attentions, config.max_running_requests)
-        self.queued: QueuedSteps | None = None  # where work runs when it is queued
+        forward = Forward(model, pool, self._attentions, config.max_running_requests)
+        self._ragged = RaggedStep(forward, self._sampler, self._outputs, pool)
+        self.queued: QueuedSteps | None = None  # where work does not run when it is queued
         if not self._device.is_immediate:
             backend = self._attentions[0].backend
             self.queued = QueuedSteps(
-                config, self._device, pool, self._forward, self._sampler, self._outputs, backend
+                config, self._device, pool, forward, self._ragged, self._outputs, backend
             )
         self._device.synchronize()  # the weights were not loaded on the compute stream
 
@@ -165,10 +167,10 @@ class Runner:
         if self.queued is not None:
             self.queued.launch(plan, in_flight, masks)
             return in_flight
-        inputs = direct_inputs(plan)
+        tables = torch.from_numpy(plan.block_tables)
         self._device.run(
             Stream.COMPUTE,
-            partial(self._compute, plan, inputs, in_flight, masks),
+            partial(self._ragged.whole, plan, direct_inputs(plan), tables, in_flight, masks),
             name=f"step {plan.step}",
         )
         self._outputs.send(slot, self._device.record(Stream.COMPUTE, "step done"))
@@ -192,9 +194,9 @@ class Runner:
         """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""
         if self.queued is not None:
             return self.queued.forward(plan)
-        inputs = direct_inputs(plan)
+        tables = torch.from_numpy(plan.block_tables)
         with torch.inference_mode():
-            return self._forward.float_logits(self._hidden(plan, inputs)[inputs.token_index])
+            return self._ragged.logits(plan, direct_inputs(plan), tables).float()
 
     @property
     def graphs(self) -> GraphCache | None:
@@ -211,30 +213,6 @@ class Runner:
     def telemetry(self) -> dict[str, object]:
         """Counters of the device's time, graphs and copies since the start."""
         return {} if self.queued is None else self.queued.telemetry()
-
-    def _compute(
-        self, plan: StepPlan, inputs: StepInputs, in_flight: InFlight, masks: Masks
-    ) -> None:
-        """The work of a step, where it runs when it is queued."""
-        self.pool.copy_blocks(plan.copies)
-        self._outputs.fill_in(inputs.token_ids, inputs.decode_rows)
-        hidden = self._hidden(plan, inputs)
-        in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
-        logits = self._forward.float_logits(hidden[inputs.token_index])
-        tokens, in_flight.logprobs = self._sampler.sample(logits, plan.sampling, masks)
-        self._outputs.keep(in_flight.slot, tokens, inputs.sample_rows)
-
-    def _hidden(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
-        """Write the step's KV; [T, hidden size]."""
-        return self._forward.hidden(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.cu_q,
-            inputs.kv_len,
-            inputs.rows,
-            inputs.slots,
-            np.diff(plan.cu_q),
-        )
 
     # ------------------------------------------------------------------------------------------------------
     # Warm-up

@@ -33,6 +33,7 @@ from quire.replica.config import (
 )
 from quire.replica.groups import max_sequence_tokens, sequence_blocks
 from quire.replica.kv_pool import block_elements
+from quire.replica.mixed_shapes import LEAST_TOKENS
 from quire.replica.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -190,6 +191,13 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
                 f"has {table.num_blocks}; lower it or raise num_blocks, kv_cache_gib or the memory\n{table}"
             )
         max_model_len = max_cache_tokens
+    if args.q_padding is not None:
+        highest = min(max_batch_tokens, max_model_len)
+        if type(args.q_padding) is not int or not LEAST_TOKENS <= args.q_padding <= highest:
+            raise SizingError(
+                f"q_padding must be in [{LEAST_TOKENS}, {highest}], at most max_batch_tokens and max_model_len, got "
+                f"{args.q_padding!r}"
+            )
     return EngineConfig(
         model_name=args.model,
         revision=args.revision or "",
@@ -208,6 +216,8 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         or (args.async_batching == "auto" and device != "cpu"),
         cuda_graphs=args.cuda_graphs,
         max_cached_graphs=args.max_cached_graphs,
+        q_padding=args.q_padding,
+        kv_padding=args.kv_padding,
         check_graphs=args.check_graphs,
         scheduler=args.scheduler,
         fuse=args.fuse,
@@ -370,7 +380,7 @@ def check_args(args: EngineArgs) -> None:
             raise SizingError(
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(args, name)!r}"
             )
-    counts = ("num_blocks", "max_batch_tokens", "max_model_len", "num_threads")
+    counts = ("num_blocks", "max_batch_tokens", "max_model_len", "num_threads", "kv_padding")
     required = (
         *("block_size", "max_running_requests", "max_waiting_requests"),
         "max_cached_graphs",

@@ -81,10 +81,10 @@ class StepOutputs:
         slot.num_tokens = num_tokens
         return slot
 
-    def fill_in(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Part of a step's work: the first tokens [D] are those of the table rows [D] int64."""
-        if len(rows):
-            token_ids[: len(rows)] = self.last_token[rows]
+    def known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Part of a step's work: [T] int64 ids, where -1 - r becomes what was last sampled in the table row r."""
+        rows = (-1 - token_ids).clamp_(min=0)
+        return torch.where(token_ids < 0, self.last_token[rows], token_ids)
 
     def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
         """Part of a step's work: put [S] int64 tokens into the slot, and into the table rows [S] int64."""

@@ -19,7 +19,7 @@ from quire.replica.config import EngineConfig
 from quire.replica.device import CpuDevice
 from quire.replica.device_table import DeviceTable
 from quire.replica.graph_cache import GraphCache, StaleGraph
-from quire.replica.graph_shelf import GraphKey, GraphPart
+from quire.replica.graph_key import GraphKey, GraphPart
 from quire.replica.request import Request
 from quire.replica.runner import Runner
 
@@ -85,9 +85,9 @@ def test_steps_of_plain_rows_are_one_graph_and_all_of_them_are_replayed(harness)
     device = FakeDevice(1)
     told = model.serve(config, device, plain(), plans_ahead=True, prepare=prepare)
     assert told == expected_of(model, config, plain)
-    shelf = runners[0].graphs.shelf
+    shelf = runners[0].graphs.shelf.decodes
     assert (shelf.num_hits, shelf.num_misses) == (device.num_replays, 0)
-    assert shelf.num_hits > 10 and 0 < shelf.num_padding_rows < shelf.num_rows
+    assert shelf.num_hits > 10 and 0 < shelf.num_padding < shelf.num_items
 
 
 def test_few_graphs_that_give_way_to_each_other_change_no_token(harness):
@@ -130,7 +130,7 @@ def test_graphs_are_off_where_the_device_has_none_and_the_log_says_so_once(harne
     assert told == expected_of(model, config, plain)
     assert device.num_replays == 0
     assert [r.message for r in caplog.records] == [
-        "decode steps run without graphs: this device has no graphs"
+        "steps run without graphs: this device has no graphs"
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_captured_runs_without_and_the_log_says_why(
     assert told == expected_of(model, config, plain)
     (record,) = caplog.records
     assert record.message == (
-        "decode steps run without graphs: a decode step of 6 rows cannot be captured: RuntimeError: operation not "
+        "steps run without graphs: a decode step of 6 rows cannot be captured: RuntimeError: operation not "
         "permitted when stream is capturing"
     )
     with pytest.raises(RuntimeError, match="cuda_graphs is on: a decode step of 6 rows cannot"):
@@ -206,7 +206,7 @@ def test_what_steps_miss_is_captured_when_there_is_none_to_run_and_not_before(ha
     device = FakeDevice(3)
     model.serve(config_of(model.spec), device, ruled, plans_ahead=True, prepare=prepare)
     graphs = runners[0].graphs
-    assert graphs.shelf.num_misses == 19
+    assert graphs.shelf.decodes.num_misses == 19
     while graphs.use_idle():
         pass
     assert len(graphs) == len(SIZES) + 2  # of one and of two rows, to the logits

@@ -1,0 +1,111 @@
+"""A step as it was planned: any rows, nothing padded. The work behind `StepInputs`, on every device.
+
+```
+ copies ▸ last tokens of the rows that decode ▸ model, which writes KV ▸ log-probs of prompts ▸ logits ┬▸ draw ▸ keep
+                                                                                                        S rows
+```
+
+What differs between devices is handed in: where the block tables come from, and how a plain token is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from quire.replica.forward import Forward
+from quire.replica.kv_pool import KVPool
+from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.step_inputs import StepInputs
+from quire.replica.step_outputs import InFlight, StepOutputs
+from quire.replica.step_sampler import Masks, StepSampler
+
+Choose = Callable[[torch.Tensor], torch.Tensor]
+
+
+class RaggedStep:
+    """Runs steps kernel by kernel; owns nothing.
+
+    Parameters
+    ----------
+    forward, sampler, outputs, pool
+        Of the runner.
+    """
+
+    def __init__(self, forward: Forward, sampler: StepSampler, outputs: StepOutputs, pool: KVPool):
+        self._forward = forward
+        self._sampler = sampler
+        self._outputs = outputs
+        self._pool = pool
+
+    def whole(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        block_tables: torch.Tensor,
+        in_flight: InFlight,
+        masks: Masks,
+        choose: Choose | None = None,
+    ) -> None:
+        """From the last tokens to the next ones.
+
+        Parameters
+        ----------
+        block_tables
+            [G, n, max blocks] int32.
+        choose
+            As of `draw`.
+        """
+        logits = self.logits(plan, inputs, block_tables, in_flight)
+        tokens = self.draw(logits, plan.sampling, in_flight, masks, choose)
+        self._outputs.keep(in_flight.slot, tokens, inputs.sample_rows)
+
+    def logits(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        block_tables: torch.Tensor,
+        in_flight: InFlight | None = None,
+    ) -> torch.Tensor:
+        """Write the step's KV; [S, vocab] in the model's type, of the rows that sample.
+
+        Parameters
+        ----------
+        in_flight
+            Gets the log-probabilities of prompts, if it is given.
+        """
+        self._pool.copy_blocks(plan.copies)
+        hidden = self._forward.hidden(
+            self._outputs.known(inputs.token_ids),
+            inputs.positions,
+            inputs.cu_q,
+            inputs.kv_len,
+            block_tables,
+            inputs.slots,
+            np.diff(plan.cu_q),
+        )
+        if in_flight is not None:
+            in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
+        return self._forward.logits(hidden[inputs.token_index])
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingBatch,
+        in_flight: InFlight,
+        masks: Masks,
+        choose: Choose | None,
+    ) -> torch.Tensor:
+        """[S, vocab] logits of the model's type to [S] int64 tokens; `in_flight` gets the log-probabilities.
+
+        Parameters
+        ----------
+        choose
+            Draws as the device's columns of the rows say; None: as the plan's say.
+        """
+        if choose is not None and sampling.is_plain:
+            return choose(logits)
+        tokens, in_flight.logprobs = self._sampler.sample(logits.float(), sampling, masks, choose)
+        return tokens
