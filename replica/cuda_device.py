@@ -7,6 +7,7 @@ no stream needs `record_stream`. What work allocates comes from the compute stre
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,15 @@ class CudaDevice:
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def free_bytes(self) -> int:
+        self.synchronize()
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def trim(self) -> None:
+        gc.collect()
+        self.synchronize()
+        torch.cuda.empty_cache()
 
     def run(
         self, stream: Stream, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()

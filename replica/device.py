@@ -74,6 +74,20 @@ class Device(Protocol):
         """Host memory of unknown content that copies to and from the device need no stop for."""
         ...
 
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has; what this process keeps for reuse, it has.
+
+        Raises
+        ------
+        RuntimeError
+            The device runs work when it is queued: it shares the host's memory, see `sizing`.
+        """
+        ...
+
+    def trim(self) -> None:
+        """Give back what is kept for reuse; nothing may be in flight."""
+        ...
+
     def run(
         self, stream: Stream, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()
     ) -> None:
@@ -156,6 +170,12 @@ class CpuDevice:
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def free_bytes(self) -> int:
+        raise RuntimeError("the CPU's memory is the host's")
+
+    def trim(self) -> None:
+        pass
 
     @torch.inference_mode()
     def run(

@@ -110,8 +110,11 @@ class GraphCache:
         ------
         RuntimeError
             A step cannot be captured and `mode` is "on".
+        torch.OutOfMemoryError
+            The device has no memory left for what serving begins with.
         """
         if self.off_because is None:
+            self._step.reserve_logits()  # while memory is counted, not when a row first asks for it
             for key in self.shelf.first():
                 error = self._try_to_capture(key)
                 if error is not None and self._mode == "on":
@@ -121,6 +124,31 @@ class GraphCache:
         self._serves = self.off_because is None
         if not self._serves:
             logger.info("steps run without graphs: %s", self.off_because)
+
+    def measure(self, count: int) -> list[int]:
+        """Capture the first graphs, as before serving, and free them again.
+
+        Returns
+        -------
+        Bytes of the device that each of them took, at most `count`: the largest first, with what all of them share.
+        """
+        taken: list[int] = []
+        before = self._device.free_bytes()
+        if self.off_because is None:
+            self._step.reserve_logits()
+            for key in self.shelf.first()[:count]:
+                if self._try_to_capture(key) is not None:
+                    break
+                after = self._device.free_bytes()
+                taken.append(before - after)
+                before = after
+        for key in list(self._graphs):
+            self._free(key)
+        return taken
+
+    def _free(self, key: GraphKey) -> None:
+        self._device.release(self._graphs.pop(key).graph)
+        self.shelf.remove(key)
 
     def find(self, num_rows: int, part: GraphPart) -> CachedGraph | None:
         """The graph for a step of so many rows that decode; None: it runs kernel by kernel."""
@@ -167,6 +195,11 @@ class GraphCache:
         """Capture it; what went wrong, if so: then other graphs, or none, serve."""
         try:
             self.capture(key)
+        except torch.OutOfMemoryError:
+            if not self._serves:  # there is more to come that needs memory
+                raise
+            self.shelf.refuse(key)
+            logger.warning("%s cannot be captured: the device has no memory left for it", key)
         except Exception as error:
             if self._graphs:
                 self.shelf.refuse(key)
@@ -181,8 +214,7 @@ class GraphCache:
         device, step, n = self._device, self._step, key.num_rows
         device.synchronize()
         if (victim := self.shelf.victim()) is not None:
-            device.release(self._graphs.pop(victim).graph)
-            self.shelf.remove(victim)
+            self._free(victim)
         if key.part is GraphPart.WHOLE:
             body, written = step.whole, step.sampled[:n]
         else:

@@ -67,6 +67,8 @@ class Runner:
         here.
     device
         Whose streams the work is queued on; None for that of `config.device`.
+    fused
+        Of a model that another runner has fused; None: it is not.
 
     Raises
     ------
@@ -83,6 +85,7 @@ class Runner:
         *,
         attention_backend: Backend | None = None,
         device: Device | None = None,
+        fused: FuseReport | None = None,
     ):
         self.config = config
         self.spec = spec
@@ -99,7 +102,7 @@ class Runner:
         if config.device == "cpu":
             torch.set_num_threads(config.num_threads)
         self._attentions = [self._attention(group, attention_backend) for group in pool.groups]
-        self.fused = self._fuse()
+        self.fused = self._fuse() if fused is None else fused
         if config.deterministic:
             make_deterministic(model)
         forward = Forward(model, pool, self._attentions, config.max_running_requests)
@@ -145,6 +148,19 @@ class Runner:
     def from_config(cls, config: EngineConfig, spec: ModelSpec) -> Runner:
         """Load the checkpoint of `spec` and allocate the pool."""
         model = load_model(spec, config.device, config.dtype)
+        return cls.with_pool(config, spec, model)
+
+    @classmethod
+    def with_pool(
+        cls,
+        config: EngineConfig,
+        spec: ModelSpec,
+        model: torch.nn.Module,
+        *,
+        device: Device | None = None,
+        fused: FuseReport | None = None,
+    ) -> Runner:
+        """Allocate the pool for a model that is loaded."""
         pool = KVPool(
             config.num_blocks,
             spec.groups,
@@ -152,7 +168,7 @@ class Runner:
             getattr(torch, config.dtype),
             config.device,
         )
-        return cls(config, spec, model, pool)
+        return cls(config, spec, model, pool, device=device, fused=fused)
 
     def run(self, plan: StepPlan) -> StepResult:
         """`launch` and `collect`."""
@@ -219,7 +235,15 @@ class Runner:
     # ------------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Run the shapes that serving will see, on the trash block, so that nothing is first-touched later.
+        """Run the shapes that serving will see, so that nothing is first touched later; capture the first graphs."""
+        self.run_largest()
+        if self.queued is not None:
+            self.queued.graphs.capture_first()
+            self.queued.fall_idle()
+            self.queued.time = DeviceTime()
+
+    def run_largest(self) -> None:
+        """Run the largest steps on the trash block.
 
         Decode alone, a full prefill chunk, and both mixed; greedy and sampled. The pool's own blocks are not
         touched.
@@ -235,10 +259,6 @@ class Runner:
         ):
             for temperature in (0.0, 1.0):
                 self.run(self._trash_plan([n for n in lengths if n > 0], temperature))
-        if self.queued is not None:
-            self.queued.graphs.capture_first()
-            self.queued.fall_idle()
-            self.queued.time = DeviceTime()
 
     def _trash_plan(self, lengths: list[int], temperature: float) -> StepPlan:
         """A step of rows with these numbers of new tokens, all of whose KV goes to the trash block."""

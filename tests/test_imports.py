@@ -38,6 +38,7 @@ TORCH_MODULES = {
     "quire.replica.attention",
     "quire.replica.cuda_device",
     "quire.replica.device",
+    "quire.replica.device_memory",
     "quire.replica.embedded.train",
     "quire.replica.fuse",
     "quire.replica.fused",
