@@ -191,6 +191,11 @@ class EngineArgs(_Section):
         "prefixes that it drops go there and return without being computed again. 0 turns it off. "
         "Default: 4 beside a GPU, 0 on the CPU, where kv_cache_gib does the same without copies.",
     )
+    restore: Literal["auto", "always"] = Field(
+        "auto",
+        description="auto: blocks in the host tier are copied back where that is faster than computing them again, by "
+        "the copies and prefills measured so far. always: whatever was measured.",
+    )
     max_memory_percent: float = Field(
         0.9,
         gt=0,
@@ -281,6 +286,11 @@ class EngineArgs(_Section):
         False,
         description="For debugging: before a captured step is replayed, compare the addresses of all it reads and "
         "writes with those at its capture.",
+    )
+    nvtx: bool = Field(
+        False,
+        description="For debugging on a GPU: mark the parts of the engine's loop and what they queue as ranges that "
+        "Nsight Systems shows.",
     )
     max_prefill_ms: float | None = Field(
         100.0,

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
 Work = Callable[[], None]
+NO_MARK: AbstractContextManager[None] = nullcontext()
 Tensors = Sequence[torch.Tensor]
 
 
@@ -144,6 +146,10 @@ class Device(Protocol):
         """Sleep until everything queued has run."""
         ...
 
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        """A range of the host's time for a profiler, if there is one."""
+        ...
+
 
 class _Done:
     """An event of a device that runs work when it is queued."""
@@ -207,6 +213,9 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         pass
+
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        return NO_MARK
 
 
 def open_device(name: str, *, use_nvtx: bool = False) -> Device:

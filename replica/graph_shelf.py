@@ -49,6 +49,8 @@ class GraphUse:
         return {
             "num_hits": self.num_hits,
             "num_misses": self.num_misses,
+            "num_items": self.num_items,
+            "num_padding": self.num_padding,
             "padding": self.num_padding / max(computed, 1),
         }
 

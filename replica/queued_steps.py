@@ -3,15 +3,17 @@
 ```
  every row decodes,     [ differences ][ replay: last tokens ▸ model ▸ draw ][ keep ]            plain rows
  or mixed and padded    [ differences ][ replay: last tokens ▸ model ][ masks ▸ draw ▸ keep ]    others
- any other step         [ differences ▸ copies ▸ model ▸ draw ▸ keep ]
+ any other step         [ differences ▸ copies ▸ model ][ masks ▸ draw ▸ keep ]
 ```
 
-`[ ]` is one piece of work on the compute stream. Without a graph for it a step runs kernel by kernel, unpadded. Copies
-of blocks (forks) and log-probabilities of prompts are not for graphs.
+`[ ]` is one piece of work on the compute stream; the last one of a step that awaits tokens is queued when they are
+there. Without a graph for it a step runs kernel by kernel, unpadded. Copies of blocks (forks) and log-probabilities
+of prompts are not for graphs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -28,13 +30,14 @@ from quire.replica.graph_key import GraphPart
 from quire.replica.graph_shelf import GraphShelf
 from quire.replica.kv_pool import KVPool
 from quire.replica.mixed_shapes import MixedShapes
-from quire.replica.plan import StepPlan
+from quire.replica.plan import SamplingBatch, StepPlan
 from quire.replica.ragged_step import RaggedStep
 from quire.replica.step_inputs import InputRing, StepInputs, input_bytes, pieces
 from quire.replica.step_outputs import InFlight, StepOutputs
 from quire.replica.step_sampler import Masks
 from quire.replica.telemetry import DeviceTime
 
+Draw = Callable[[SamplingBatch, Masks], None]
 # Entries of block tables that travel with one upload: more come in several.
 MAX_CHANGES = 8192
 
@@ -115,28 +118,32 @@ class QueuedSteps:
             buffers["logits"] = self._fixed.logits
         return buffers
 
-    def launch(self, plan: StepPlan, in_flight: InFlight, masks: Masks) -> None:
-        """Queue a step and the copy of its tokens to the host."""
-        device, slot = self._device, in_flight.slot
+    def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
+        """Queue a step but its draw, which the result does; then `end` must follow before the next step."""
         is_decode = len(plan.decode_rows) == plan.num_rows and not plan.copies
-        part = GraphPart.WHOLE if plan.sampling.is_plain else GraphPart.FORWARD
+        is_plain = plan.sampling.is_plain and not plan.awaits_tokens
+        part = GraphPart.WHOLE if is_plain else GraphPart.FORWARD
         if is_decode:
-            self._queue_decode(plan, in_flight, masks, self.graphs.find(plan.num_rows, part))
-        elif (graph := self._find_mixed(plan, part)) is not None:
-            self._queue_mixed(plan, in_flight, masks, graph)
-        else:
-            self._queue_ragged(plan, in_flight, masks)
-        done = in_flight.done = device.record(Stream.COMPUTE, "step done", timed=True)
+            return self._queue_decode(plan, in_flight, part)
+        if (graph := self._find_mixed(plan, part)) is not None:
+            return self._queue_mixed(plan, in_flight, graph)
+        return self._queue_ragged(plan, in_flight)
+
+    def end(self, in_flight: InFlight) -> None:
+        """The draw is queued: queue the copy of its tokens to the host."""
+        done = in_flight.done = self._device.record(Stream.COMPUTE, "step done", timed=True)
         in_flight.done_before, self._done = self._done, done
         self.inputs.release(done)
-        self._outputs.send(slot, done)
+        self._outputs.send(in_flight.slot, done)
 
     def note(self, in_flight: InFlight) -> None:
         """A step is over: add its times."""
         between, before = self._device.seconds_between, in_flight.done_before
+        forward_done, draw_begun = in_flight.forward_done, in_flight.draw_begun
         self.time.add(
             between(in_flight.begun, in_flight.done),
             None if before is None else between(before, in_flight.begun),
+            None if draw_begun is None else between(forward_done, draw_begun),
         )
 
     def fall_idle(self) -> None:
@@ -156,13 +163,25 @@ class QueuedSteps:
                 "mixed": shelf.mixed.to_dict(),  # padding: of the tokens
             },
             "uploads": {"num_copies": self.inputs.num_copies, "num_bytes": self.inputs.num_bytes},
+            "downloads": {
+                "num_copies": self._outputs.num_copies,
+                "num_bytes": self._outputs.num_bytes,
+            },
         }
+
+    def hold(self, in_flight: InFlight) -> None:
+        """The step's forward pass is queued, its draw waits for tokens."""
+        in_flight.forward_done = self._device.record(Stream.COMPUTE, "logits", timed=True)
+
+    def go_on(self, in_flight: InFlight) -> None:
+        """The draw of a step that was held is queued next."""
+        in_flight.draw_begun = self._device.record(Stream.COMPUTE, "draw begins", timed=True)
 
     def _begin(self, in_flight: InFlight) -> None:
         """Its inputs have been sent for: from here on the device is busy with the step."""
         in_flight.begun = self._device.record(Stream.COMPUTE, "step begins", timed=True)
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
+    def logits(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV; the logits of the rows that sample, [S, vocab] float32."""
         plan, inputs, new = self._stage(plan)
         logits: list[torch.Tensor] = []
@@ -204,36 +223,66 @@ class QueuedSteps:
             work = partial(self.table.apply, new)
             self._device.run(Stream.COMPUTE, work, name="differences", reads=new)
 
-    def _queue_ragged(self, plan: StepPlan, in_flight: InFlight, masks: Masks) -> None:
+    def _queue_ragged(self, plan: StepPlan, in_flight: InFlight) -> Draw:
         has_columns = len(plan.sampling.rows) == len(plan.sampling.token_index)
         plan, inputs, new = self._stage(plan)
         self._begin(in_flight)
-
-        choose = None
-        if has_columns:
-            choose = partial(
-                self.table.choose, rows=inputs.sample_rows, noise_keys=inputs.noise_keys
-            )
+        logits: list[torch.Tensor] = []
 
         def compute() -> None:
             self.table.apply(new)
             tables = self.table.tables(inputs.rows, plan.block_tables.shape[2])
-            self._ragged.whole(plan, inputs, tables, in_flight, masks, choose)
+            logits.append(self._ragged.logits(plan, inputs, tables, in_flight))
 
-        self._device.run(
-            Stream.COMPUTE,
-            compute,
-            name=f"step {plan.step}",
-            reads=(*inputs, *new),
-            writes=(in_flight.slot.tokens,),
+        self._device.run(Stream.COMPUTE, compute, name=f"step {plan.step}", reads=(*inputs, *new))
+        rows = inputs.sample_rows
+        return self._draw(
+            plan, in_flight, logits.pop, rows, inputs.noise_keys if has_columns else None
         )
+
+    def _draw(
+        self,
+        plan: StepPlan,
+        in_flight: InFlight,
+        logits: Callable[[], torch.Tensor],
+        rows: torch.Tensor,
+        noise_keys: torch.Tensor | None,
+    ) -> Draw:
+        """What queues the draw of a step.
+
+        Parameters
+        ----------
+        logits
+            Called by the draw, [S or more, vocab].
+        rows, noise_keys
+            [S] int64; without keys the noise is that of the plan.
+        """
+        choose = None
+        if noise_keys is not None:
+            choose = partial(self.table.choose, rows=rows, noise_keys=noise_keys)
+        count = len(plan.sampling.token_index)
+
+        def queue(sampling: SamplingBatch, masks: Masks) -> None:
+            def compute() -> None:
+                self._ragged.draw_and_keep(
+                    logits()[:count], rows, sampling, in_flight, masks, choose
+                )
+
+            self._device.run(
+                Stream.COMPUTE,
+                compute,
+                name=f"draw of step {plan.step}",
+                reads=(rows,) if noise_keys is None else (rows, noise_keys),
+                writes=(in_flight.slot.tokens,),
+            )
+
+        return queue
 
     # -- steps on fixed addresses ------------------------------------------------------------------------
 
-    def _queue_decode(
-        self, plan: StepPlan, in_flight: InFlight, masks: Masks, graph: CachedGraph | None
-    ) -> None:
+    def _queue_decode(self, plan: StepPlan, in_flight: InFlight, part: GraphPart) -> Draw:
         """A step in which every row decodes."""
+        graph = self.graphs.find(plan.num_rows, part)
         num_rows = plan.num_rows if graph is None else graph.key.num_rows
         keys = self.table.noise_keys(plan.rows, plan.kv_len)
         inputs, new = self.inputs.send_decode(plan, num_rows, keys, self._differences(plan))
@@ -241,15 +290,16 @@ class QueuedSteps:
         self._apply(new)
         if graph is not None:
             self.graphs.replay(graph)
-        elif plan.sampling.is_plain:
-            self._device.run(
-                Stream.COMPUTE,
-                partial(self._fixed.whole, inputs),
-                name=f"step {plan.step}",
-                reads=inputs,
-                writes=(self._fixed.sampled[:num_rows],),
-            )
-        self._queue_tokens(plan, inputs, in_flight, masks, is_computed=graph is not None)
+            return self._draw_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
+        logits: list[torch.Tensor] = []
+        if part is GraphPart.WHOLE:
+            work, written = partial(self._fixed.whole, inputs), (self._fixed.sampled[:num_rows],)
+        else:
+            work, written = lambda: logits.append(self._fixed.compute_logits(inputs)), ()
+        self._device.run(
+            Stream.COMPUTE, work, name=f"step {plan.step}", reads=inputs, writes=written
+        )
+        return self._draw_fixed(plan, in_flight, inputs, part, logits.pop)
 
     def _find_mixed(self, plan: StepPlan, part: GraphPart) -> CachedGraph | None:
         has_rows = len(plan.rows) and len(plan.sampling.rows) == len(plan.sampling.token_index)
@@ -257,37 +307,30 @@ class QueuedSteps:
             return None
         return self.graphs.find_mixed(plan.num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
 
-    def _queue_mixed(
-        self, plan: StepPlan, in_flight: InFlight, masks: Masks, graph: CachedGraph
-    ) -> None:
+    def _queue_mixed(self, plan: StepPlan, in_flight: InFlight, graph: CachedGraph) -> Draw:
         new = self._differences(plan)  # first: the keys of rows that begin are among them
         keys = self.table.noise_keys(plan.sampling.rows, plan.sampling.position)
         inputs, new = self.inputs.send_mixed(plan, graph.key, keys, new)
         self._begin(in_flight)
         self._apply(new)
         self.graphs.replay(graph)
-        self._queue_tokens(plan, inputs, in_flight, masks, is_computed=True)
+        part = graph.key.part
+        return self._draw_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
 
-    def _queue_tokens(
+    def _draw_fixed(
         self,
         plan: StepPlan,
-        inputs: FixedInputs,
         in_flight: InFlight,
-        masks: Masks,
-        *,
-        is_computed: bool,
-    ) -> None:
-        """To the step's slot: what has been sampled, or is now.
-
-        Parameters
-        ----------
-        is_computed
-            If the host has a say in what is drawn: the logits are there.
-        """
-        if plan.sampling.is_plain:
-            self._keep_sampled(plan, in_flight)
-        else:
-            self._draw_and_keep(plan, inputs, in_flight, masks, is_computed=is_computed)
+        inputs: FixedInputs,
+        part: GraphPart,
+        logits: Callable[[], torch.Tensor],
+    ) -> Draw:
+        """What queues the draw from logits, or only keeps what has been drawn."""
+        if part is GraphPart.WHOLE:
+            return lambda sampling, masks: self._keep_sampled(plan, in_flight)
+        count = len(plan.sampling.token_index)
+        rows, keys = sampling_rows(inputs)[:count], inputs.noise_keys[:count]
+        return self._draw(plan, in_flight, logits, rows, keys)
 
     def _keep_sampled(self, plan: StepPlan, in_flight: InFlight) -> None:
         """The next step overwrites what was sampled, before the host has it."""
@@ -299,34 +342,6 @@ class QueuedSteps:
             name=f"tokens of step {plan.step}",
             reads=(sampled,),
             writes=(slot.tokens,),
-        )
-
-    def _draw_and_keep(
-        self,
-        plan: StepPlan,
-        inputs: FixedInputs,
-        in_flight: InFlight,
-        masks: Masks,
-        *,
-        is_computed: bool,
-    ) -> None:
-        """Draw with the host's masks and penalties, from logits that a graph has computed, or compute them."""
-        count = len(plan.sampling.token_index)
-
-        def compute() -> None:
-            logits = self._fixed.logits if is_computed else self._fixed.compute_logits(inputs)
-            rows = sampling_rows(inputs)[:count]
-            keys = inputs.noise_keys[:count]
-            choose = partial(self.table.choose, rows=rows, noise_keys=keys)
-            tokens = self._ragged.draw(logits[:count], plan.sampling, in_flight, masks, choose)
-            self._outputs.keep(in_flight.slot, tokens, rows)
-
-        self._device.run(
-            Stream.COMPUTE,
-            compute,
-            name=f"step {plan.step}",
-            reads=inputs,
-            writes=(in_flight.slot.tokens,),
         )
 
 

@@ -1,8 +1,7 @@
-"""A step as it was planned: any rows, nothing padded. The work behind `StepInputs`, on every device.
+"""A step as it was planned: any rows, nothing padded. The work behind `StepInputs`, on every device, in two halves.
 
 ```
- copies ▸ last tokens of the rows that decode ▸ model, which writes KV ▸ log-probs of prompts ▸ logits ┬▸ draw ▸ keep
-                                                                                                        S rows
+ copies ▸ last tokens of the rows that decode ▸ model, which writes KV ▸ log-probs of prompts ▸ logits │ draw ▸ keep
 ```
 
 What differs between devices is handed in: where the block tables come from, and how a plain token is drawn.
@@ -40,28 +39,6 @@ class RaggedStep:
         self._outputs = outputs
         self._pool = pool
 
-    def whole(
-        self,
-        plan: StepPlan,
-        inputs: StepInputs,
-        block_tables: torch.Tensor,
-        in_flight: InFlight,
-        masks: Masks,
-        choose: Choose | None = None,
-    ) -> None:
-        """From the last tokens to the next ones.
-
-        Parameters
-        ----------
-        block_tables
-            [G, n, max blocks] int32.
-        choose
-            As of `draw`.
-        """
-        logits = self.logits(plan, inputs, block_tables, in_flight)
-        tokens = self.draw(logits, plan.sampling, in_flight, masks, choose)
-        self._outputs.keep(in_flight.slot, tokens, inputs.sample_rows)
-
     def logits(
         self,
         plan: StepPlan,
@@ -90,22 +67,30 @@ class RaggedStep:
             in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
         return self._forward.logits(hidden[inputs.token_index])
 
-    def draw(
+    def draw_and_keep(
         self,
         logits: torch.Tensor,
+        rows: torch.Tensor,
         sampling: SamplingBatch,
         in_flight: InFlight,
         masks: Masks,
-        choose: Choose | None,
-    ) -> torch.Tensor:
-        """[S, vocab] logits of the model's type to [S] int64 tokens; `in_flight` gets the log-probabilities.
+        choose: Choose | None = None,
+    ) -> None:
+        """To the step's slot; `in_flight` gets the log-probabilities.
 
         Parameters
         ----------
+        logits
+            [S, vocab] in the model's type; may be overwritten.
+        rows
+            [S] int64, in the request table; none if nothing is to be remembered.
         choose
             Draws as the device's columns of the rows say; None: as the plan's say.
         """
         if choose is not None and sampling.is_plain:
-            return choose(logits)
-        tokens, in_flight.logprobs = self._sampler.sample(logits.float(), sampling, masks, choose)
-        return tokens
+            tokens = choose(logits)
+        else:
+            tokens, in_flight.logprobs = self._sampler.sample(
+                logits.float(), sampling, masks, choose
+            )
+        self._outputs.keep(in_flight.slot, tokens, rows)

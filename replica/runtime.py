@@ -48,7 +48,7 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
     checkpoint = resolve_checkpoint(args.model, args.revision)
     spec = ModelSpec.from_checkpoint(checkpoint)
     config = resolve(args, spec, checkpoint)
-    device = open_device(config.device)
+    device = open_device(config.device, use_nvtx=config.nvtx)
     startup_s["checkpoint"] = -began + (began := time.perf_counter())
     available = 0 if device.is_immediate else device.free_bytes()
     try:

@@ -18,11 +18,12 @@ import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
-from quire.replica.device import Event, Graph, Stream, Tensors, Work
+from quire.replica.device import NO_MARK, Event, Graph, Stream, Tensors, Work
 
 _POISON_BYTE = 0xA5  # as an integer a negative one, no id of anything
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -146,6 +147,7 @@ class FakeDevice:
         self.waits: set[tuple[str, str]] = set()  # that were asked for
         self.num_copies = 0
         self.num_replays = 0
+        self.marks: list[str] = []
         self.num_pieces = 0  # that have run
         self._total_bytes = total_bytes
         self._held_bytes = 0
@@ -264,6 +266,10 @@ class FakeDevice:
     def _is_ignored(self, waiter: str, event: FakeEvent) -> bool:
         self.waits.add((waiter, event.name))
         return (waiter, event.name) in self._ignored
+
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        self.marks.append(name)
+        return NO_MARK
 
     # -- running -----------------------------------------------------------------------------------------
 

@@ -353,16 +353,16 @@ def test_a_step_that_fails_before_it_is_queued_loses_no_difference(harness, monk
     model = harness("llama")
     config = config_of(model.spec)
     expected = expected_of(model, config, plain)
-    real = queued_steps.QueuedSteps.launch
+    real = queued_steps.QueuedSteps.forward
     failed: list[int] = []
 
-    def launch(self, plan, in_flight, masks):
+    def forward(self, plan, in_flight):
         if plan.step == 4:
             failed.extend(plan.rows.tolist())
             raise RuntimeError("it fails before anything is queued")
-        return real(self, plan, in_flight, masks)
+        return real(self, plan, in_flight)
 
-    monkeypatch.setattr(queued_steps.QueuedSteps, "launch", launch)
+    monkeypatch.setattr(queued_steps.QueuedSteps, "forward", forward)
     told = model.serve(config, FakeDevice(0), plain(), plans_ahead=True, prepare=capture_all)
     ended = {key for key, (_, _, reason, _) in told.items() if reason == "error"}
     assert failed and 0 < len(ended) < len(told)
@@ -418,7 +418,29 @@ def test_the_runner_counts_steps_gaps_graphs_and_copies(harness, plans_ahead):
     assert told["graphs"]["num_captures"] == told["graphs"]["num_cached"] == 2 * len(SIZES)
     assert 0 < told["graphs"]["padding"] < 0.5
     assert told["uploads"]["num_copies"] >= steps
+    assert told["downloads"]["num_copies"] > steps
+    assert told["downloads"]["num_bytes"] >= 8 * told["graphs"]["num_items"]
+    assert told["device"]["num_holds"] == 0
     assert min(host.plan_s, host.launch_s, host.wait_s, host.commit_s, host.send_s) > 0
+
+
+def test_moves_between_the_tiers_are_counted_and_timed(harness):
+    model = harness("llama")
+    runners: list[Runner] = []
+
+    def prepare(runner: Runner) -> None:
+        capture_all(runner)
+        runners.append(runner)
+
+    device = FakeDevice(4)
+    model.serve(tight(model.spec), device, crowd(), plans_ahead=True, prepare=prepare)
+    runners[0]._device.synchronize()
+    runners[0].host_pool.take_measured()
+    told = runners[0].telemetry()["tiers"]
+    assert told["num_saved"] > 0 and told["num_restored"] > 0
+    assert told["num_saved"] + told["num_restored"] < device.num_copies
+    assert told["restore_s"] >= told["num_restored"]  # a second for each piece of work
+    assert told["block_bytes"] == runners[0].pool.data[0].nbytes
 
 
 def test_the_time_in_which_nothing_runs_is_no_gap(harness):

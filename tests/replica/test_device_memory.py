@@ -49,7 +49,7 @@ class Start:
 
         real_load = runtime.load_model
         monkeypatch.setattr(runtime, "load_model", load_model)
-        monkeypatch.setattr(runtime, "open_device", lambda name: device)
+        monkeypatch.setattr(runtime, "open_device", lambda name, use_nvtx: device)
         monkeypatch.setattr(runtime, "resolve_checkpoint", lambda *args: self.spec.path)
         monkeypatch.setattr(device_memory, "KVPool", CountedPool)
         monkeypatch.setattr(runner, "KVPool", CountedPool)

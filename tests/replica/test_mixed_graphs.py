@@ -127,7 +127,7 @@ def test_without_padding_configured_mixed_steps_run_as_they_are(harness):
 
     model.serve(config, FakeDevice(0), plain(), plans_ahead=True, prepare=prepare)
     use = runners[0].telemetry()["graphs"]["mixed"]
-    assert use == {"num_hits": 0, "num_misses": 0, "padding": 0.0}
+    assert not any(use.values())
 
 
 def test_forks_and_scored_prompts_are_not_for_graphs(harness):
