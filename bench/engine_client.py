@@ -77,6 +77,10 @@ class EngineClient:
         finally:
             del self._sinks[key]
 
+    def telemetry(self) -> dict[str, Any]:
+        """`Engine.telemetry`."""
+        return self._engine.telemetry()
+
     async def close(self) -> None:
         self._engine.close()
 

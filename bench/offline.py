@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire.bench import plots, report
+from quire.bench import plots, report, step_times
 from quire.bench.checkpoints import SHAPES, build
 from quire.bench.engine_client import EngineClient
 from quire.bench.floor import ModelShape, best_of, floor_of, measure_rates
@@ -49,6 +49,7 @@ async def measure(
         await run_batch(client, Workload("warm-up", 8, 0, 128, 4), 0, False)
         for workload in workloads:
             runs = []
+            before = client.telemetry()
             for repetition in range(options.repetitions):
                 run, began_s = await run_batch(client, workload, repetition, show)
                 runs.append(run)
@@ -58,7 +59,9 @@ async def measure(
             row = summarise(runs[(len(runs) - 1) // 2], slo)
             seconds = [run.duration_s for run in runs]
             rows.append(
-                {"workload": workload.name, "load": workload.name, "seconds": seconds} | row
+                {"workload": workload.name, "load": workload.name, "seconds": seconds}
+                | row
+                | {"steps": step_times.since(before, client.telemetry())}
             )
         rates.append(measure_rates(client.config.dtype))
     finally:
@@ -114,6 +117,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             f"{percent:>10}{first['p50']:>11.1f}{first['p99']:>9.1f}{gap['p50']:>10.1f}{gap['p99']:>9.1f}"
             f"{row['hit_percent']:>7.0f}%"
         )
+    for row in rows:
+        print(f"\nsteps of {row['workload']}, all turns:")
+        print(*(f"  {line}" for line in step_times.lines(row["steps"])), sep="\n")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ import torch
 from quire.bench import report
 from quire.bench.workloads import WORKLOADS, Workload, batches
 from quire.protos.wire import SamplingParams
-from quire.replica import runner as runner_module
+from quire.replica import step_sampler
 from quire.replica.engine import Engine
 from quire.replica.fused import Product
 
@@ -78,7 +78,7 @@ class StepRecorder:
             replace(runner, "collect", self._timed("collect"))
             replace(loop, "_on_output", self._timed("send"))
             replace(runner.pool, "write", self._timed("write keys and values"))
-            replace(runner_module, "sample", self._timed("choose tokens"))
+            replace(step_sampler, "sample", self._timed("choose tokens"))
             for attention in runner._attentions:
                 replace(attention, "plan", self._timed("plan attention"))
             kinds = {type(attention) for attention in runner._attentions}

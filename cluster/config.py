@@ -191,6 +191,11 @@ class EngineArgs(_Section):
         "prefixes that it drops go there and return without being computed again. 0 turns it off. "
         "Default: 4 beside a GPU, 0 on the CPU, where kv_cache_gib does the same without copies.",
     )
+    restore: Literal["auto", "always"] = Field(
+        "auto",
+        description="auto: blocks in the host tier are copied back where that is faster than computing them again, by "
+        "the copies and prefills measured so far. always: whatever was measured.",
+    )
     max_memory_percent: float = Field(
         0.9,
         gt=0,
@@ -265,10 +270,27 @@ class EngineArgs(_Section):
         description="Most captured steps of different numbers of rows; the one used longest ago gives way to "
         "another.",
     )
+    q_padding: int | None = Field(
+        None,
+        ge=4,
+        description="Replay steps with prefill too, their tokens padded to multiples of this many. None: they run "
+        "kernel by kernel.",
+    )
+    kv_padding: int | None = Field(
+        None,
+        ge=1,
+        description="The length of their longest request is padded to multiples of this many tokens. None: to the "
+        "longest possible, so that one graph serves all lengths.",
+    )
     check_graphs: bool = Field(
         False,
         description="For debugging: before a captured step is replayed, compare the addresses of all it reads and "
         "writes with those at its capture.",
+    )
+    nvtx: bool = Field(
+        False,
+        description="For debugging on a GPU: mark the parts of the engine's loop and what they queue as ranges that "
+        "Nsight Systems shows.",
     )
     max_prefill_ms: float | None = Field(
         100.0,

@@ -3,7 +3,8 @@
 All or nothing over the layer groups. A row gets all blocks of its known tokens in the groups of full attention
 when it is admitted. In a sliding group it gets those of a chunk when the chunk is planned, and what fell out of
 the window returns at the next plan, so that a long prompt needs no more than window and chunk; admission sets
-that much aside. Blocks of its prefix that are only in the host tier are copied back by its first step.
+that much aside. Blocks of its prefix that are only in the host tier are copied back while the step in which it starts
+runs, if that is faster than computing them again (`copy_speed.py`).
 
 While anything runs, two marks of the available blocks hold admissions back::
 
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 
 from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.config import EngineConfig
+from quire.replica.copy_speed import CopySpeed
 from quire.replica.host_tier import HostTier
 from quire.replica.prefix import Entry, Hit, PrefixCache
 from quire.replica.request import Request
@@ -50,12 +52,14 @@ class Admission:
         blocks: BlockManager,
         host: HostTier,
         rows: RowTable,
+        copies: CopySpeed,
     ):
         self._config = config
         self._prefix = prefix
         self._blocks = blocks
         self._host = host
         self._rows = rows
+        self._copies = copies
         self._held = False  # see `hold`
         self.reconfigure(config)
 
@@ -89,7 +93,7 @@ class Admission:
         groups, sliding = self._config.groups, self._rows.sliding
         hit = Hit([], [[] for _ in groups])
         if self._config.prefix_caching:
-            hit = self._prefix.match(request.reusable_ids, chain=request.chain)
+            hit = self._match(request)
         lacking = -(-request.num_tokens // self._config.block_size) - len(hit.entries)
         on_device = hit.device_blocks
         num_restored = sum(len(blocks) for blocks in hit.blocks) - len(on_device)
@@ -98,6 +102,16 @@ class Admission:
         if not self.has_room(request.num_tokens, on_device, num_fresh, held, prefilling):
             return None
         return Offer(hit, len(hit.entries) * self._config.block_size, lacking)
+
+    def _match(self, request: Request) -> Hit:
+        """The longest known prefix, of the host tier what is faster copied than computed."""
+        hit = self._prefix.match(request.reusable_ids, chain=request.chain)
+        num_restored = len(hit.to_restore())
+        if not num_restored:
+            return hit
+        near = self._prefix.match(request.reusable_ids, chain=request.chain, with_host=False)
+        start, end = (len(h.entries) * self._config.block_size for h in (near, hit))
+        return hit if self._copies.prefers_copy(num_restored, start, end - start) else near
 
     def has_room(
         self,

@@ -26,6 +26,7 @@ FUSE = ("auto", "off")
 WEIGHTS = ("auto", "int8")
 ASYNC_BATCHING = ("auto", "on", "off")
 CUDA_GRAPHS = ("auto", "on", "off")
+RESTORE = ("auto", "always")
 DEMOTION_ORDERS = ("lru", "most_recent")
 
 
@@ -46,10 +47,18 @@ class EngineArgs:
     max_memory_percent: float = 0.9
     kv_cache_gib: float | None = None
     cpu_offload_gib: float | None = None  # host tier; None: 4 GiB beside a GPU, none on the CPU
+    restore: str = (
+        "auto"  # auto | always: copy blocks back from the host tier; auto: if that is faster
+    )
     async_batching: str = "auto"  # auto | on | off: plan a step while another runs; auto: on a GPU
     cuda_graphs: str = "auto"  # auto | on | off: replay decode steps; auto: where that is possible
     max_cached_graphs: int = 32
+    q_padding: int | None = (
+        None  # tokens that mixed steps are padded to; None: they are not captured
+    )
+    kv_padding: int | None = None  # the same of their longest row; None: to the longest possible
     check_graphs: bool = False  # for debugging: compare a graph's addresses before each replay
+    nvtx: bool = False  # ranges for a profiler of a GPU: the loop's parts, and what is queued
     scheduler: str = "fifo"  # fifo | prefill_first | priority
     max_prefill_ms: float | None = 100.0  # None: no bound
     safety_margin: float = 0.2
@@ -103,10 +112,14 @@ class EngineConfig:
     num_threads: int
     groups: tuple[LayerGroup, ...] = (FULL_ATTENTION,)  # those of full attention first
     num_host_blocks: int = 0  # of the host tier, of the same bytes each; 0 = there is no such tier
+    restore: str = "auto"  # auto | always, see `copy_speed`
     async_batching: bool = False  # launch a step before the one before it is collected
     cuda_graphs: str = "auto"  # auto | on | off
     max_cached_graphs: int = 32
+    q_padding: int | None = None  # tokens; see `mixed_shapes`
+    kv_padding: int | None = None
     check_graphs: bool = False
+    nvtx: bool = False
     scheduler: str = "fifo"  # fifo | prefill_first | priority
     max_prefill_ms: float | None = (
         None  # of prefill between two tokens of who decodes; None: no bound

@@ -6,13 +6,14 @@ no stream needs `record_stream`. What work allocates comes from the compute stre
 
 from __future__ import annotations
 
-import contextlib
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from quire.replica.device import Event, Graph, Stream, Tensors, Work
+from quire.replica.device import NO_MARK, Event, Graph, Stream, Tensors, Work
 
 
 class CudaEvent:
@@ -56,6 +57,7 @@ class CudaDevice:
         self._use_nvtx = use_nvtx
         self._streams = {name: torch.cuda.Stream(device) for name in Stream}
         self._graph_pool = torch.cuda.graph_pool_handle()
+        self._num_graphs = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
@@ -63,14 +65,23 @@ class CudaDevice:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
+    def free_bytes(self) -> int:
+        self.synchronize()
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
+    def trim(self) -> None:
+        gc.collect()
+        self.synchronize()
+        torch.cuda.empty_cache()
+
     def run(
         self, stream: Stream, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()
     ) -> None:
-        with torch.inference_mode(), self._range(name), torch.cuda.stream(self._streams[stream]):
+        with torch.inference_mode(), self.mark(name), torch.cuda.stream(self._streams[stream]):
             work()
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
-        with torch.inference_mode(), self._range(name), torch.cuda.stream(self._streams[stream]):
+        with torch.inference_mode(), self.mark(name), torch.cuda.stream(self._streams[stream]):
             target.copy_(source, non_blocking=True)
 
     def record(self, stream: Stream, name: str, *, timed: bool = False) -> Event:
@@ -94,27 +105,34 @@ class CudaDevice:
         )
         with torch.inference_mode(), recording:
             work()
+        self._num_graphs += 1
         return CudaGraph(name, graph)
 
     def replay(self, graph: Graph) -> None:
         assert isinstance(graph, CudaGraph), f"a graph of another device: {graph!r}"
-        with self._range(graph.name), torch.cuda.stream(self._streams[Stream.COMPUTE]):
+        with self.mark(graph.name), torch.cuda.stream(self._streams[Stream.COMPUTE]):
             graph.graph.replay()
 
     def release(self, graph: Graph) -> None:
         assert isinstance(graph, CudaGraph), f"a graph of another device: {graph!r}"
         graph.graph.reset()
+        self._num_graphs -= 1
+        if (
+            not self._num_graphs
+        ):  # torch lets nobody capture into a pool that its last graph has left
+            self._graph_pool = torch.cuda.graph_pool_handle()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    @contextlib.contextmanager
-    def _range(self, name: str) -> Iterator[None]:
-        if not self._use_nvtx:
-            yield
-            return
-        torch.cuda.nvtx.range_push(name)
-        try:
-            yield
-        finally:
-            torch.cuda.nvtx.range_pop()
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        return _nvtx_range(name) if self._use_nvtx else NO_MARK
+
+
+@contextmanager
+def _nvtx_range(name: str) -> Iterator[None]:
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()

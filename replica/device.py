@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
 Work = Callable[[], None]
+NO_MARK: AbstractContextManager[None] = nullcontext()
 Tensors = Sequence[torch.Tensor]
 
 
@@ -72,6 +74,20 @@ class Device(Protocol):
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Host memory of unknown content that copies to and from the device need no stop for."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has; what this process keeps for reuse, it has.
+
+        Raises
+        ------
+        RuntimeError
+            The device runs work when it is queued: it shares the host's memory, see `sizing`.
+        """
+        ...
+
+    def trim(self) -> None:
+        """Give back what is kept for reuse; nothing may be in flight."""
         ...
 
     def run(
@@ -130,6 +146,10 @@ class Device(Protocol):
         """Sleep until everything queued has run."""
         ...
 
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        """A range of the host's time for a profiler, if there is one."""
+        ...
+
 
 class _Done:
     """An event of a device that runs work when it is queued."""
@@ -156,6 +176,12 @@ class CpuDevice:
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
+
+    def free_bytes(self) -> int:
+        raise RuntimeError("the CPU's memory is the host's")
+
+    def trim(self) -> None:
+        pass
 
     @torch.inference_mode()
     def run(
@@ -187,6 +213,9 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         pass
+
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        return NO_MARK
 
 
 def open_device(name: str, *, use_nvtx: bool = False) -> Device:

@@ -81,6 +81,7 @@ class Engine:
         self.fused: dict[str, Any] = runtime.runner.fused.to_dict()
         scheduler = Scheduler(self.config)
         self.epoch: str = scheduler.events.epoch
+        self._copies = scheduler.copies  # counters are read from any thread
         self._offline = None if on_output is not None else OfflineFront(self)
         self.recorder: FlightRecorder | None = None
         if flight_path is not None:
@@ -96,6 +97,7 @@ class Engine:
             step_timeout_s=self.config.step_timeout_s,
             recorder=self.recorder,
             plans_ahead=self.config.async_batching,
+            mark=runtime.runner.mark if self.config.nvtx else None,
         )
         self._grammars = GrammarCompiler(
             self.checkpoint / "tokenizer.json", self.config.vocab_size, self.config.eos_token_ids
@@ -182,10 +184,24 @@ class Engine:
         return {**state, "fused": self.fused, "steps": self.telemetry()}
 
     def telemetry(self) -> dict[str, Any]:
-        """Where the time of steps went since the start; a reading may be one step old."""
-        time = self._loop.time
-        host = {"num_steps": time.num_steps, **time.per_step_ms()}
-        return {"host": host, **self._runner.telemetry()}
+        """Where the time of steps went since the start; a reading may be one step old.
+
+        | key | |
+        |---|---|
+        | host | milliseconds a step of the engine's thread, by part |
+        | device | on a GPU: busy milliseconds a step; gaps between steps, and holds before draws that awaited tokens |
+        | graphs | steps that found a graph, steps that did not, and padding; of decodes and, under `mixed`, others |
+        | uploads, downloads | copies of inputs and of tokens, and their bytes |
+        | tiers | blocks saved and restored; how often copying and computing again was chosen |
+        """
+        time, copies = self._loop.time, self._copies
+        told = self._runner.telemetry()
+        tiers = {"num_copied": copies.num_copied, "num_computed": copies.num_computed}
+        return {
+            "host": {"num_steps": time.num_steps, **time.per_step_ms()},
+            **told,
+            "tiers": {**told.get("tiers", {}), **tiers},
+        }
 
     def check(self) -> None:
         """Raise AssertionError unless blocks, references and rows agree."""

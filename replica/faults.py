@@ -48,7 +48,7 @@ import numpy as np
 from quire.protos.wire import Frame, Submit, TokenColumns
 from quire.replica.engine import Engine
 from quire.replica.loop import StepRunner
-from quire.replica.plan import StepPlan, StepResult
+from quire.replica.plan import SamplingBatch, StepPlan, StepResult
 
 logger = logging.getLogger("ray.serve")
 IN_STEP = (
@@ -203,6 +203,9 @@ class FaultyRunner:
             # Not zeros, which the kernel would give no memory for.
             self._faults.leaked.append(b"\xff" * self._faults.leak_bytes)
         return self._runner.launch(plan)
+
+    def sample(self, in_flight: Any, sampling: SamplingBatch) -> None:
+        self._runner.sample(in_flight, sampling)
 
     def collect(self, in_flight: Any) -> StepResult:
         result = self._runner.collect(in_flight)

@@ -1,4 +1,4 @@
-"""Captured graphs of decode steps: the only place that captures, replays and frees them.
+"""Captured graphs of steps: the only place that captures, replays and frees them.
 
 ```
  start   [ warm up 256 ▸ capture 256 ][ 128 ][ 64 ] ...        before the first request
@@ -22,9 +22,10 @@ from functools import partial
 
 import torch
 
-from quire.replica.decode_step import DecodeStep
 from quire.replica.device import Device, Graph, Stream
-from quire.replica.graph_shelf import GraphKey, GraphPart, GraphShelf
+from quire.replica.fixed_step import FixedStep
+from quire.replica.graph_key import GraphKey, GraphPart
+from quire.replica.graph_shelf import GraphShelf
 from quire.replica.step_inputs import InputRing
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,10 @@ class GraphCache:
     ----------
     shelf
         Says which.
-    decode, inputs
+    step, inputs
         What is captured, and where its inputs lie.
+    block_size
+        Tokens of a block.
     buffers
         Everything that graphs read or write and do not own, by name: as it is now.
     mode
@@ -70,8 +73,9 @@ class GraphCache:
         self,
         device: Device,
         shelf: GraphShelf,
-        decode: DecodeStep,
+        step: FixedStep,
         inputs: InputRing,
+        block_size: int,
         buffers: Callable[[], Mapping[str, torch.Tensor]],
         *,
         mode: str,
@@ -80,8 +84,9 @@ class GraphCache:
         self.shelf = shelf
         self.num_captures = 0
         self._device = device
-        self._decode = decode
+        self._step = step
         self._inputs = inputs
+        self._block_size = block_size
         self._buffers = buffers
         self._mode = mode
         self._checks_addresses = checks_addresses
@@ -105,8 +110,11 @@ class GraphCache:
         ------
         RuntimeError
             A step cannot be captured and `mode` is "on".
+        torch.OutOfMemoryError
+            The device has no memory left for what serving begins with.
         """
         if self.off_because is None:
+            self._step.reserve_logits()  # while memory is counted, not when a row first asks for it
             for key in self.shelf.first():
                 error = self._try_to_capture(key)
                 if error is not None and self._mode == "on":
@@ -115,13 +123,47 @@ class GraphCache:
                     break
         self._serves = self.off_because is None
         if not self._serves:
-            logger.info("decode steps run without graphs: %s", self.off_because)
+            logger.info("steps run without graphs: %s", self.off_because)
+
+    def measure(self, count: int) -> list[int]:
+        """Capture the first graphs, as before serving, and free them again.
+
+        Returns
+        -------
+        Bytes of the device that each of them took, at most `count`: the largest first, with what all of them share.
+        """
+        taken: list[int] = []
+        before = self._device.free_bytes()
+        if self.off_because is None:
+            self._step.reserve_logits()
+            for key in self.shelf.first()[:count]:
+                if self._try_to_capture(key) is not None:
+                    break
+                after = self._device.free_bytes()
+                taken.append(before - after)
+                before = after
+        for key in list(self._graphs):
+            self._free(key)
+        return taken
+
+    def _free(self, key: GraphKey) -> None:
+        self._device.release(self._graphs.pop(key).graph)
+        self.shelf.remove(key)
 
     def find(self, num_rows: int, part: GraphPart) -> CachedGraph | None:
-        """The graph for a step of so many rows; None: it runs kernel by kernel."""
+        """The graph for a step of so many rows that decode; None: it runs kernel by kernel."""
         if not self._serves:
             return None
         key = self.shelf.find(num_rows, part)
+        return None if key is None else self._graphs[key]
+
+    def find_mixed(
+        self, num_rows: int, num_tokens: int, kv_len: int, part: GraphPart
+    ) -> CachedGraph | None:
+        """The graph for a mixed step; arguments as of `GraphShelf.find_mixed`."""
+        if not self._serves or not self.shelf.has_mixed:
+            return None
+        key = self.shelf.find_mixed(num_rows, num_tokens, kv_len, part)
         return None if key is None else self._graphs[key]
 
     def replay(self, cached: CachedGraph) -> None:
@@ -133,7 +175,7 @@ class GraphCache:
             It has been freed, or a buffer is elsewhere.
         """
         if self._graphs.get(cached.key) is not cached:
-            raise StaleGraph(f"the graph of {_name(cached.key)} has been freed")
+            raise StaleGraph(f"the graph of {cached.key} has been freed")
         if self._checks_addresses:
             _compare(cached, _places(self._buffers()))
         self._device.replay(cached.graph)
@@ -153,6 +195,11 @@ class GraphCache:
         """Capture it; what went wrong, if so: then other graphs, or none, serve."""
         try:
             self.capture(key)
+        except torch.OutOfMemoryError:
+            if not self._serves:  # there is more to come that needs memory
+                raise
+            self.shelf.refuse(key)
+            logger.warning("%s cannot be captured: the device has no memory left for it", key)
         except Exception as error:
             if self._graphs:
                 self.shelf.refuse(key)
@@ -164,31 +211,27 @@ class GraphCache:
 
     def capture(self, key: GraphKey) -> None:
         """Run the step on padding, then capture it; with no step in flight."""
-        device, decode, n = self._device, self._decode, key.num_rows
+        device, step, n = self._device, self._step, key.num_rows
         device.synchronize()
         if (victim := self.shelf.victim()) is not None:
-            device.release(self._graphs.pop(victim).graph)
-            self.shelf.remove(victim)
+            self._free(victim)
         if key.part is GraphPart.WHOLE:
-            body, written = decode.whole, decode.sampled[:n]
+            body, written = step.whole, step.sampled[:n]
         else:
-            decode.reserve_logits()
-            body, written = decode.to_logits, decode.logits[:n]
-        inputs = self._inputs.send_padding(n)
-        work = partial(body, inputs)
+            step.reserve_logits()
+            body, written = step.to_logits, step.logits[:n]
+        inputs = self._inputs.send_padding(key)
+        num_blocks = -(-key.kv_tokens // self._block_size) or None
+        work = partial(body, inputs, num_blocks)
         memory = dict(reads=inputs, writes=(written,))
-        device.run(Stream.COMPUTE, work, name=f"warm up {_name(key)}", **memory)
+        device.run(Stream.COMPUTE, work, name=f"warm up {key}", **memory)
         self._inputs.release(device.record(Stream.COMPUTE, "step done"))
         device.synchronize()
-        graph = device.capture(work, name=_name(key), **memory)
+        graph = device.capture(work, name=str(key), **memory)
         places = _places(self._buffers()) if self._checks_addresses else {}
         self._graphs[key] = CachedGraph(key, graph, places)
         self.shelf.add(key)
         self.num_captures += 1
-
-
-def _name(key: GraphKey) -> str:
-    return f"a decode {key.part.value} of {key.num_rows} rows"
 
 
 def _failure(key: GraphKey, error: BaseException) -> str:
@@ -196,7 +239,7 @@ def _failure(key: GraphKey, error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     first_line = str(error).strip().partition("\n")[0]
-    return f"{_name(key)} cannot be captured: {type(error).__name__}: {first_line}"
+    return f"{key} cannot be captured: {type(error).__name__}: {first_line}"
 
 
 def _places(buffers: Mapping[str, torch.Tensor]) -> dict[str, Place]:
@@ -210,6 +253,6 @@ def _compare(cached: CachedGraph, now: Mapping[str, Place]) -> None:
     for name, place in cached.places.items():
         if now.get(name) != place:
             raise StaleGraph(
-                f"the graph of {_name(cached.key)} was captured with {name} at address, shape and strides {place}, "
+                f"the graph of {cached.key} was captured with {name} at address, shape and strides {place}, "
                 f"which is now at {now.get(name)}"
             )

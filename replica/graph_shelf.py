@@ -1,6 +1,6 @@
-"""Which decode steps have a graph: sizes, use, wishes. Policy only; `graph_cache.py` captures.
+"""Which steps have a graph: sizes, use, wishes. Policy only; `graph_cache.py` captures.
 
-A step of n rows runs in the graph of the next size, its other rows are padding::
+A step of n rows that decode runs in the graph of the next size, its other rows are padding::
 
     sizes           1 2 4 8 16 24 ... 64 80 ... 256 288 ... 512 576 ...     of which are captured
     at start        1 2 4 8 16    32 .. 64  128  256    512  ...  largest   powers of two, largest first
@@ -8,30 +8,51 @@ A step of n rows runs in the graph of the next size, its other rows are padding:
 
 So from the start a step finds a graph of less than twice its rows. Attention pads nothing: its kernels read how long
 rows are from the device, so one graph serves all lengths.
+
+Mixed steps have graphs only where `MixedShapes` are given; what is left of the cache at start is filled with theirs.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire.replica.graph_key import GraphKey, GraphPart
+from quire.replica.mixed_shapes import MixedShapes
 
 # Steps that would have run in a graph before it is captured: the pause for it, when nobody waits, must pay.
 LEAST_WISHES = 8
 
 
-class GraphPart(enum.Enum):
-    """How much of a decode step a graph holds."""
+@dataclass(slots=True)
+class GraphUse:
+    """How steps of one kind fared; items are rows, of mixed steps tokens."""
 
-    WHOLE = "step"  # from the last tokens to the next ones
-    FORWARD = "forward"  # to the logits: the host has a say in what is drawn from them
+    num_hits: int = 0  # steps that found a graph
+    num_misses: int = 0
+    num_items: int = 0  # of the steps that found one
+    num_padding: int = 0  # items that they computed beside those
 
+    def add(self, num_items: int, num_computed: int | None) -> None:
+        """A step; None: it found no graph."""
+        if num_computed is None:
+            self.num_misses += 1
+            return
+        self.num_hits += 1
+        self.num_items += num_items
+        self.num_padding += num_computed - num_items
 
-class GraphKey(NamedTuple):
-    """What a graph was captured for."""
-
-    num_rows: int  # padding included
-    part: GraphPart
+    def to_dict(self) -> dict[str, float]:
+        """Counts, and the share of padding in what was computed."""
+        computed = self.num_items + self.num_padding
+        return {
+            "num_hits": self.num_hits,
+            "num_misses": self.num_misses,
+            "num_items": self.num_items,
+            "num_padding": self.num_padding,
+            "padding": self.num_padding / max(computed, 1),
+        }
 
 
 def decode_sizes(max_rows: int) -> tuple[int, ...]:
@@ -57,45 +78,78 @@ class GraphShelf:
         Of a step.
     max_graphs
         That are kept; the one used longest ago gives way to another.
+    mixed
+        How mixed steps are padded; None: they have no graphs.
     """
 
-    def __init__(self, max_rows: int, max_graphs: int):
+    def __init__(self, max_rows: int, max_graphs: int, mixed: MixedShapes | None = None):
         self._sizes = decode_sizes(max_rows)
         self._max_graphs = max_graphs
+        self._mixed = mixed
         self._captured: OrderedDict[GraphKey, None] = OrderedDict()  # used longest ago first
         self._wishes: Counter[GraphKey] = Counter()
         self._refused: set[GraphKey] = set()
-        self.num_hits = 0  # steps that found a graph
-        self.num_misses = 0
-        self.num_rows = 0  # of the steps that found one
-        self.num_padding_rows = 0  # that they computed beside those
+        self.decodes = GraphUse()
+        self.mixed = GraphUse()
 
     def first(self) -> list[GraphKey]:
         """What to capture before serving, largest first."""
         largest = self._sizes[-1]
         sizes = [n for n in self._sizes if n == largest or n & (n - 1) == 0]
-        return [GraphKey(n, GraphPart.WHOLE) for n in sizes[::-1][: self._max_graphs]]
+        decodes = [GraphKey(n, GraphPart.WHOLE) for n in sizes[::-1][: self._max_graphs]]
+        mixed = [] if self._mixed is None else self._mixed.first()
+        return mixed[: self._max_graphs - len(decodes)] + decodes
+
+    @property
+    def has_mixed(self) -> bool:
+        """Whether mixed steps have graphs."""
+        return self._mixed is not None
 
     def find(self, num_rows: int, part: GraphPart) -> GraphKey | None:
-        """The graph for a step that is about to run: less than twice too large, or none."""
+        """The graph for a step in which every row decodes: less than twice too large, or none."""
         fitting = [size for size in self._sizes if size >= num_rows]
         wanted = GraphKey(fitting[0], part)
         limit = 2 * wanted.num_rows
-        for size in fitting:
-            key = GraphKey(size, part)
-            if key in self._captured and (size < limit or size == wanted.num_rows):
-                break
-        else:
-            key = None
+        usable = (
+            GraphKey(size, part) for size in fitting if size < limit or size == wanted.num_rows
+        )
+        key = self._take(wanted, usable)
+        self.decodes.add(num_rows, None if key is None else key.num_rows)
+        return key
+
+    def find_mixed(
+        self, num_rows: int, num_tokens: int, kv_len: int, part: GraphPart
+    ) -> GraphKey | None:
+        """The graph for a mixed step: less than twice too large, in tokens and in rows, or none.
+
+        Parameters
+        ----------
+        kv_len
+            Tokens in the cache of the longest row.
+        """
+        wanted = self._mixed.pad(num_rows, num_tokens, kv_len, part)
+        usable = sorted(
+            (
+                key
+                for key in self._captured
+                if key.part is part
+                and self._mixed.fits(key, num_rows, num_tokens, kv_len)
+                and key.num_tokens < 2 * wanted.num_tokens
+                and key.num_rows < 2 * wanted.num_rows
+            ),
+            key=lambda key: (key.num_tokens, key.num_rows, key.kv_tokens),
+        )
+        key = self._take(wanted, usable)
+        self.mixed.add(num_tokens, None if key is None else key.num_tokens)
+        return key
+
+    def _take(self, wanted: GraphKey, usable: Iterable[GraphKey]) -> GraphKey | None:
+        """The first of these that is captured, which is in use now."""
+        key = next((key for key in usable if key in self._captured), None)
         if key != wanted and wanted not in self._refused:
             self._wishes[wanted] += 1
-        if key is None:
-            self.num_misses += 1
-            return None
-        self._captured.move_to_end(key)
-        self.num_hits += 1
-        self.num_rows += num_rows
-        self.num_padding_rows += key.num_rows - num_rows
+        if key is not None:
+            self._captured.move_to_end(key)
         return key
 
     def wish(self) -> GraphKey | None:

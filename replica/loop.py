@@ -5,7 +5,11 @@ With `plans_ahead` a step is planned and launched while the one before it runs, 
     host     plan 1, launch 1 | plan 2, launch 2 | collect 1, commit 1, send | plan 3, launch 3 | collect 2, ...
     device                    [ step 1 ................ ][ step 2 ........................ ][ step 3 ...
 
-Where the scheduler cannot plan without the tokens of the step in flight, it gives no plan, and they are read first.
+Where the scheduler cannot plan without the tokens of the step in flight, it gives no plan, and they are read first. A
+plan that only cannot sample without them is launched up to its logits; its sampling follows when they are committed::
+
+    host     launch 2 to logits | collect 1, commit 1, masks, sample 2, send | launch 3 to logits | collect 2, ...
+    device   step 1 .......... ][ forward 2 .......................... ][ draw 2 ][ forward 3 ...
 Without `plans_ahead` every step is collected where it was launched; nothing else differs.
 
 The loop owns the scheduler and the runner; nobody else touches them once it runs. Other threads speak to it
@@ -22,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
@@ -29,7 +34,7 @@ from typing import Any, Protocol, TypeVar
 from quire.protos.errors import StepFailed, Unavailable
 from quire.protos.flight import FlightRecorder
 from quire.protos.wire import CacheEvents, Load
-from quire.replica.plan import RequestDelta, StepPlan, StepResult
+from quire.replica.plan import RequestDelta, SamplingBatch, StepPlan, StepResult
 from quire.replica.request import DeltaBatch
 from quire.replica.scheduler import Scheduler
 from quire.replica.telemetry import HostTime
@@ -37,6 +42,7 @@ from quire.replica.watchdog import StepWatch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_NO_MARK = contextlib.nullcontext()
 
 
 class StepRunner(Protocol):
@@ -45,6 +51,10 @@ class StepRunner(Protocol):
     num_compiles: int
 
     def launch(self, plan: StepPlan) -> Any: ...
+
+    def sample(self, in_flight: Any, sampling: SamplingBatch) -> None:
+        """The second half of a step whose plan awaited tokens."""
+        ...
 
     def collect(self, in_flight: Any) -> StepResult: ...
 
@@ -85,6 +95,8 @@ class EngineLoop:
         Is told what every step holds, in case that the process does not survive it.
     plans_ahead
         Launch a step before the one before it is collected.
+    mark
+        Makes ranges of the loop's parts for a profiler.
     """
 
     def __init__(
@@ -97,12 +109,14 @@ class EngineLoop:
         step_timeout_s: float = 10.0,
         recorder: FlightRecorder | None = None,
         plans_ahead: bool = False,
+        mark: Callable[[str], AbstractContextManager[None]] | None = None,
     ):
         self.step_watch = StepWatch(step_timeout_s, clock)
         self._scheduler = scheduler
         self._runner = runner
         self._on_output = on_output
         self._recorder = recorder
+        self._mark = mark or (lambda name: _NO_MARK)
         self._busy_s: float | None = (
             None  # when the last step ended; None while there is none to run
         )
@@ -194,7 +208,8 @@ class EngineLoop:
     def _turn(self) -> None:
         self._drain_mailbox()
         began = perf_counter()
-        plan = self._scheduler.plan(self._clock())
+        with self._mark("plan"):
+            plan = self._scheduler.plan(self._clock())
         if plan is not None:
             self.time.plan_s += perf_counter() - began
             self._launch(plan)
@@ -231,7 +246,8 @@ class EngineLoop:
         self._record(plan)
         began = perf_counter()
         try:
-            self._in_flight.append((plan, self._runner.launch(plan)))
+            with self._mark("launch"):
+                self._in_flight.append((plan, self._runner.launch(plan)))
             self.time.launch_s += perf_counter() - began
             self.time.num_steps += 1
         except Exception as error:
@@ -246,7 +262,8 @@ class EngineLoop:
         plan, launched = self._in_flight.popleft()
         began = perf_counter()
         try:
-            result = self._runner.collect(launched)
+            with self._mark("wait"):
+                result = self._runner.collect(launched)
         except Exception as error:
             return DeltaBatch(self._fail(plan, error))
         finally:
@@ -254,10 +271,25 @@ class EngineLoop:
         self.num_failed_in_a_row = 0
         collected = perf_counter()
         self.time.wait_s += collected - began
-        deltas = self._scheduler.commit(plan, result, self._clock())
+        with self._mark("commit"):
+            deltas = self._scheduler.commit(plan, result, self._clock())
         self.time.commit_s += perf_counter() - collected
         if len(self._in_flight) > self._scheduler.num_in_flight:  # the result could not be right
             self._abandon()
+        return self._sample_next(deltas)
+
+    def _sample_next(self, deltas: DeltaBatch) -> DeltaBatch:
+        """A step is committed: the one behind it may have waited for its tokens. If that fails, its deltas join."""
+        if not self._in_flight or not self._in_flight[0][0].awaits_tokens:
+            return deltas
+        plan, launched = self._in_flight[0]
+        began = perf_counter()
+        try:
+            with self._mark("sample"):
+                self._runner.sample(launched, self._scheduler.complete(plan))
+        except Exception as error:
+            deltas.whole.extend(self._fail(plan, error))
+        self.time.sample_s += perf_counter() - began
         return deltas
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestDelta]:
@@ -310,7 +342,8 @@ class EngineLoop:
         if not len(deltas) and batch is None:
             return
         began = perf_counter()
-        self._on_output(LoopOutput(deltas, batch, events.seq, events.digest, self.load()))
+        with self._mark("send"):
+            self._on_output(LoopOutput(deltas, batch, events.seq, events.digest, self.load()))
         self.time.send_s += perf_counter() - began
 
     def _sleep(self, until_s: float | None) -> None:

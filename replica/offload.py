@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from quire.replica.admission import Admission
 from quire.replica.blocks import BlockManager
 from quire.replica.config import EngineConfig
+from quire.replica.copy_speed import CopySpeed
 from quire.replica.host_tier import HostTier
 from quire.replica.prefix import Entry, PrefixCache
 from quire.replica.request import Request
@@ -63,6 +64,7 @@ class Offload:
         host: HostTier,
         rows: RowTable,
         admission: Admission,
+        copies: CopySpeed,
     ):
         self._block_size = config.block_size
         self._num_groups = len(config.groups)
@@ -71,6 +73,7 @@ class Offload:
         self._host = host
         self._rows = rows
         self._admission = admission
+        self._copies = copies
 
     def park(self, request: Request) -> Parked | None:
         """Copy what a running request has computed to the host tier; its row and blocks stay its own.
@@ -123,6 +126,25 @@ class Offload:
             entry = entry.parent
         return entries
 
+    def prefers_copy(self, request: Request) -> bool:
+        """Whether an offloaded request's blocks are faster copied back than computed again."""
+        parked = request.parked
+        known = self._known(request)
+        missing = [b.index for b, k in zip(parked.blocks, known, strict=True) if k is None]
+        if not missing:
+            return True
+        start = min(missing) * self._block_size
+        return self._copies.prefers_copy(len(missing), start, parked.num_computed - start)
+
+    def _known(self, request: Request) -> list[int | None]:
+        """As `Return.known`."""
+        parked = request.parked
+        entries = self._entries(request, -(-parked.num_computed // self._block_size))
+        return [
+            None if (e := entries[block.index]) is None else e.blocks[block.group]
+            for block in parked.blocks
+        ]
+
     def offer(self, request: Request, prefilling: Iterable[Request]) -> Return | None:
         """What the offloaded request gets if it returns now, or None if it must wait; nothing is changed.
 
@@ -133,11 +155,7 @@ class Offload:
         """
         parked = request.parked
         end = -(-parked.num_computed // self._block_size)
-        entries = self._entries(request, end)
-        known = [
-            None if (e := entries[block.index]) is None else e.blocks[block.group]
-            for block in parked.blocks
-        ]
+        known = self._known(request)
         lacking = -(-request.num_tokens // self._block_size) - end
         num_full = self._num_groups - len(self._rows.sliding)
         on_device = [block for block in known if block is not None]

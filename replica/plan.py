@@ -140,12 +140,16 @@ class StepPlan(NamedTuple):
     # Whole blocks copied between the tiers before that: first the saves, then the restores.
     saves: np.ndarray = _NO_PAIRS  # [k, 2] int64, (device block, host block)
     restores: np.ndarray = _NO_PAIRS  # [k, 2] int64, (host block, device block)
+    uses_restores: bool = True  # or only steps behind this one read what is restored
     # [D] int64, places in the row table of the first D rows: each computes what was last sampled there; D is
     # `num_decode_rows`, or 0 where `token_ids` has all tokens
     decode_rows: np.ndarray = _NO_ROWS
     # [n] int64, places in the request table of all rows; empty: of a plan that was made without one
     rows: np.ndarray = _NO_ROWS
     changes: TableChanges = NO_CHANGES  # of the request table, since the plan before
+    # What some row may sample depends on a token of the step in flight: `sampling` is not whole before that is
+    # committed, see `Scheduler.complete`; the forward pass needs none of it
+    awaits_tokens: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -165,6 +169,7 @@ class StepResult:
     duration_s: float  # launch to tokens on the host
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index in [0, S), if asked
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # aligned with `StepPlan.prompts`
+    restores: tuple[tuple[int, float], ...] = ()  # (blocks, seconds) of copies that have ended
 
 
 @dataclass(slots=True)

@@ -141,6 +141,10 @@ class Entry:
     def is_content(self, token_bytes: bytes, tenant: str, parent: Entry | None) -> bool:
         return self.parent is parent and self.token_bytes == token_bytes and self.tenant == tenant
 
+    def has(self, g: int, with_host: bool) -> bool:
+        """Whether the content is on the device in group g, or in the host tier if that counts."""
+        return self.blocks[g] is not None or (with_host and self.host_blocks[g] is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Hit:
@@ -245,7 +249,12 @@ class PrefixCache:
         return entry, entry.blocks.index(block)
 
     def match(
-        self, token_ids: np.ndarray, tenant: str = "", chain: ContentChain | None = None
+        self,
+        token_ids: np.ndarray,
+        tenant: str = "",
+        chain: ContentChain | None = None,
+        *,
+        with_host: bool = True,
     ) -> Hit:
         """The longest known prefix; at least one token is left to compute.
 
@@ -255,6 +264,8 @@ class PrefixCache:
             [tokens] int32.
         chain
             Names of the sequence's blocks as far as they are known; extended here as far as needed.
+        with_host
+            What is in the host tier alone counts too.
 
         Returns
         -------
@@ -274,12 +285,12 @@ class PrefixCache:
             entry = self._by_digest.get(chain.digests[i])
             if entry is None or not entry.is_content(token_bytes, chain.tenant, parent):
                 break
-            if any(entry.blocks[g] is None and entry.host_blocks[g] is None for g in self._full):
+            if any(not entry.has(g, with_host) for g in self._full):
                 break
             entries.append(entry)
             parent = entry
             for g in self._sliding:
-                if entry.blocks[g] is None and entry.host_blocks[g] is None:
+                if not entry.has(g, with_host):
                     run_start[g] = i + 1
             if all(run_start[g] <= self._first_needed(g, i + 1) for g in self._sliding):
                 num_hit = i + 1

@@ -1,12 +1,14 @@
 """Steps on a device that queues its work: what travels to it, and what of a step runs as a graph.
 
 ```
- every row decodes      [ differences ][ replay: last tokens ▸ model ▸ draw ][ keep ]            plain rows
-                        [ differences ][ replay: last tokens ▸ model ][ masks ▸ draw ▸ keep ]    others
- any other step         [ differences ▸ copies ▸ model ▸ draw ▸ keep ]
+ every row decodes,     [ differences ][ replay: last tokens ▸ model ▸ draw ][ keep ]            plain rows
+ or mixed and padded    [ differences ][ replay: last tokens ▸ model ][ masks ▸ draw ▸ keep ]    others
+ any other step         [ differences ▸ copies ▸ model ][ masks ▸ draw ▸ keep ]
 ```
 
-`[ ]` is one piece of work on the compute stream. Without a graph for it a decode runs kernel by kernel, unpadded.
+`[ ]` is one piece of work on the compute stream; the last one of a step that awaits tokens is queued when they are
+there. Without a graph for it a step runs kernel by kernel, unpadded. Copies of blocks (forks) and log-probabilities
+of prompts are not for graphs.
 """
 
 from __future__ import annotations
@@ -19,19 +21,23 @@ import torch
 
 from quire.kernels.paged_attention import Backend
 from quire.replica.config import EngineConfig
-from quire.replica.decode_step import DecodeStep
 from quire.replica.device import Device, Event, Stream
 from quire.replica.device_table import DeviceTable, Differences
+from quire.replica.fixed_step import FixedInputs, FixedStep, sampling_rows
 from quire.replica.forward import Forward
-from quire.replica.graph_cache import GraphCache
-from quire.replica.graph_shelf import GraphPart, GraphShelf
+from quire.replica.graph_cache import CachedGraph, GraphCache
+from quire.replica.graph_key import GraphPart
+from quire.replica.graph_shelf import GraphShelf
 from quire.replica.kv_pool import KVPool
-from quire.replica.plan import StepPlan
-from quire.replica.step_inputs import DecodeInputs, InputRing, StepInputs, input_bytes, pieces
+from quire.replica.mixed_shapes import MixedShapes
+from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.ragged_step import RaggedStep
+from quire.replica.step_inputs import InputRing, StepInputs, input_bytes, pieces
 from quire.replica.step_outputs import InFlight, StepOutputs
-from quire.replica.step_sampler import Masks, StepSampler
+from quire.replica.step_sampler import Masks
 from quire.replica.telemetry import DeviceTime
 
+Draw = Callable[[SamplingBatch, Masks], None]
 # Entries of block tables that travel with one upload: more come in several.
 MAX_CHANGES = 8192
 
@@ -41,7 +47,7 @@ class QueuedSteps:
 
     Parameters
     ----------
-    forward, sampler, outputs
+    forward, ragged, outputs
         Of the runner.
     pool
         KV; its trash block takes what padding writes.
@@ -51,7 +57,7 @@ class QueuedSteps:
     Raises
     ------
     ValueError
-        Graphs are asked for where the device has none.
+        Graphs are asked for where the device has none, or `q_padding` is out of its bounds.
     """
 
     def __init__(
@@ -60,14 +66,14 @@ class QueuedSteps:
         device: Device,
         pool: KVPool,
         forward: Forward,
-        sampler: StepSampler,
+        ragged: RaggedStep,
         outputs: StepOutputs,
         backend: Backend,
     ):
         self._device = device
         self._pool = pool
         self._forward = forward
-        self._sampler = sampler
+        self._ragged = ragged
         self._outputs = outputs
         self.time = DeviceTime()
         self._done: Event | None = None  # of the step queued last, unless the engine fell idle
@@ -83,14 +89,15 @@ class QueuedSteps:
             pool.trash_block * pool.block_size,
         )
         logits_dtype = getattr(torch, config.dtype)
-        self._decode = DecodeStep(
+        self._fixed = FixedStep(
             device, forward, self.table, outputs, max_rows, config.vocab_size, logits_dtype
         )
         self.graphs = GraphCache(
             device,
-            GraphShelf(config.num_rows, config.max_cached_graphs),
-            self._decode,
+            GraphShelf(config.num_rows, config.max_cached_graphs, _mixed_shapes(config)),
+            self._fixed,
             self.inputs,
+            pool.block_size,
             self._buffers,
             mode=config.cuda_graphs,
             checks_addresses=config.check_graphs,
@@ -103,31 +110,40 @@ class QueuedSteps:
             "block tables": self.table.blocks,
             "sampling columns": self.table.columns,
             "last tokens": self._outputs.last_token,
-            "sampled tokens": self._decode.sampled,
+            "sampled tokens": self._fixed.sampled,
             "the KV pool": self._pool.data,
             **self._forward.weights(),
         }
-        if self._decode.logits is not None:
-            buffers["logits"] = self._decode.logits
+        if self._fixed.logits is not None:
+            buffers["logits"] = self._fixed.logits
         return buffers
 
-    def launch(self, plan: StepPlan, in_flight: InFlight, masks: Masks) -> None:
-        """Queue a step and the copy of its tokens to the host."""
-        device, slot = self._device, in_flight.slot
+    def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
+        """Queue a step but its draw, which the result does; then `end` must follow before the next step."""
         is_decode = len(plan.decode_rows) == plan.num_rows and not plan.copies
-        queue = self._queue_decode if is_decode else self._queue_ragged
-        queue(plan, in_flight, masks)
-        done = in_flight.done = device.record(Stream.COMPUTE, "step done", timed=True)
+        is_plain = plan.sampling.is_plain and not plan.awaits_tokens
+        part = GraphPart.WHOLE if is_plain else GraphPart.FORWARD
+        if is_decode:
+            return self._queue_decode(plan, in_flight, part)
+        if (graph := self._find_mixed(plan, part)) is not None:
+            return self._queue_mixed(plan, in_flight, graph)
+        return self._queue_ragged(plan, in_flight)
+
+    def end(self, in_flight: InFlight) -> None:
+        """The draw is queued: queue the copy of its tokens to the host."""
+        done = in_flight.done = self._device.record(Stream.COMPUTE, "step done", timed=True)
         in_flight.done_before, self._done = self._done, done
         self.inputs.release(done)
-        self._outputs.send(slot, done)
+        self._outputs.send(in_flight.slot, done)
 
     def note(self, in_flight: InFlight) -> None:
         """A step is over: add its times."""
         between, before = self._device.seconds_between, in_flight.done_before
+        forward_done, draw_begun = in_flight.forward_done, in_flight.draw_begun
         self.time.add(
             between(in_flight.begun, in_flight.done),
             None if before is None else between(before, in_flight.begun),
+            None if draw_begun is None else between(forward_done, draw_begun),
         )
 
     def fall_idle(self) -> None:
@@ -137,33 +153,43 @@ class QueuedSteps:
     def telemetry(self) -> dict[str, object]:
         """Counters since the start."""
         shelf = self.graphs.shelf
-        computed = shelf.num_rows + shelf.num_padding_rows
         return {
             "device": self.time.to_dict(),
             "graphs": {
                 "off_because": self.graphs.off_because,
                 "num_cached": len(self.graphs),
                 "num_captures": self.graphs.num_captures,
-                "num_hits": shelf.num_hits,
-                "num_misses": shelf.num_misses,
-                "padding": shelf.num_padding_rows / max(computed, 1),  # of the rows computed
+                **shelf.decodes.to_dict(),  # of steps in which every row decodes; padding: of the rows
+                "mixed": shelf.mixed.to_dict(),  # padding: of the tokens
             },
             "uploads": {"num_copies": self.inputs.num_copies, "num_bytes": self.inputs.num_bytes},
+            "downloads": {
+                "num_copies": self._outputs.num_copies,
+                "num_bytes": self._outputs.num_bytes,
+            },
         }
+
+    def hold(self, in_flight: InFlight) -> None:
+        """The step's forward pass is queued, its draw waits for tokens."""
+        in_flight.forward_done = self._device.record(Stream.COMPUTE, "logits", timed=True)
+
+    def go_on(self, in_flight: InFlight) -> None:
+        """The draw of a step that was held is queued next."""
+        in_flight.draw_begun = self._device.record(Stream.COMPUTE, "draw begins", timed=True)
 
     def _begin(self, in_flight: InFlight) -> None:
         """Its inputs have been sent for: from here on the device is busy with the step."""
         in_flight.begun = self._device.record(Stream.COMPUTE, "step begins", timed=True)
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
+    def logits(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV; the logits of the rows that sample, [S, vocab] float32."""
         plan, inputs, new = self._stage(plan)
         logits: list[torch.Tensor] = []
 
         def compute() -> None:
             self.table.apply(new)
-            hidden = self._hidden(plan, inputs)
-            logits.append(self._forward.float_logits(hidden[inputs.token_index]))
+            tables = self.table.tables(inputs.rows, plan.block_tables.shape[2])
+            logits.append(self._ragged.logits(plan, inputs, tables).float())
 
         self._device.run(Stream.COMPUTE, compute, name="forward", reads=(*inputs, *new))
         self.inputs.release(self._device.record(Stream.COMPUTE, "step done"))
@@ -197,66 +223,65 @@ class QueuedSteps:
             work = partial(self.table.apply, new)
             self._device.run(Stream.COMPUTE, work, name="differences", reads=new)
 
-    def _queue_ragged(self, plan: StepPlan, in_flight: InFlight, masks: Masks) -> None:
+    def _queue_ragged(self, plan: StepPlan, in_flight: InFlight) -> Draw:
         has_columns = len(plan.sampling.rows) == len(plan.sampling.token_index)
         plan, inputs, new = self._stage(plan)
         self._begin(in_flight)
+        logits: list[torch.Tensor] = []
 
         def compute() -> None:
             self.table.apply(new)
-            self._pool.copy_blocks(plan.copies)
-            self._outputs.fill_in(inputs.token_ids, inputs.decode_rows)
-            hidden = self._hidden(plan, inputs)
-            in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
-            logits = self._forward.logits(hidden[inputs.token_index])
-            choose = None
-            if has_columns:
-                choose = partial(
-                    self.table.choose, rows=inputs.sample_rows, noise_keys=inputs.noise_keys
-                )
-            tokens = self._draw(logits, plan, in_flight, masks, choose)
-            self._outputs.keep(in_flight.slot, tokens, inputs.sample_rows)
+            tables = self.table.tables(inputs.rows, plan.block_tables.shape[2])
+            logits.append(self._ragged.logits(plan, inputs, tables, in_flight))
 
-        self._device.run(
-            Stream.COMPUTE,
-            compute,
-            name=f"step {plan.step}",
-            reads=(*inputs, *new),
-            writes=(in_flight.slot.tokens,),
-        )
-
-    def _hidden(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
-        return self._forward.hidden(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.cu_q,
-            inputs.kv_len,
-            self.table.tables(inputs.rows, plan.block_tables.shape[2]),
-            inputs.slots,
-            np.diff(plan.cu_q),
+        self._device.run(Stream.COMPUTE, compute, name=f"step {plan.step}", reads=(*inputs, *new))
+        rows = inputs.sample_rows
+        return self._draw(
+            plan, in_flight, logits.pop, rows, inputs.noise_keys if has_columns else None
         )
 
     def _draw(
         self,
-        logits: torch.Tensor,
         plan: StepPlan,
         in_flight: InFlight,
-        masks: Masks,
-        choose: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """[S, vocab] logits of the model's type to [S] int64 tokens."""
-        if choose is not None and plan.sampling.is_plain:
-            return choose(logits)
-        tokens, in_flight.logprobs = self._sampler.sample(
-            logits.float(), plan.sampling, masks, choose
-        )
-        return tokens
+        logits: Callable[[], torch.Tensor],
+        rows: torch.Tensor,
+        noise_keys: torch.Tensor | None,
+    ) -> Draw:
+        """What queues the draw of a step.
 
-    # -- steps in which every row decodes ----------------------------------------------------------------
+        Parameters
+        ----------
+        logits
+            Called by the draw, [S or more, vocab].
+        rows, noise_keys
+            [S] int64; without keys the noise is that of the plan.
+        """
+        choose = None
+        if noise_keys is not None:
+            choose = partial(self.table.choose, rows=rows, noise_keys=noise_keys)
+        count = len(plan.sampling.token_index)
 
-    def _queue_decode(self, plan: StepPlan, in_flight: InFlight, masks: Masks) -> None:
-        is_plain = plan.sampling.is_plain
-        part = GraphPart.WHOLE if is_plain else GraphPart.FORWARD
+        def queue(sampling: SamplingBatch, masks: Masks) -> None:
+            def compute() -> None:
+                self._ragged.draw_and_keep(
+                    logits()[:count], rows, sampling, in_flight, masks, choose
+                )
+
+            self._device.run(
+                Stream.COMPUTE,
+                compute,
+                name=f"draw of step {plan.step}",
+                reads=(rows,) if noise_keys is None else (rows, noise_keys),
+                writes=(in_flight.slot.tokens,),
+            )
+
+        return queue
+
+    # -- steps on fixed addresses ------------------------------------------------------------------------
+
+    def _queue_decode(self, plan: StepPlan, in_flight: InFlight, part: GraphPart) -> Draw:
+        """A step in which every row decodes."""
         graph = self.graphs.find(plan.num_rows, part)
         num_rows = plan.num_rows if graph is None else graph.key.num_rows
         keys = self.table.noise_keys(plan.rows, plan.kv_len)
@@ -265,23 +290,52 @@ class QueuedSteps:
         self._apply(new)
         if graph is not None:
             self.graphs.replay(graph)
-        elif is_plain:
-            self._device.run(
-                Stream.COMPUTE,
-                partial(self._decode.whole, inputs),
-                name=f"step {plan.step}",
-                reads=inputs,
-                writes=(self._decode.sampled[:num_rows],),
-            )
-        if is_plain:
-            self._keep_sampled(plan, in_flight)
+            return self._draw_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
+        logits: list[torch.Tensor] = []
+        if part is GraphPart.WHOLE:
+            work, written = partial(self._fixed.whole, inputs), (self._fixed.sampled[:num_rows],)
         else:
-            self._draw_and_keep(plan, inputs, in_flight, masks, is_computed=graph is not None)
+            work, written = lambda: logits.append(self._fixed.compute_logits(inputs)), ()
+        self._device.run(
+            Stream.COMPUTE, work, name=f"step {plan.step}", reads=inputs, writes=written
+        )
+        return self._draw_fixed(plan, in_flight, inputs, part, logits.pop)
+
+    def _find_mixed(self, plan: StepPlan, part: GraphPart) -> CachedGraph | None:
+        has_rows = len(plan.rows) and len(plan.sampling.rows) == len(plan.sampling.token_index)
+        if plan.copies or plan.prompts or not has_rows:
+            return None
+        return self.graphs.find_mixed(plan.num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
+
+    def _queue_mixed(self, plan: StepPlan, in_flight: InFlight, graph: CachedGraph) -> Draw:
+        new = self._differences(plan)  # first: the keys of rows that begin are among them
+        keys = self.table.noise_keys(plan.sampling.rows, plan.sampling.position)
+        inputs, new = self.inputs.send_mixed(plan, graph.key, keys, new)
+        self._begin(in_flight)
+        self._apply(new)
+        self.graphs.replay(graph)
+        part = graph.key.part
+        return self._draw_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
+
+    def _draw_fixed(
+        self,
+        plan: StepPlan,
+        in_flight: InFlight,
+        inputs: FixedInputs,
+        part: GraphPart,
+        logits: Callable[[], torch.Tensor],
+    ) -> Draw:
+        """What queues the draw from logits, or only keeps what has been drawn."""
+        if part is GraphPart.WHOLE:
+            return lambda sampling, masks: self._keep_sampled(plan, in_flight)
+        count = len(plan.sampling.token_index)
+        rows, keys = sampling_rows(inputs)[:count], inputs.noise_keys[:count]
+        return self._draw(plan, in_flight, logits, rows, keys)
 
     def _keep_sampled(self, plan: StepPlan, in_flight: InFlight) -> None:
         """The next step overwrites what was sampled, before the host has it."""
-        count, slot = plan.num_rows, in_flight.slot
-        sampled = self._decode.sampled[:count]
+        count, slot = len(plan.sampling.token_index), in_flight.slot
+        sampled = self._fixed.sampled[:count]
         self._device.run(
             Stream.COMPUTE,
             lambda: slot.tokens[:count].copy_(sampled),
@@ -290,30 +344,14 @@ class QueuedSteps:
             writes=(slot.tokens,),
         )
 
-    def _draw_and_keep(
-        self,
-        plan: StepPlan,
-        inputs: DecodeInputs,
-        in_flight: InFlight,
-        masks: Masks,
-        *,
-        is_computed: bool,
-    ) -> None:
-        """Draw with the host's masks and penalties, from logits that a graph has computed, or compute them."""
-        count = plan.num_rows
 
-        def compute() -> None:
-            logits = self._decode.logits if is_computed else self._decode.compute_logits(inputs)
-            rows = inputs.rows[:count]
-            keys = inputs.noise_keys[:count]
-            choose = partial(self.table.choose, rows=rows, noise_keys=keys)
-            tokens = self._draw(logits[:count], plan, in_flight, masks, choose)
-            self._outputs.keep(in_flight.slot, tokens, rows)
-
-        self._device.run(
-            Stream.COMPUTE,
-            compute,
-            name=f"step {plan.step}",
-            reads=inputs,
-            writes=(in_flight.slot.tokens,),
-        )
+def _mixed_shapes(config: EngineConfig) -> MixedShapes | None:
+    if config.q_padding is None:
+        return None
+    return MixedShapes(
+        max_rows=config.num_rows,
+        max_tokens=config.max_batch_tokens,
+        max_kv_tokens=config.max_row_blocks * config.block_size,
+        q_padding=config.q_padding,
+        kv_padding=config.kv_padding,
+    )

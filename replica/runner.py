@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -43,8 +44,9 @@ from quire.replica.loader import load_model
 from quire.replica.output_head import split_model
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.queued_steps import QueuedSteps
+from quire.replica.ragged_step import RaggedStep
 from quire.replica.spec import ModelSpec
-from quire.replica.step_inputs import StepInputs, direct_inputs
+from quire.replica.step_inputs import direct_inputs
 from quire.replica.step_outputs import InFlight, StepOutputs
 from quire.replica.step_sampler import Masks, StepSampler
 from quire.replica.telemetry import DeviceTime
@@ -66,6 +68,8 @@ class Runner:
         here.
     device
         Whose streams the work is queued on; None for that of `config.device`.
+    fused
+        Of a model that another runner has fused; None: it is not.
 
     Raises
     ------
@@ -82,12 +86,15 @@ class Runner:
         *,
         attention_backend: Backend | None = None,
         device: Device | None = None,
+        fused: FuseReport | None = None,
     ):
         self.config = config
         self.spec = spec
         self.model = model
         self.pool = pool
-        self._device = open_device(config.device) if device is None else device
+        self._device = (
+            open_device(config.device, use_nvtx=config.nvtx) if device is None else device
+        )
         self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
         self._sampler = StepSampler(config.vocab_size, self._device.torch_device)
         # One more pads steps; and warm-up adds a prompt to all of them.
@@ -98,15 +105,16 @@ class Runner:
         if config.device == "cpu":
             torch.set_num_threads(config.num_threads)
         self._attentions = [self._attention(group, attention_backend) for group in pool.groups]
-        self.fused = self._fuse()
+        self.fused = self._fuse() if fused is None else fused
         if config.deterministic:
             make_deterministic(model)
         self._forward = Forward(model, pool, self._attentions, config.max_running_requests)
-        self.queued: QueuedSteps | None = None  # where work runs when it is queued
+        self._ragged = RaggedStep(self._forward, self._sampler, self._outputs, pool)
+        self.queued: QueuedSteps | None = None  # where work does not run when it is queued
         if not self._device.is_immediate:
             backend = self._attentions[0].backend
             self.queued = QueuedSteps(
-                config, self._device, pool, self._forward, self._sampler, self._outputs, backend
+                config, self._device, pool, self._forward, self._ragged, self._outputs, backend
             )
         self._device.synchronize()  # the weights were not loaded on the compute stream
 
@@ -143,6 +151,19 @@ class Runner:
     def from_config(cls, config: EngineConfig, spec: ModelSpec) -> Runner:
         """Load the checkpoint of `spec` and allocate the pool."""
         model = load_model(spec, config.device, config.dtype)
+        return cls.with_pool(config, spec, model)
+
+    @classmethod
+    def with_pool(
+        cls,
+        config: EngineConfig,
+        spec: ModelSpec,
+        model: torch.nn.Module,
+        *,
+        device: Device | None = None,
+        fused: FuseReport | None = None,
+    ) -> Runner:
+        """Allocate the pool for a model that is loaded."""
         pool = KVPool(
             config.num_blocks,
             spec.groups,
@@ -150,7 +171,7 @@ class Runner:
             getattr(torch, config.dtype),
             config.device,
         )
-        return cls(config, spec, model, pool)
+        return cls(config, spec, model, pool, device=device, fused=fused)
 
     def run(self, plan: StepPlan) -> StepResult:
         """`launch` and `collect`."""
@@ -160,23 +181,68 @@ class Runner:
         """Start a step; on a GPU it returns before the step is done. Bounds were checked by the scheduler."""
         slot = self._outputs.take(len(plan.sampling.token_index))
         in_flight = InFlight(slot, time.perf_counter())
-        self.host_pool.move(plan.saves, plan.restores)
-        masks = self._sampler.begin(plan.sampling)
-        if self.queued is not None:
-            self.queued.launch(plan, in_flight, masks)
-            return in_flight
-        inputs = direct_inputs(plan)
-        self._device.run(
-            Stream.COMPUTE,
-            partial(self._compute, plan, inputs, in_flight, masks),
-            name=f"step {plan.step}",
-        )
-        self._outputs.send(slot, self._device.record(Stream.COMPUTE, "step done"))
-        in_flight.finished_s = time.perf_counter()
+        self.host_pool.move(plan.saves, plan.restores, used_now=plan.uses_restores)
+        # Before the forward pass: they have its time.
+        masks = None if plan.awaits_tokens else self._sampler.begin(plan.sampling)
+        forward = self._forward_now if self.queued is None else self.queued.forward
+        in_flight.draw = forward(plan, in_flight)
+        if not plan.awaits_tokens:
+            self._draw(in_flight, plan.sampling, masks)
+        elif self.queued is not None:
+            self.queued.hold(in_flight)
         return in_flight
 
+    def sample(self, in_flight: InFlight, sampling: SamplingBatch) -> None:
+        """The second half of a step whose plan awaited tokens: `Scheduler.complete` says what its rows may sample."""
+        masks = self._sampler.begin(sampling)
+        if masks is not None:
+            masks.result()  # the draw waits for them anyway, and would be taken to have begun
+        if self.queued is not None:
+            self.queued.go_on(in_flight)
+        self._draw(in_flight, sampling, masks)
+
+    def _draw(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
+        in_flight.draw(sampling, masks)
+        in_flight.draw = None
+        if self.queued is not None:
+            self.queued.end(in_flight)
+            return
+        self._outputs.send(in_flight.slot, self._device.record(Stream.COMPUTE, "step done"))
+        in_flight.finished_s = time.perf_counter()
+
+    def _forward_now(
+        self, plan: StepPlan, in_flight: InFlight
+    ) -> Callable[[SamplingBatch, Masks], None]:
+        """The forward pass where work runs when it is queued; returns what draws."""
+        inputs, tables = direct_inputs(plan), torch.from_numpy(plan.block_tables)
+        logits: list[torch.Tensor] = []
+
+        def compute() -> None:
+            logits.append(self._ragged.logits(plan, inputs, tables, in_flight))
+
+        def draw(sampling: SamplingBatch, masks: Masks) -> None:
+            self._device.run(
+                Stream.COMPUTE,
+                lambda: self._ragged.draw_and_keep(
+                    logits.pop(), inputs.sample_rows, sampling, in_flight, masks
+                ),
+                name=f"draw of step {plan.step}",
+            )
+
+        self._device.run(Stream.COMPUTE, compute, name=f"step {plan.step}")
+        return draw
+
     def collect(self, in_flight: InFlight) -> StepResult:
-        """Wait for a launched step."""
+        """Wait for a launched step.
+
+        Raises
+        ------
+        RuntimeError
+            It awaits tokens that never came: it is over, and has sampled nothing.
+        """
+        if in_flight.draw is not None:
+            self._device.synchronize()
+            raise RuntimeError("the step has not sampled: the one before it failed")
         tokens = in_flight.slot.collect()
         if self.queued is not None:
             self.queued.note(in_flight)
@@ -186,15 +252,16 @@ class Runner:
         # Launched behind another step it has not run before that was over.
         duration_s = finished_s - max(in_flight.started_s, self._busy_until_s)
         self._busy_until_s = finished_s
-        return StepResult(tokens, duration_s, logprobs, prompts)
+        restores = self.host_pool.take_measured()
+        return StepResult(tokens, duration_s, logprobs, prompts, restores)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""
         if self.queued is not None:
-            return self.queued.forward(plan)
-        inputs = direct_inputs(plan)
+            return self.queued.logits(plan)
+        tables = torch.from_numpy(plan.block_tables)
         with torch.inference_mode():
-            return self._forward.float_logits(self._hidden(plan, inputs)[inputs.token_index])
+            return self._ragged.logits(plan, direct_inputs(plan), tables).float()
 
     @property
     def graphs(self) -> GraphCache | None:
@@ -210,38 +277,27 @@ class Runner:
 
     def telemetry(self) -> dict[str, object]:
         """Counters of the device's time, graphs and copies since the start."""
-        return {} if self.queued is None else self.queued.telemetry()
+        told = {} if self.queued is None else self.queued.telemetry()
+        return {**told, "tiers": self.host_pool.telemetry()}
 
-    def _compute(
-        self, plan: StepPlan, inputs: StepInputs, in_flight: InFlight, masks: Masks
-    ) -> None:
-        """The work of a step, where it runs when it is queued."""
-        self.pool.copy_blocks(plan.copies)
-        self._outputs.fill_in(inputs.token_ids, inputs.decode_rows)
-        hidden = self._hidden(plan, inputs)
-        in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
-        logits = self._forward.float_logits(hidden[inputs.token_index])
-        tokens, in_flight.logprobs = self._sampler.sample(logits, plan.sampling, masks)
-        self._outputs.keep(in_flight.slot, tokens, inputs.sample_rows)
-
-    def _hidden(self, plan: StepPlan, inputs: StepInputs) -> torch.Tensor:
-        """Write the step's KV; [T, hidden size]."""
-        return self._forward.hidden(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.cu_q,
-            inputs.kv_len,
-            inputs.rows,
-            inputs.slots,
-            np.diff(plan.cu_q),
-        )
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        """A range of the engine's thread for a profiler."""
+        return self._device.mark(name)
 
     # ------------------------------------------------------------------------------------------------------
     # Warm-up
     # ------------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Run the shapes that serving will see, on the trash block, so that nothing is first-touched later.
+        """Run the shapes that serving will see, so that nothing is first touched later; capture the first graphs."""
+        self.run_largest()
+        if self.queued is not None:
+            self.queued.graphs.capture_first()
+            self.queued.fall_idle()
+            self.queued.time = DeviceTime()
+
+    def run_largest(self) -> None:
+        """Run the largest steps on the trash block.
 
         Decode alone, a full prefill chunk, and both mixed; greedy and sampled. The pool's own blocks are not
         touched.
@@ -257,10 +313,6 @@ class Runner:
         ):
             for temperature in (0.0, 1.0):
                 self.run(self._trash_plan([n for n in lengths if n > 0], temperature))
-        if self.queued is not None:
-            self.queued.graphs.capture_first()
-            self.queued.fall_idle()
-            self.queued.time = DeviceTime()
 
     def _trash_plan(self, lengths: list[int], temperature: float) -> StepPlan:
         """A step of rows with these numbers of new tokens, all of whose KV goes to the trash block."""

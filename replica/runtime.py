@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.replica.config import EngineArgs, EngineConfig
+from quire.replica.device import Device, open_device
+from quire.replica.device_memory import measure_memory
+from quire.replica.loader import load_model
 from quire.replica.runner import Runner
-from quire.replica.sizing import resolve
+from quire.replica.sizing import GIB, SizingError, resolve
 from quire.replica.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +37,7 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
     Parameters
     ----------
     startup_s
-        Gets the seconds of the phases `checkpoint`, `load` and `warm_up`.
+        Gets the seconds of the phases `checkpoint`, `load` (on a GPU with what measures its memory) and `warm_up`.
 
     Raises
     ------
@@ -40,10 +48,47 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
     checkpoint = resolve_checkpoint(args.model, args.revision)
     spec = ModelSpec.from_checkpoint(checkpoint)
     config = resolve(args, spec, checkpoint)
+    device = open_device(config.device, use_nvtx=config.nvtx)
     startup_s["checkpoint"] = -began + (began := time.perf_counter())
-    runner = Runner.from_config(config, spec)
-    startup_s["load"] = -began + (began := time.perf_counter())
-    runner.warm_up()
+    available = 0 if device.is_immediate else device.free_bytes()
+    try:
+        if device.is_immediate:
+            runner = Runner.from_config(config, spec)
+        else:
+            config, runner = _load_measured(args, config, spec, checkpoint, device, available)
+        startup_s["load"] = -began + (began := time.perf_counter())
+        runner.warm_up()
+    except torch.OutOfMemoryError as error:
+        raise SizingError(
+            f"{spec.path}: the device ran out of memory while the engine started, of the {available / GIB:.3f} GiB "
+            f"that were free before: {error}"
+        ) from error
+    if available:
+        _check_budget(available - device.free_bytes(), int(available * args.max_memory_percent))
     runner.mark_ready()
     startup_s["warm_up"] = time.perf_counter() - began
     return Runtime(checkpoint, spec, config, runner)
+
+
+def _load_measured(
+    args: EngineArgs,
+    config: EngineConfig,
+    spec: ModelSpec,
+    checkpoint: Path,
+    device: Device,
+    available: int,
+) -> tuple[EngineConfig, Runner]:
+    """Load, measure, and size the KV pool by what is left: `device_memory.py` says why in this order."""
+    model = load_model(spec, config.device, config.dtype)
+    measured, fused = measure_memory(config, spec, model, device, available)
+    config = resolve(args, spec, checkpoint, measured)
+    return config, Runner.with_pool(config, spec, model, device=device, fused=fused)
+
+
+def _check_budget(used: int, budget: int) -> None:
+    if used > budget:
+        logger.warning(
+            "the engine has %.3f GiB of the device, the budget of max_memory_percent is %.3f GiB",
+            used / GIB,
+            budget / GIB,
+        )

@@ -9,7 +9,7 @@ import numpy as np
 
 from quire.protos.wire import SamplingParams
 from quire.replica.bad_words import BadWords
-from quire.replica.plan import Penalties, SamplingBatch, TokenRules
+from quire.replica.plan import Penalties, SamplingBatch, TokenMask, TokenRules
 from quire.replica.request import Request
 from quire.replica.table_changes import ClaimedRows
 
@@ -121,31 +121,50 @@ class SamplingColumns:
             seed=self.seed[rows],
             choice=self.choice[rows],
             position=position.astype(np.int64),
-            suppressed=self._suppressed(table, rows, position),
+            suppressed=self._suppressed(table, rows, position, np.ones(len(rows), bool)),
             min_p=min_p if min_p.any() else None,
             rules=tuple(
                 (i, self.rules[rows[i]]) for i in np.flatnonzero(self._ruled[rows]).tolist()
             ),
             penalties=self._penalties(table, rows),
             logprobs=self._logprobs(rows),
-            grammars=tuple(
-                (i, table.request(int(rows[i])).grammar)
-                for i in np.flatnonzero(self.has_grammar[rows]).tolist()
-            ),
+            grammars=self._grammars(table, rows, np.ones(len(rows), bool)),
             rows=rows,
         )
 
+    def complete(self, table: RowTable, batch: SamplingBatch, alive: np.ndarray) -> SamplingBatch:
+        """What the rows' histories say now, in a batch that was made a token too early.
+
+        Parameters
+        ----------
+        alive
+            [S] bool, rows that still have their requests; what the others sample is not told.
+        """
+        return batch._replace(
+            suppressed=self._suppressed(table, batch.rows, batch.position, alive),
+            grammars=self._grammars(table, batch.rows, alive),
+        )
+
+    def _grammars(
+        self, table: RowTable, rows: np.ndarray, alive: np.ndarray
+    ) -> tuple[tuple[int, TokenMask], ...]:
+        """(index in `rows`, its grammar)."""
+        return tuple(
+            (i, table.request(int(rows[i])).grammar)
+            for i in np.flatnonzero(self.has_grammar[rows] & alive).tolist()
+        )
+
     def _suppressed(
-        self, table: RowTable, rows: np.ndarray, position: np.ndarray
+        self, table: RowTable, rows: np.ndarray, position: np.ndarray, alive: np.ndarray
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """(index in `rows`, ids that must not come next there)."""
-        masked = np.flatnonzero(position < table.min_length[rows])
+        masked = np.flatnonzero((position < table.min_length[rows]) & alive)
         suppressed = [
             (i, ids)
             for i, ids in zip(masked.tolist(), table.stop_ids[rows[masked]], strict=True)
             if ids
         ]
-        for i in np.flatnonzero(self._has_bad_words[rows]).tolist():
+        for i in np.flatnonzero(self._has_bad_words[rows] & alive).tolist():
             bad_words: BadWords = self.bad_words[rows[i]]
             newest = table.newest_output(int(rows[i]), bad_words.context_len)
             if ids := bad_words.excluded(newest):

@@ -10,8 +10,9 @@
 
 Owned by one thread. `plan` and `commit` (or `fail_step`) alternate, or `plan` is one step ahead: then it counts on a
 token of each row in flight that it does not know yet. Between the two a step is in flight, and blocks that are given
-back meanwhile are not handed out before it is over (`quarantine.py`). What cannot be planned without those tokens is
-not planned ahead: an eviction, and the next token of a row whose constraints depend on the last one.
+back meanwhile are not handed out before it is over (`quarantine.py`). An eviction needs those tokens and is not planned
+ahead. What a row may sample next can depend on them (a grammar, bad words): such a plan awaits them, and `complete`
+says the rest.
 
 Who gets which blocks is `admission.py`; in which order, `order.py`; how much prefill a step holds, `chunking.py`; what
 it puts into the prefix index, `step.py`. Who gives way when the cache is full is `victims.py`; `offload.py` moves it to
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,14 @@ from quire.replica.admission import Admission, Offer
 from quire.replica.blocks import BlockManager, IntegrityError
 from quire.replica.chunking import Chunking
 from quire.replica.config import EngineConfig
+from quire.replica.copy_speed import CopySpeed
 from quire.replica.decode_rows import DecodeRows
 from quire.replica.events import EventLog
 from quire.replica.forks import Share, Sharing, WaitingForks, find_parent, held_positions
 from quire.replica.host_tier import HostTier, Transfers
 from quire.replica.offload import Offload, Return
 from quire.replica.order import PrefillOrder, PriorityQueue, urgency
-from quire.replica.plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
+from quire.replica.plan import NO_TOKEN, RequestDelta, SamplingBatch, StepPlan, StepResult
 from quire.replica.prefix import PrefixCache
 from quire.replica.probation import Probation
 from quire.replica.quarantine import Quarantine
@@ -63,6 +65,21 @@ _HASH_STEPS = 8
 _HASH_BLOCKS = 32
 _NO_ROWS = np.empty(0, np.int64)
 MAX_STEPS_IN_FLIGHT = 2
+
+
+def _restores(offer: Offer | Return | Share) -> bool:
+    """Whether blocks must be copied back from the host tier."""
+    if isinstance(offer, Return):
+        return None in offer.known
+    return isinstance(offer, Offer) and bool(offer.hit.to_restore())
+
+
+def _reads(plan: StepPlan, restored: Collection[int]) -> bool:
+    """Whether the step's rows have any of these blocks."""
+    if not restored:
+        return False
+    copied = any(source in restored for source, _ in plan.copies)
+    return copied or bool(np.isin(plan.block_tables, list(restored)).any())
 
 
 class Scheduler:
@@ -113,13 +130,16 @@ class Scheduler:
             config.groups,
         )
         self.quarantine = Quarantine(self.blocks)
-        self._admission = Admission(config, self.prefix, self.blocks, self.host, self.rows)
+        self.speed = StepSpeed()
+        self.copies = CopySpeed(self.speed, always_copies=config.restore == "always")
+        self._admission = Admission(
+            config, self.prefix, self.blocks, self.host, self.rows, self.copies
+        )
         self._offload = Offload(
-            config, self.prefix, self.blocks, self.host, self.rows, self._admission
+            config, self.prefix, self.blocks, self.host, self.rows, self._admission, self.copies
         )
         self._indexer = StepIndexer(config, self.prefix, self.blocks, self.rows)
         self._sharing = Sharing(config, self.prefix, self.blocks, self.rows)
-        self.speed = StepSpeed()
         self._chunking = Chunking(config, self.speed)
         self.num_steps = 0
         self.num_preemptions = 0
@@ -397,7 +417,7 @@ class Scheduler:
         if len(self._steps) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {self._steps[0].number} is still in flight")
         self._expire(now_s)
-        if self._steps and self._needs_tokens():
+        if self._steps and self._is_on_trial:
             return None
         while True:
             composed = self._compose(now_s)
@@ -420,11 +440,17 @@ class Scheduler:
             step.number, decodes, step.chunks, step.copies
         )
         step.claims = decodes.claims if not step.chunks else self.rows.claims[step.rows]
+        if self._steps and self._needs_tokens(decodes):
+            plan = plan._replace(awaits_tokens=True)
         self._started.clear()
         self._fresh_parents = []
         transfers = step.transfers = self.host.launch()
         if transfers:
-            plan = plan._replace(saves=transfers.save_pairs(), restores=transfers.restore_pairs())
+            plan = plan._replace(
+                saves=transfers.save_pairs(),
+                restores=transfers.restore_pairs(),
+                uses_restores=_reads(plan, transfers.restores.keys()),
+            )
         step.decodes = None if step.chunks else decodes
         gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
         if gathered or step.chunks or step.number % _HASH_STEPS == 0:
@@ -434,12 +460,20 @@ class Scheduler:
         self.num_steps = step.number
         return plan
 
-    def _needs_tokens(self) -> bool:
-        """Whether some row cannot be planned without the tokens of the step in flight; a trial goes step by step."""
-        if len(self._probation) or self._probation.current is not None:
-            return True
-        decodes = self.rows.decode_rows()
+    @property
+    def _is_on_trial(self) -> bool:
+        """Whether a request on probation runs or is next: it goes step by step."""
+        return len(self._probation) > 0 or self._probation.current is not None
+
+    def _needs_tokens(self, decodes: DecodeRows) -> bool:
+        """Whether what some row may sample depends on its token in the step in flight."""
         return not decodes.is_plain and bool(self.rows.sampling.needs_history[decodes.ids].any())
+
+    def complete(self, plan: StepPlan) -> SamplingBatch:
+        """The sampling of a plan that awaited tokens, once the step before it is committed."""
+        step = self._in_flight(plan)
+        alive = self._are_alive(step, step.sample_rows)
+        return self.rows.sampling.complete(self.rows, plan.sampling, alive)
 
     def _adopt(self, step: Step) -> None:
         for block in self._indexer.adopt(step):
@@ -463,7 +497,8 @@ class Scheduler:
         if grown is None:
             return None
         decodes, may_admit = grown
-        step = Step(self.num_steps + 1, self._chunking.budget(len(decodes)))
+        budget = self._chunking.budget(len(decodes))
+        step = Step(self.num_steps + 1, budget, num_decodes=len(decodes))
         self._indexer.register_decodes(step, decodes, are_known=not self._steps)
         if self._prefilling:
             self._continue_prefills(step, may_admit, now_s)
@@ -634,6 +669,10 @@ class Scheduler:
         ):
             if self._blocked == (request.arrival_index, self._num_changes):
                 return
+            if request.parked is not None and not self._offload.prefers_copy(request):
+                self._returning.remove(request)
+                self._forget_parked(request)
+                continue
             if before is not None and urgency(request) > urgency(before):
                 return
             offer = self._find_offer(request)
@@ -664,6 +703,8 @@ class Scheduler:
             request.is_victim = False
             self._prefilling[request.key] = request
             self._started.add(request.key)
+            if _restores(offer) and (len(step.chunks) or step.num_decodes):
+                continue  # its blocks are copied while this step runs, and it is in the next
             # A fork's copies belong to this step, so its one token does.
             self._schedule_chunk(step, request, at_least=isinstance(offer, Share))
 
@@ -728,6 +769,8 @@ class Scheduler:
         if error is not None:
             return DeltaBatch(self.fail_step(plan, error))
         self._land(self._steps.popleft())
+        for num_blocks, seconds in result.restores:
+            self.copies.observe(num_blocks, seconds)
         scored = self._tell_scores(step, plan, result)  # before any of these rows ends
         table, rows, decodes = self.rows, step.sample_rows, step.decodes
         if decodes is not None and not has_stuck and table.are_unchanged(decodes):
@@ -849,10 +892,14 @@ class Scheduler:
         for request in offloaded:
             if not transfers.saves.keys().isdisjoint(b.host_block for b in request.parked.blocks):
                 self._unqueue(request)
-                self._offload.drop(request)
-                self._release_tip(request)
-                request.enter(Phase.PENDING)
-                self._queue_victim(request)
+                self._forget_parked(request)
+
+    def _forget_parked(self, request: Request) -> None:
+        """An offloaded request, out of its queue, computes again what it has in the host tier."""
+        self._offload.drop(request)
+        self._release_tip(request)
+        request.enter(Phase.PENDING)
+        self._queue_victim(request)
 
     def _in_flight(self, plan: StepPlan) -> Step:
         if not self._steps or self._steps[0].number != plan.step:

@@ -2,10 +2,13 @@
 
 The memory equation, solved for the number of blocks::
 
-    max_memory_percent * available = weights + activations + attention + logits + (num_blocks + 1) * block_bytes
+    max_memory_percent * available = weights + activations + attention + logits + graphs
+                                     + (num_blocks + 1) * block_bytes
                                      + num_host_blocks * block_bytes, if the device is the CPU
 
-`available` is what the device, or on the CPU the machine and the container's cgroup, still have to give.
+`available` is what the device, or on the CPU the machine and the container's cgroup, still have to give. On a GPU the
+equation is solved twice: before the model is loaded, to refuse what cannot fit, and with what `device_memory.py` has
+measured in place of the first line's terms.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from quire.replica.config import (
     CUDA_GRAPHS,
     DEMOTION_ORDERS,
     FUSE,
+    RESTORE,
     SCHEDULERS,
     WEIGHTS,
     EngineArgs,
@@ -33,6 +37,7 @@ from quire.replica.config import (
 )
 from quire.replica.groups import max_sequence_tokens, sequence_blocks
 from quire.replica.kv_pool import block_elements
+from quire.replica.mixed_shapes import LEAST_TOKENS
 from quire.replica.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -53,6 +58,16 @@ class SizingError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """Bytes on a device, without the KV pool."""
+
+    available: int  # before the model was loaded
+    weights: int
+    workspace: int  # of the largest steps: activations, attention, logits, inputs, tables
+    graphs: int  # of `max_cached_graphs`
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryTable:
     """The terms of the memory equation, in bytes. `str()` prints them."""
 
@@ -68,6 +83,9 @@ class MemoryTable:
     block_size: int
     num_host_blocks: int  # of the host tier
     is_host_separate: bool  # its memory is not the device's
+    graphs: int = 0
+    # Weights, activations and graphs are measured: the activations hold attention's workspace and the logits.
+    is_measured: bool = False
 
     @property
     def budget(self) -> int:
@@ -87,17 +105,31 @@ class MemoryTable:
     @property
     def remainder(self) -> int:
         """Bytes of the budget that nothing uses; negative when it does not fit."""
-        used = self.weights + self.activations + self.attention + self.logits + self.kv_cache
+        used = self.weights + self.activations + self.attention + self.logits + self.graphs
+        used += self.kv_cache
         return self.budget - used - (0 if self.is_host_separate else self.host_tier)
 
     def __str__(self) -> str:
-        rows = [
-            ("available", self.available, ""),
-            ("budget", self.budget, f"{self.max_memory_percent:.0%} of it"),
+        terms = [
             ("weights", self.weights, ""),
             ("activations", self.activations, "largest batch"),
             ("attention", self.attention, "workspace"),
             ("logits", self.logits, "all running requests"),
+        ]
+        if self.is_measured:
+            terms = [
+                ("weights", self.weights, "measured"),
+                ("workspace", self.activations, "measured at the largest batch"),
+                (
+                    "graphs",
+                    self.graphs,
+                    "as many as may be kept, from the largest that were captured",
+                ),
+            ]
+        rows = [
+            ("available", self.available, ""),
+            ("budget", self.budget, f"{self.max_memory_percent:.0%} of it"),
+            *terms,
             (
                 "KV cache",
                 self.kv_cache,
@@ -116,7 +148,12 @@ class MemoryTable:
         )
 
 
-def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = None) -> EngineConfig:
+def resolve(
+    args: EngineArgs,
+    spec: ModelSpec,
+    checkpoint_path: Path | None = None,
+    measured: MeasuredMemory | None = None,
+) -> EngineConfig:
     """Decide everything the user left open.
 
     Parameters
@@ -127,6 +164,8 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         The checkpoint.
     checkpoint_path
         Its folder; None for `spec.path`.
+    measured
+        On a device with memory of its own: what the model takes of it. Without, blocks are only an estimate there.
 
     Raises
     ------
@@ -174,11 +213,13 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         num_parameters,
         max_batch_tokens,
         max_model_len,
-        available_bytes(device),
+        available_bytes(device) if measured is None else measured.available,
         available_bytes("cpu"),
         native_attention_bytes(spec, device, args.block_size, num_threads),
+        measured,
     )
-    logger.info("memory of %s\n%s", args.model, table)
+    if device == "cpu" or measured is not None:
+        logger.info("memory of %s\n%s", args.model, table)
     max_cache_tokens = max_sequence_tokens(
         spec.groups, table.num_blocks, args.block_size, max_model_len
     )
@@ -190,6 +231,13 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
                 f"has {table.num_blocks}; lower it or raise num_blocks, kv_cache_gib or the memory\n{table}"
             )
         max_model_len = max_cache_tokens
+    if args.q_padding is not None:
+        highest = min(max_batch_tokens, max_model_len)
+        if type(args.q_padding) is not int or not LEAST_TOKENS <= args.q_padding <= highest:
+            raise SizingError(
+                f"q_padding must be in [{LEAST_TOKENS}, {highest}], at most max_batch_tokens and max_model_len, got "
+                f"{args.q_padding!r}"
+            )
     return EngineConfig(
         model_name=args.model,
         revision=args.revision or "",
@@ -208,7 +256,11 @@ def resolve(args: EngineArgs, spec: ModelSpec, checkpoint_path: Path | None = No
         or (args.async_batching == "auto" and device != "cpu"),
         cuda_graphs=args.cuda_graphs,
         max_cached_graphs=args.max_cached_graphs,
+        q_padding=args.q_padding,
+        kv_padding=args.kv_padding,
         check_graphs=args.check_graphs,
+        nvtx=args.nvtx,
+        restore=args.restore,
         scheduler=args.scheduler,
         fuse=args.fuse,
         weights=args.weights,
@@ -232,6 +284,7 @@ def memory_table(
     available: int,
     host_available: int,
     native_attention: int | None = None,
+    measured: MeasuredMemory | None = None,
 ) -> MemoryTable:
     """Solve the memory equation for the number of blocks: a pure function of its arguments.
 
@@ -242,6 +295,7 @@ def memory_table(
     which holds as much without copies.
 
     `native_attention` is `native_attention_bytes`; None for the torch path, whose workspace grows with the request.
+    `measured` stands in for all terms but the caches'.
 
     Raises
     ------
@@ -263,7 +317,26 @@ def memory_table(
     longest = -(-max_model_len // args.block_size)  # blocks of one group
     request = sequence_blocks(spec.groups, max_model_len, max_batch_tokens, args.block_size)
 
+    if measured is not None:
+        workspace = 0
+
     def table(num_blocks: int) -> MemoryTable:
+        if measured is not None:
+            return MemoryTable(
+                available=measured.available,
+                max_memory_percent=args.max_memory_percent,
+                weights=measured.weights,
+                activations=measured.workspace,
+                attention=0,
+                logits=0,
+                block=block,
+                num_blocks=num_blocks,
+                block_size=args.block_size,
+                num_host_blocks=num_host_blocks,
+                is_host_separate=device != "cpu",
+                graphs=measured.graphs,
+                is_measured=True,
+            )
         return MemoryTable(
             available=available,
             max_memory_percent=args.max_memory_percent,
@@ -361,6 +434,7 @@ def check_args(args: EngineArgs) -> None:
         "scheduler": SCHEDULERS,
         "demotion_order": DEMOTION_ORDERS,
         "fuse": FUSE,
+        "restore": RESTORE,
         "weights": WEIGHTS,
         "async_batching": ASYNC_BATCHING,
         "cuda_graphs": CUDA_GRAPHS,
@@ -370,7 +444,7 @@ def check_args(args: EngineArgs) -> None:
             raise SizingError(
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(args, name)!r}"
             )
-    counts = ("num_blocks", "max_batch_tokens", "max_model_len", "num_threads")
+    counts = ("num_blocks", "max_batch_tokens", "max_model_len", "num_threads", "kv_padding")
     required = (
         *("block_size", "max_running_requests", "max_waiting_requests"),
         "max_cached_graphs",

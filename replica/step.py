@@ -33,6 +33,7 @@ class Step:
     number: int
     budget: StepBudget  # of its chunks
     leaves_out_decodes: bool = False
+    num_decodes: int = 0  # rows
     rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n]
     claims: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [n] of the rows
     sample_rows: np.ndarray = field(default_factory=lambda: _NO_ROWS)  # [S]

@@ -13,6 +13,7 @@ them. Block tables and sampling columns are in that table already.
 
 ```
  a step of n rows that decode   rows, positions, kv_len, slots, noise keys of n or more rows │ differences
+ a mixed step in a graph        tokens, positions, ... of its tokens and rows or more         │ differences
  any other step                 rows, tokens, positions, ...                                 │ differences
 ```
 
@@ -32,6 +33,7 @@ import torch
 
 from quire.replica.device import Device, Event, Stream
 from quire.replica.device_table import Differences
+from quire.replica.graph_key import GraphKey
 from quire.replica.plan import StepPlan
 
 _ALIGNMENT = 16  # bytes: any type may follow any other
@@ -40,18 +42,18 @@ Typed = tuple[np.ndarray, type]
 
 
 class StepInputs(NamedTuple):
-    """A step's arrays on the device; n rows, T tokens, S rows that sample, D whose token the device has."""
+    """A step's arrays on the device; n rows, T tokens, S rows that sample."""
 
-    token_ids: torch.Tensor  # [T] int64; those of the first D tokens are not read
+    token_ids: (
+        torch.Tensor
+    )  # [T] int64; -1 - r: what was last sampled in row r of the request table
     positions: torch.Tensor  # [T] int64
     cu_q: torch.Tensor  # [n + 1] int32
     kv_len: torch.Tensor  # [n] int32
     token_index: torch.Tensor  # [S] int64
-    decode_rows: torch.Tensor  # [D] int64, in the request table
     sample_rows: torch.Tensor  # [S] int64, in the request table
     slots: torch.Tensor  # [G, T] int64
-    # [n] int64, in the request table; where work runs when it is queued [G, n, max blocks] int32, their blocks
-    rows: torch.Tensor
+    rows: torch.Tensor  # [n] int64, in the request table
     noise_keys: torch.Tensor  # [S] int64; not where work runs when it is queued
 
 
@@ -65,19 +67,42 @@ class DecodeInputs(NamedTuple):
     noise_keys: torch.Tensor  # [n] int64
 
 
-def _step_arrays(plan: StepPlan, rows: Typed, noise_keys: np.ndarray) -> tuple[Typed, ...]:
+class MixedInputs(NamedTuple):
+    """Arrays of a mixed step, padded, on the device; n rows, T tokens. Some rows may have no token."""
+
+    token_ids: (
+        torch.Tensor
+    )  # [T] int64; -1 - r: what was last sampled in row r of the request table
+    positions: torch.Tensor  # [T] int64
+    cu_q: torch.Tensor  # [n + 1] int32
+    kv_len: torch.Tensor  # [n] int32
+    rows: torch.Tensor  # [n] int64, in the request table
+    slots: torch.Tensor  # [G, T] int64
+    # Of the rows that sample, then of padding:
+    token_index: torch.Tensor  # [n] int64
+    sample_rows: torch.Tensor  # [n] int64, in the request table
+    noise_keys: torch.Tensor  # [n] int64
+
+
+def _token_ids(plan: StepPlan) -> np.ndarray:
+    """[T] int64, as of `StepInputs`."""
+    token_ids = plan.token_ids.astype(np.int64)
+    token_ids[: len(plan.decode_rows)] = -1 - plan.decode_rows
+    return token_ids
+
+
+def _step_arrays(plan: StepPlan, noise_keys: np.ndarray) -> tuple[Typed, ...]:
     """The plan's arrays in the order of `StepInputs`, and the types they have on the device."""
     sampling = plan.sampling
     return (
-        (plan.token_ids, np.int64),
+        (_token_ids(plan), np.int64),
         (plan.positions, np.int64),
         (plan.cu_q, np.int32),
         (plan.kv_len, np.int32),
         (sampling.token_index, np.int64),
-        (plan.decode_rows, np.int64),
         (sampling.rows, np.int64),
         (plan.slots, np.int64),
-        rows,
+        (plan.rows, np.int64),
         (noise_keys, np.int64),
     )
 
@@ -89,6 +114,21 @@ def _decode_shapes(num_groups: int, n: int) -> tuple[tuple[tuple[int, ...], type
         ((n,), np.int64),
         ((n,), np.int32),
         ((num_groups, n), np.int64),
+        ((n,), np.int64),
+    )
+
+
+def _mixed_shapes(num_groups: int, n: int, t: int) -> tuple[tuple[tuple[int, ...], type], ...]:
+    """Of `MixedInputs`."""
+    return (
+        ((t,), np.int64),
+        ((t,), np.int64),
+        ((n + 1,), np.int32),
+        ((n,), np.int32),
+        ((n,), np.int64),
+        ((num_groups, t), np.int64),
+        ((n,), np.int64),
+        ((n,), np.int64),
         ((n,), np.int64),
     )
 
@@ -188,7 +228,7 @@ class InputRing:
         ValueError
             The step is larger than `max_bytes`.
         """
-        arrays = _step_arrays(plan, (plan.rows, np.int64), noise_keys)
+        arrays = _step_arrays(plan, noise_keys)
         views = self._upload(f"inputs of step {plan.step}", (*arrays, *_difference_arrays(new)))
         return StepInputs(*views[: len(arrays)]), Differences(*views[len(arrays) :])
 
@@ -208,14 +248,51 @@ class InputRing:
         """As `send`, for what no step is small enough to bring along."""
         return Differences(*self._upload("differences", _difference_arrays(new)))
 
-    def send_padding(self, num_rows: int) -> DecodeInputs:
-        """As `send_decode`, where all rows are padding."""
-        shapes = _decode_shapes(self._num_groups, num_rows)
+    def send_mixed(
+        self, plan: StepPlan, key: GraphKey, noise_keys: np.ndarray, new: Differences
+    ) -> tuple[MixedInputs, Differences]:
+        """As `send`, padded to the shape of a graph that the step fits (`MixedShapes.fits`)."""
+        sampling = plan.sampling
+        lengths = np.zeros(key.num_rows, np.int64)
+        lengths[plan.num_rows] = key.num_tokens - plan.num_tokens
+        arrays = self._mixed_padding(key, lengths)
+        own = (
+            *(_token_ids(plan), plan.positions, None, plan.kv_len, plan.rows, plan.slots),
+            *(sampling.token_index, sampling.rows, noise_keys),
+        )
+        for (array, _), real in zip(arrays, own, strict=True):
+            if real is not None:
+                array[..., : real.shape[-1]] = real
+        cu_q = arrays[2][0]
+        cu_q += plan.num_tokens
+        cu_q[: len(plan.cu_q)] = plan.cu_q
+        views = self._upload(f"inputs of step {plan.step}", (*arrays, *_difference_arrays(new)))
+        return MixedInputs(*views[: len(arrays)]), Differences(*views[len(arrays) :])
+
+    def _mixed_padding(self, key: GraphKey, lengths: np.ndarray) -> list[Typed]:
+        """Arrays of a mixed step in which rows [n] of padding have so many tokens each."""
+        row, position, _, slot, noise_key = self._padding
+        shapes = _mixed_shapes(self._num_groups, key.num_rows, key.num_tokens)
+        cu_q = np.concatenate([[0], np.cumsum(lengths)])
+        values = (0, position, cu_q, lengths, row, slot, 0, row, noise_key)
+        return [
+            (np.broadcast_to(value, shape).astype(dtype), dtype)
+            for (shape, dtype), value in zip(shapes, values, strict=True)
+        ]
+
+    def send_padding(self, key: GraphKey) -> DecodeInputs | MixedInputs:
+        """As `send_decode` and `send_mixed`, where all rows are padding."""
+        if key.is_mixed:
+            # The rows of padding share the trash block, but none is longer than its table.
+            before = np.arange(key.num_rows) * key.kv_tokens
+            lengths = np.clip(key.num_tokens - before, 0, key.kv_tokens)
+            return MixedInputs(*self._upload(f"{key}, padding", self._mixed_padding(key, lengths)))
+        shapes = _decode_shapes(self._num_groups, key.num_rows)
         arrays = [
             (np.full(shape, value, dtype), dtype)
             for (shape, dtype), value in zip(shapes, self._padding, strict=True)
         ]
-        return DecodeInputs(*self._upload(f"{num_rows} rows of padding", arrays))
+        return DecodeInputs(*self._upload(f"{key}, padding", arrays))
 
     def _upload(self, name: str, arrays: Sequence[Typed]) -> list[torch.Tensor]:
         device = self._device
@@ -253,11 +330,7 @@ def _padded(array: np.ndarray, shape: tuple[tuple[int, ...], type], value: int) 
 
 def direct_inputs(plan: StepPlan) -> StepInputs:
     """The plan's own arrays, for work that runs when it is queued."""
-    token_ids, *others = _step_arrays(plan, (plan.block_tables, np.int32), _NO_KEYS)
-    return StepInputs(
-        torch.from_numpy(token_ids[0].astype(np.int64)),  # a copy: the step fills in some
-        *(_as_tensor(array, dtype) for array, dtype in others),
-    )
+    return StepInputs(*(_as_tensor(array, dtype) for array, dtype in _step_arrays(plan, _NO_KEYS)))
 
 
 _NO_KEYS = np.empty(0, np.int64)
@@ -283,7 +356,6 @@ def input_bytes(num_groups: int, max_rows: int, max_tokens: int, max_changes: in
         ((max_tokens,), np.int64),
         ((max_rows + 1,), np.int32),
         ((max_rows,), np.int32),
-        ((max_rows,), np.int64),
         ((max_rows,), np.int64),
         ((max_rows,), np.int64),
         ((num_groups, max_tokens), np.int64),

@@ -11,6 +11,7 @@ The host has collected N before it launches N+2, so two slots are enough and no 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,8 @@ import torch
 
 from quire.replica.device import Device, Event, Stream
 from quire.replica.logprobs import StepLogprobs, StepPromptLogprobs
+from quire.replica.plan import SamplingBatch
+from quire.replica.step_sampler import Masks
 
 
 @dataclass(slots=True)
@@ -46,6 +49,11 @@ class InFlight:
     begun: Event | None = None
     done: Event | None = None
     done_before: Event | None = None
+    # Of a step that awaited tokens: the end of its forward pass and the begin of its draw
+    forward_done: Event | None = None
+    draw_begun: Event | None = None
+    # Queues the draw; None: it is queued. Given what rows may sample, and the masks of their grammars.
+    draw: Callable[[SamplingBatch, Masks], None] | None = None
     # Set by the step's work.
     logprobs: StepLogprobs | None = None
     prompts: tuple[StepPromptLogprobs, ...] = ()
@@ -64,6 +72,8 @@ class StepOutputs:
 
     def __init__(self, device: Device, max_rows: int, depth: int = 2):
         self._device = device
+        self.num_copies = 0
+        self.num_bytes = 0  # of all copies
         self.last_token = device.empty((max_rows,), torch.int64)  # [max_rows], by row of the table
         self.last_token[-1] = 0  # of the row that pads steps: any id
         self._slots = [
@@ -81,10 +91,10 @@ class StepOutputs:
         slot.num_tokens = num_tokens
         return slot
 
-    def fill_in(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Part of a step's work: the first tokens [D] are those of the table rows [D] int64."""
-        if len(rows):
-            token_ids[: len(rows)] = self.last_token[rows]
+    def known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Part of a step's work: [T] int64 ids, where -1 - r becomes what was last sampled in the table row r."""
+        rows = (-1 - token_ids).clamp_(min=0)
+        return torch.where(token_ids < 0, self.last_token[rows], token_ids)
 
     def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
         """Part of a step's work: put [S] int64 tokens into the slot, and into the table rows [S] int64."""
@@ -103,4 +113,6 @@ class StepOutputs:
         device.wait(Stream.D2H, done)
         count = slot.num_tokens
         device.copy(Stream.D2H, slot.result[:count], slot.tokens[:count], "tokens")
+        self.num_copies += 1
+        self.num_bytes += slot.tokens[:count].nbytes
         slot.arrived = device.record(Stream.D2H, "tokens arrived")

@@ -1,8 +1,8 @@
 """Where the time of steps goes: plain counters, added to by the engine's thread, read by anybody.
 
 ```
- host     plan ▸ launch │ wait ▸ commit ▸ send │ plan ...         the parts of `HostTime`
- device   [ step N .............. ]  gap  [ step N+1 ....         `DeviceTime`
+ host     plan ▸ launch │ wait ▸ commit ▸ sample ▸ send │ plan ...     the parts of `HostTime`
+ device   [ step N .............. ]  gap  [ step N+1 ..] hold [draw]   `DeviceTime`
 ```
 """
 
@@ -20,6 +20,7 @@ class HostTime:
     launch_s: float = (
         0.0  # staging and queueing; where work runs when it is queued, the step itself
     )
+    sample_s: float = 0.0  # masks and draw of steps that awaited the tokens of the step before
     wait_s: float = 0.0  # asleep until a step's tokens are there
     commit_s: float = 0.0
     send_s: float = 0.0
@@ -42,10 +43,15 @@ class DeviceTime:
     num_gaps: int = 0  # between two steps, where the engine had not fallen idle
     gap_s: float = 0.0
     max_gap_s: float = 0.0
+    num_holds: int = 0  # between the forward pass and the draw, of steps that awaited tokens
+    hold_s: float = 0.0
 
-    def add(self, busy_s: float, gap_s: float | None) -> None:
-        """A step; None: none ran before it."""
+    def add(self, busy_s: float, gap_s: float | None, hold_s: float | None = None) -> None:
+        """A step; without a gap where none ran before it, without a hold where it awaited nothing."""
         self.num_steps += 1
+        if hold_s is not None:
+            self.num_holds += 1
+            self.hold_s += hold_s
         self.busy_s += busy_s
         if gap_s is not None:
             self.num_gaps += 1
@@ -60,4 +66,6 @@ class DeviceTime:
             "num_gaps": self.num_gaps,
             "gap_us": 1e6 * self.gap_s / max(self.num_gaps, 1),
             "max_gap_us": 1e6 * self.max_gap_s,
+            "num_holds": self.num_holds,
+            "hold_us": 1e6 * self.hold_s / max(self.num_holds, 1),
         }

@@ -77,6 +77,8 @@ COUNTS = (
 STANDARD_TERMS = {
     "block_size": "Tokens",
     "max_model_len": "tokens",
+    "q_padding": "tokens",
+    "kv_padding": "tokens",
     "max_memory_percent": "Fraction",
     "target_kv_in_use": "Fraction",
     "safety_margin": "Fraction",

@@ -42,9 +42,10 @@ def config_of(spec: ModelSpec, **changes: object) -> EngineConfig:
 
 
 def tight(spec: ModelSpec, spare: int = 5, **changes: object) -> EngineConfig:
-    """A cache that is always too small, with a host tier: blocks move in most steps."""
+    """A cache that is always too small, with a host tier: blocks move in most steps, however long that takes."""
     one = sequence_blocks(spec.groups, 60, 24, BLOCK_SIZE)
-    return config_of(spec, num_blocks=one + spare, num_host_blocks=60, **changes)
+    values = dict(num_blocks=one + spare, num_host_blocks=60, restore="always")
+    return config_of(spec, **{**values, **changes})
 
 
 class Harness:
@@ -78,7 +79,7 @@ class Harness:
         prepare(runner)
         scheduler = Scheduler(config)
         outputs: queue.Queue[LoopOutput] = queue.Queue()
-        loop = EngineLoop(scheduler, runner, outputs.put, plans_ahead=plans_ahead)
+        loop = EngineLoop(scheduler, runner, outputs.put, plans_ahead=plans_ahead, mark=runner.mark)
         tokens: dict[object, list[int]] = {}
         scores: dict[object, list] = {}
         told: Told = {}

@@ -13,14 +13,17 @@ what reads it unsaid computes nonsense.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 
-from quire.replica.device import Event, Graph, Stream, Tensors, Work
+from quire.replica.device import NO_MARK, Event, Graph, Stream, Tensors, Work
 
 _POISON_BYTE = 0xA5  # as an integer a negative one, no id of anything
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,7 +123,13 @@ class FakeDevice:
         Defects to insert: (stream or `HOST`, name of the event) of waits that do nothing.
     no_graphs_because
         As of a device that cannot capture.
+    total_bytes
+        Of its memory: what it allocates beyond is an error.
+    graph_bytes
+        That each graph takes, beside memory that all graphs share: `SCRATCH` times the inputs of the largest.
     """
+
+    SCRATCH = 20
 
     torch_device = torch.device("cpu")
     is_immediate = False
@@ -131,12 +140,20 @@ class FakeDevice:
         *,
         ignored_waits: Iterable[tuple[str, str]] = (),
         no_graphs_because: str | None = None,
+        total_bytes: int = 1 << 60,
+        graph_bytes: int = 0,
     ):
         self.no_graphs_because = no_graphs_because
         self.waits: set[tuple[str, str]] = set()  # that were asked for
         self.num_copies = 0
         self.num_replays = 0
+        self.marks: list[str] = []
         self.num_pieces = 0  # that have run
+        self._total_bytes = total_bytes
+        self._held_bytes = 0
+        self._graph_bytes = graph_bytes
+        self._scratch_bytes = 0
+        self._num_graphs = 0
         self._rng = random.Random(seed)
         self._pace = _Pace.draw(self._rng)
         self._ignored = frozenset(ignored_waits)
@@ -149,12 +166,30 @@ class FakeDevice:
     # -- memory ------------------------------------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        tensor = self.pinned(shape, dtype)
+        self.hold(tensor)
+        return tensor
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype)
         poison(tensor)
         return tensor
 
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self.empty(shape, dtype)
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count memory that was not allocated here as this device's, as long as the tensor lives."""
+        self._take(tensor.nbytes)
+        weakref.finalize(tensor, self._take, -tensor.nbytes)
+
+    def free_bytes(self) -> int:
+        return self._total_bytes - self._held_bytes
+
+    def trim(self) -> None:
+        gc.collect()
+
+    def _take(self, num_bytes: int) -> None:
+        if num_bytes > self.free_bytes():
+            raise torch.OutOfMemoryError(f"{num_bytes} bytes, {self.free_bytes()} are free")
+        self._held_bytes += num_bytes
 
     # -- queueing ----------------------------------------------------------------------------------------
 
@@ -198,6 +233,10 @@ class FakeDevice:
             raise RuntimeError(f"{name} cannot be captured: {self.no_graphs_because}")
         if any(self._queues.values()):
             raise RuntimeError(f"{name} is captured while work is in flight")
+        scratch = self.SCRATCH * sum(tensor.nbytes for tensor in reads) if self._graph_bytes else 0
+        self._take(self._graph_bytes + max(0, scratch - self._scratch_bytes))
+        self._scratch_bytes = max(self._scratch_bytes, scratch)
+        self._num_graphs += 1
         return FakeGraph(name, work, tuple(reads), tuple(writes))
 
     def replay(self, graph: Graph) -> None:
@@ -214,6 +253,11 @@ class FakeDevice:
         if any(self._queues.values()):
             raise RuntimeError(f"{graph.name} is freed while work is in flight")
         graph.is_released = True
+        self._num_graphs -= 1
+        self._take(-self._graph_bytes)
+        if not self._num_graphs:
+            self._take(-self._scratch_bytes)
+            self._scratch_bytes = 0
 
     def _put(self, stream: Stream, item: _Item) -> None:
         self._queues[stream].append(item)
@@ -222,6 +266,10 @@ class FakeDevice:
     def _is_ignored(self, waiter: str, event: FakeEvent) -> bool:
         self.waits.add((waiter, event.name))
         return (waiter, event.name) in self._ignored
+
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        self.marks.append(name)
+        return NO_MARK
 
     # -- running -----------------------------------------------------------------------------------------
 

@@ -6,14 +6,19 @@ whatever of it is needed must show in the tokens or as a poisoned read.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from device_harness import Harness, Told, config_of, crowd, tight
 from fake_device import HOST, FakeDevice
 
 from quire.replica.config import EngineConfig
 from quire.replica.device import CpuDevice
+from quire.replica.host_pool import HostPool
 from quire.replica.quarantine import Quarantine
+from quire.replica.rows import RowTable
+from quire.replica.scheduler import Scheduler
 from quire.replica.step_inputs import InputRing
+from quire.replica.step_outputs import StepOutputs
 
 SEEDS = 20
 
@@ -46,7 +51,8 @@ def shows(model: Harness, config: EngineConfig, expected: Told, **defect) -> boo
 WAITS = {
     ("h2d", "step done"): "the inputs of a step are overwritten while it reads them",
     ("compute", "inputs copied"): "a step reads inputs that are not there yet",
-    ("compute", "blocks moved"): "a step reads a block before it is restored",
+    ("compute", "blocks saved"): "a step writes a block before it is saved",
+    ("compute", "blocks restored"): "a step reads a block before it is restored",
     ("d2h", "step done"): "the tokens are copied before they are sampled",
     (HOST, "tokens arrived"): "the host reads tokens before they arrive",
 }
@@ -91,3 +97,63 @@ def test_blocks_that_are_handed_out_while_a_step_uses_them_are_found(harness, mo
 
     monkeypatch.setattr(Quarantine, "give_back", at_once)
     assert shows(model, config, expected)
+
+
+def test_results_that_are_written_again_too_early_are_found(harness, monkeypatch):
+    model = harness("llama")
+    config = config_of(model.spec)
+    expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
+    real = StepOutputs.__init__
+    monkeypatch.setattr(
+        StepOutputs,
+        "__init__",
+        lambda self, device, max_rows: real(self, device, max_rows, depth=1),
+    )
+    assert shows(model, config, expected)
+
+
+def test_tokens_of_a_request_that_ended_a_step_before_are_found(harness, monkeypatch):
+    model = harness("llama")
+    config = config_of(model.spec)
+    expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
+    monkeypatch.setattr(Scheduler, "_are_alive", lambda self, step, rows: np.ones(len(rows), bool))
+    monkeypatch.setattr(RowTable, "are_unchanged", lambda self, decodes: True)
+    assert shows(model, config, expected)
+
+
+def test_a_step_that_does_not_wait_for_the_blocks_it_reads_is_found(harness, monkeypatch):
+    """Those of a request that comes back alone, which no other step could hide."""
+    model = harness("llama")
+    config = tight(model.spec)
+    expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
+    real = HostPool.move
+
+    def move(self, saves, restores, *, used_now=True):
+        real(self, saves, restores, used_now=False)
+        self._restoring = None  # nor does the next one
+
+    monkeypatch.setattr(HostPool, "move", move)
+    assert shows(model, config, expected)
+
+
+@pytest.mark.parametrize("restore", ["auto", "always"])
+def test_copying_back_and_computing_again_give_the_same_tokens(harness, restore):
+    """This device's copies take seconds, so `auto` computes once it knows, and tries a copy again some time."""
+    model = harness("llama")
+    config = tight(model.spec, restore=restore)
+    expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
+    counts = []
+    for seed in range(3):
+        loops = {}
+        told = model.serve(
+            config,
+            FakeDevice(seed),
+            crowd(),
+            plans_ahead=True,
+            on_delta=lambda loop, delta, loops=loops: loops.update(last=loop),
+        )
+        assert told == expected, seed
+        copies = loops["last"]._scheduler.copies
+        counts.append((copies.num_copied, copies.num_computed))
+    assert all(copied for copied, _ in counts)
+    assert any(computed for _, computed in counts) == (restore == "auto")

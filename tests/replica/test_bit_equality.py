@@ -186,13 +186,13 @@ def test_prompt_log_probabilities_are_those_of_a_full_forward(zoo, runners, name
 def test_no_more_rows_of_logits_exist_at_once_than_samples_may_take(runners, monkeypatch):
     runner = runners("llama")
     counts = []
-    real = runner._forward.float_logits
+    real = runner._forward.logits
 
     def counted(hidden):
         counts.append(len(hidden))
         return real(hidden)
 
-    monkeypatch.setattr(runner._forward, "float_logits", counted)
+    monkeypatch.setattr(runner._forward, "logits", counted)
     monkeypatch.setattr(runner._forward, "_max_logits_rows", 4)
     run(fresh(runner), runner, [asked("greedy")])
     assert max(counts) == 4

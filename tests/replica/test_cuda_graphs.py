@@ -19,7 +19,7 @@ from quire.replica.config import EngineConfig
 from quire.replica.device import CpuDevice
 from quire.replica.device_table import DeviceTable
 from quire.replica.graph_cache import GraphCache, StaleGraph
-from quire.replica.graph_shelf import GraphKey, GraphPart
+from quire.replica.graph_key import GraphKey, GraphPart
 from quire.replica.request import Request
 from quire.replica.runner import Runner
 
@@ -85,9 +85,9 @@ def test_steps_of_plain_rows_are_one_graph_and_all_of_them_are_replayed(harness)
     device = FakeDevice(1)
     told = model.serve(config, device, plain(), plans_ahead=True, prepare=prepare)
     assert told == expected_of(model, config, plain)
-    shelf = runners[0].graphs.shelf
+    shelf = runners[0].graphs.shelf.decodes
     assert (shelf.num_hits, shelf.num_misses) == (device.num_replays, 0)
-    assert shelf.num_hits > 10 and 0 < shelf.num_padding_rows < shelf.num_rows
+    assert shelf.num_hits > 10 and 0 < shelf.num_padding < shelf.num_items
 
 
 def test_few_graphs_that_give_way_to_each_other_change_no_token(harness):
@@ -130,7 +130,7 @@ def test_graphs_are_off_where_the_device_has_none_and_the_log_says_so_once(harne
     assert told == expected_of(model, config, plain)
     assert device.num_replays == 0
     assert [r.message for r in caplog.records] == [
-        "decode steps run without graphs: this device has no graphs"
+        "steps run without graphs: this device has no graphs"
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_captured_runs_without_and_the_log_says_why(
     assert told == expected_of(model, config, plain)
     (record,) = caplog.records
     assert record.message == (
-        "decode steps run without graphs: a decode step of 6 rows cannot be captured: RuntimeError: operation not "
+        "steps run without graphs: a decode step of 6 rows cannot be captured: RuntimeError: operation not "
         "permitted when stream is capturing"
     )
     with pytest.raises(RuntimeError, match="cuda_graphs is on: a decode step of 6 rows cannot"):
@@ -206,7 +206,7 @@ def test_what_steps_miss_is_captured_when_there_is_none_to_run_and_not_before(ha
     device = FakeDevice(3)
     model.serve(config_of(model.spec), device, ruled, plans_ahead=True, prepare=prepare)
     graphs = runners[0].graphs
-    assert graphs.shelf.num_misses == 19
+    assert graphs.shelf.decodes.num_misses == 19
     while graphs.use_idle():
         pass
     assert len(graphs) == len(SIZES) + 2  # of one and of two rows, to the logits
@@ -353,16 +353,16 @@ def test_a_step_that_fails_before_it_is_queued_loses_no_difference(harness, monk
     model = harness("llama")
     config = config_of(model.spec)
     expected = expected_of(model, config, plain)
-    real = queued_steps.QueuedSteps.launch
+    real = queued_steps.QueuedSteps.forward
     failed: list[int] = []
 
-    def launch(self, plan, in_flight, masks):
+    def forward(self, plan, in_flight):
         if plan.step == 4:
             failed.extend(plan.rows.tolist())
             raise RuntimeError("it fails before anything is queued")
-        return real(self, plan, in_flight, masks)
+        return real(self, plan, in_flight)
 
-    monkeypatch.setattr(queued_steps.QueuedSteps, "launch", launch)
+    monkeypatch.setattr(queued_steps.QueuedSteps, "forward", forward)
     told = model.serve(config, FakeDevice(0), plain(), plans_ahead=True, prepare=capture_all)
     ended = {key for key, (_, _, reason, _) in told.items() if reason == "error"}
     assert failed and 0 < len(ended) < len(told)
@@ -418,7 +418,29 @@ def test_the_runner_counts_steps_gaps_graphs_and_copies(harness, plans_ahead):
     assert told["graphs"]["num_captures"] == told["graphs"]["num_cached"] == 2 * len(SIZES)
     assert 0 < told["graphs"]["padding"] < 0.5
     assert told["uploads"]["num_copies"] >= steps
+    assert told["downloads"]["num_copies"] > steps
+    assert told["downloads"]["num_bytes"] >= 8 * told["graphs"]["num_items"]
+    assert told["device"]["num_holds"] == 0
     assert min(host.plan_s, host.launch_s, host.wait_s, host.commit_s, host.send_s) > 0
+
+
+def test_moves_between_the_tiers_are_counted_and_timed(harness):
+    model = harness("llama")
+    runners: list[Runner] = []
+
+    def prepare(runner: Runner) -> None:
+        capture_all(runner)
+        runners.append(runner)
+
+    device = FakeDevice(4)
+    model.serve(tight(model.spec), device, crowd(), plans_ahead=True, prepare=prepare)
+    runners[0]._device.synchronize()
+    runners[0].host_pool.take_measured()
+    told = runners[0].telemetry()["tiers"]
+    assert told["num_saved"] > 0 and told["num_restored"] > 0
+    assert told["num_saved"] + told["num_restored"] < device.num_copies
+    assert told["restore_s"] >= told["num_restored"]  # a second for each piece of work
+    assert told["block_bytes"] == runners[0].pool.data[0].nbytes
 
 
 def test_the_time_in_which_nothing_runs_is_no_gap(harness):

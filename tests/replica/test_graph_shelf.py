@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.replica.graph_shelf import LEAST_WISHES, GraphKey, GraphPart, GraphShelf, decode_sizes
+from quire.replica.graph_key import GraphKey, GraphPart
+from quire.replica.graph_shelf import LEAST_WISHES, GraphShelf, GraphUse, decode_sizes
 
 WHOLE, FORWARD = GraphPart.WHOLE, GraphPart.FORWARD
 
@@ -52,12 +53,7 @@ def test_a_graph_of_another_part_or_of_twice_the_rows_does_not_serve():
     assert shelf.find(33, FORWARD) is None
     assert shelf.find(32, WHOLE) is None
     assert shelf.find(33, WHOLE) == GraphKey(64, WHOLE)
-    assert (shelf.num_hits, shelf.num_misses, shelf.num_rows, shelf.num_padding_rows) == (
-        1,
-        2,
-        33,
-        31,
-    )
+    assert shelf.decodes == GraphUse(num_hits=1, num_misses=2, num_items=33, num_padding=31)
 
 
 def test_what_steps_missed_most_often_is_wished_for_first_but_not_for_a_few():

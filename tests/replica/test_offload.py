@@ -256,3 +256,87 @@ def test_a_deadline_ends_a_paused_request():
     (delta,) = scheduler.take_ended()
     assert isinstance(delta.error, DeadlineExceeded)
     assert scheduler.next_deadline_s() is None
+
+
+# -- copied back, or computed again --------------------------------------------------------------------------
+
+
+def learn(scheduler, copy_s):
+    """What a block takes to copy; what a token takes to compute is known from steps."""
+    step(scheduler)
+    for _ in range(4):
+        scheduler.copies.observe(1, copy_s)
+
+
+def test_a_victim_whose_blocks_are_slow_to_copy_computes_again():
+    scheduler = make_scheduler()
+    for i in range(3):
+        submit(scheduler, i, range(100 * i, 100 * i + 15), 40)
+    learn(scheduler, 1000.0)
+    assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
+    assert scheduler.num_offloads > 0 == scheduler.num_restores
+    assert scheduler.copies.num_computed >= scheduler.num_offloads > scheduler.copies.num_copied
+    assert scheduler.host.blocks.num_in_use == 0
+
+
+def test_a_victim_whose_blocks_are_fast_to_copy_returns_with_them():
+    scheduler = make_scheduler()
+    for i in range(3):
+        submit(scheduler, i, range(100 * i, 100 * i + 15), 40)
+    learn(scheduler, 1e-9)
+    assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
+    assert scheduler.num_restores == scheduler.num_offloads > 0
+    assert scheduler.copies.num_computed == 0
+
+
+@pytest.mark.parametrize(("copy_s", "num_cached"), [(1e-9, 24), (1000.0, 0)])
+def test_a_prefix_in_the_host_tier_is_copied_if_that_is_faster(copy_s, num_cached):
+    scheduler = make_scheduler()
+    submit(scheduler, "first", range(1, 26), 1)
+    learn(scheduler, copy_s)
+    submit(scheduler, "others", range(100, 163), 1)  # needs the whole cache
+    run(scheduler)
+    submit(scheduler, "again", range(1, 26), 1)
+    ended = run(scheduler)["again"]
+    assert ended.num_cached_tokens == ended.num_host_cached_tokens == num_cached
+
+
+def test_blocks_are_copied_while_a_step_runs_that_does_not_use_them():
+    scheduler = make_scheduler()
+    requests, _ = until_offloaded(scheduler, "a", "b", "c")
+    victim = requests["a"]
+    while victim.phase is Phase.OFFLOADED:
+        plan, deltas = step(scheduler)
+    assert len(plan.restores) and not plan.uses_restores
+    assert victim.row not in plan.rows.tolist() and "a" not in deltas
+    plan, deltas = step(scheduler)
+    assert victim.row in plan.rows.tolist() and "a" in deltas
+    assert not len(plan.restores)
+
+
+def test_alone_it_does_not_wait_for_another_step():
+    scheduler = make_scheduler(num_blocks=5)
+    submit(scheduler, "a", range(100, 117), max_tokens=9)
+    step(scheduler)
+    submit(scheduler, "b", range(200, 215), max_tokens=4)
+    while not scheduler.num_restores:
+        plan, deltas = step(scheduler)
+    assert plan.num_rows == 1 and plan.uses_restores and "a" in deltas
+
+
+def test_what_was_restored_for_a_step_that_failed_is_computed_again():
+    """The row was not in that step, and its blocks may hold nothing."""
+    scheduler = make_scheduler()
+    requests, _ = until_offloaded(scheduler, "a", "b", "c")
+    victim = requests["a"]
+    while True:
+        plan = scheduler.plan(0.0)
+        if victim.phase is not Phase.OFFLOADED:
+            break
+        tokens = np.full(len(plan.sampling.token_index), 7)
+        scheduler.commit(plan, StepResult(tokens, 0.01), 0.0)
+    assert not plan.uses_restores
+    ended = {d.key for d in scheduler.fail_step(plan, EngineError("the device is gone"))}
+    assert "a" not in ended and victim.phase is Phase.PENDING and victim.row < 0
+    scheduler.check()
+    assert run(scheduler)["a"].num_output_tokens == 40

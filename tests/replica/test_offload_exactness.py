@@ -101,7 +101,9 @@ def test_bits_are_equal_after_offload_and_after_soft_reset(
     runner = runners(name)
     prompts = prompts_of(runner.spec.vocab_size)
     alone = [run_alone(runner, i, prompts, temperature) for i in range(len(prompts))]
-    small = dict(num_blocks=blocks_of_one(runner) + 6, prefix_caching=prefix_caching)
+    small = dict(
+        num_blocks=blocks_of_one(runner) + 6, prefix_caching=prefix_caching, restore="always"
+    )
 
     told, scheduler, num_computed = run(runner, prompts, temperature, num_host_blocks=200, **small)
     assert told == alone
@@ -138,6 +140,7 @@ def test_a_prefix_that_went_to_the_host_tier_is_found_there_bit_for_bit(runners,
             num_blocks=blocks_of_one(runner),
             num_host_blocks=400,
             safety_margin=0.0,
+            restore="always",
         )
     )
     runner.pool.poison()

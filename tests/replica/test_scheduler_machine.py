@@ -89,6 +89,7 @@ class ModelDevice:
         self.seeds = np.zeros(max_rows, np.uint64)
         # [host blocks, 2, block_size]: `before` and `after` of the blocks copied there
         self.host = np.full((num_host_blocks, 2, block_size), None, dtype=object)
+        self.late = []  # restores that the step launched last said not to need
 
     def slots_of(self, block):
         return slice(block * self.block_size, (block + 1) * self.block_size)
@@ -97,12 +98,22 @@ class ModelDevice:
         saves, restores = plan.saves.tolist(), plan.restores.tolist()
         targets = [[pair[1] for pair in pairs] for pairs in (saves, restores)]
         assert all(len(set(of_kind)) == len(of_kind) for of_kind in targets)
+        for pair in self.late:
+            self.restore(*pair)
+        self.late = [] if plan.uses_restores else restores
         for block, host_block in saves:
             slots = self.slots_of(block)
             self.host[host_block] = self.before[slots], self.after[slots]
         for host_block, block in restores:
-            slots = self.slots_of(block)
-            self.before[slots], self.after[slots] = self.host[host_block]
+            if plan.uses_restores:
+                self.restore(host_block, block)
+            else:
+                slots = self.slots_of(block)
+                self.before[slots] = self.after[slots] = None
+
+    def restore(self, host_block, block):
+        slots = self.slots_of(block)
+        self.before[slots], self.after[slots] = self.host[host_block]
 
     def run(self, plan: StepPlan) -> StepResult:
         token_ids = plan.token_ids.copy()
@@ -252,6 +263,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.one_of(st.just(0), st.integers(1, 20)),
         pick=st.integers(0, 30),
         policy=POLICIES,
+        copy_s=st.sampled_from([None, 1e-6, 10.0]),
     )
     def start(
         self,
@@ -263,7 +275,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks,
         pick,
         policy,
+        copy_s,
     ):
+        self.copy_s = copy_s  # that a block takes, as far as the scheduler knows
         groups = MIXES[self.mix][pick % len(MIXES[self.mix])]
         # Room for one row of a few blocks at least.
         num_blocks += sequence_blocks(groups, 3 * self.block_size, 1, self.block_size) - 3
@@ -460,6 +474,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         snapshot = self.scheduler.snapshot()
         pinned = {h for plan in self.plans for h, _ in plan.restores.tolist()}
         pinned |= {h for plan in self.plans for _, h in plan.saves.tolist()}
+        pinned |= {h for h, _ in self.device.late}
         for queue in ("returning", "paused"):
             pinned |= {h for entry in snapshot[queue] for h in entry.get("host_blocks", ())}
         for block in set(range(self.config.num_host_blocks)) - pinned:
@@ -478,7 +493,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def commit(self):
         plan = self.plans.pop(0)
-        self.deliver(self.scheduler.commit(plan, self.device.run(plan), self.now_s))
+        result = self.device.run(plan)
+        if self.copy_s is not None:
+            result = dataclasses.replace(result, restores=((1, self.copy_s),))
+        self.deliver(self.scheduler.commit(plan, result, self.now_s))
 
     @rule(count=st.integers(1, 30))
     def steps(self, count):

@@ -1,0 +1,96 @@
+"""A step as it was planned: any rows, nothing padded. The work behind `StepInputs`, on every device, in two halves.
+
+```
+ copies ▸ last tokens of the rows that decode ▸ model, which writes KV ▸ log-probs of prompts ▸ logits │ draw ▸ keep
+```
+
+What differs between devices is handed in: where the block tables come from, and how a plain token is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from quire.replica.forward import Forward
+from quire.replica.kv_pool import KVPool
+from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.step_inputs import StepInputs
+from quire.replica.step_outputs import InFlight, StepOutputs
+from quire.replica.step_sampler import Masks, StepSampler
+
+Choose = Callable[[torch.Tensor], torch.Tensor]
+
+
+class RaggedStep:
+    """Runs steps kernel by kernel; owns nothing.
+
+    Parameters
+    ----------
+    forward, sampler, outputs, pool
+        Of the runner.
+    """
+
+    def __init__(self, forward: Forward, sampler: StepSampler, outputs: StepOutputs, pool: KVPool):
+        self._forward = forward
+        self._sampler = sampler
+        self._outputs = outputs
+        self._pool = pool
+
+    def logits(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        block_tables: torch.Tensor,
+        in_flight: InFlight | None = None,
+    ) -> torch.Tensor:
+        """Write the step's KV; [S, vocab] in the model's type, of the rows that sample.
+
+        Parameters
+        ----------
+        in_flight
+            Gets the log-probabilities of prompts, if it is given.
+        """
+        self._pool.copy_blocks(plan.copies)
+        hidden = self._forward.hidden(
+            self._outputs.known(inputs.token_ids),
+            inputs.positions,
+            inputs.cu_q,
+            inputs.kv_len,
+            block_tables,
+            inputs.slots,
+            np.diff(plan.cu_q),
+        )
+        if in_flight is not None:
+            in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
+        return self._forward.logits(hidden[inputs.token_index])
+
+    def draw_and_keep(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        sampling: SamplingBatch,
+        in_flight: InFlight,
+        masks: Masks,
+        choose: Choose | None = None,
+    ) -> None:
+        """To the step's slot; `in_flight` gets the log-probabilities.
+
+        Parameters
+        ----------
+        logits
+            [S, vocab] in the model's type; may be overwritten.
+        rows
+            [S] int64, in the request table; none if nothing is to be remembered.
+        choose
+            Draws as the device's columns of the rows say; None: as the plan's say.
+        """
+        if choose is not None and sampling.is_plain:
+            tokens = choose(logits)
+        else:
+            tokens, in_flight.logprobs = self._sampler.sample(
+                logits.float(), sampling, masks, choose
+            )
+        self._outputs.keep(in_flight.slot, tokens, rows)

@@ -1,0 +1,76 @@
+"""The host tier's memory: copies in the order of the offload stream, timed, and an error that says what is short."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fake_device import HOST, FakeDevice
+
+from quire.replica.device import CpuDevice, Device, Stream
+from quire.replica.groups import LayerGroup
+from quire.replica.host_pool import HostPool
+from quire.replica.kv_pool import KVPool
+from quire.replica.sizing import SizingError
+
+GROUP = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=2)
+NONE = np.empty((0, 2), np.int64)
+
+
+def pools(device: Device) -> tuple[KVPool, HostPool]:
+    """Four blocks each; block i of the device is full of i."""
+    pool = KVPool(4, (GROUP,), 8, torch.float32)
+    pool.data[:] = torch.arange(5.0)[:, None]
+    host = HostPool(4, pool, device)
+    host.poison()
+    return pool, host
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_restored_for_later_is_there_after_the_next_call(seed):
+    device = FakeDevice(seed)
+    pool, host = pools(device)
+    host.move(np.array([[1, 3], [2, 0]]), NONE)
+    device.run(Stream.COMPUTE, lambda: pool.data[1:3].fill_(-1.0), name="others write them")
+    host.move(NONE, np.array([[3, 0], [0, 2]]), used_now=False)
+    host.move(NONE, NONE)
+    seen = []
+    device.run(Stream.COMPUTE, lambda: seen.extend(pool.data[:, 0].tolist()), name="read")
+    device.record(Stream.COMPUTE, "read").wait()
+    assert seen == [1.0, -1.0, 2.0, 3.0, 4.0]
+    assert (Stream.COMPUTE.value, "blocks restored") in device.waits
+    assert HOST not in {who for who, name in device.waits if name != "read"}
+
+
+def test_a_copy_is_measured_once_it_is_over():
+    device = FakeDevice(0)
+    device._pace.eagerness = 0.0
+    _, host = pools(device)
+    host.move(np.array([[1, 3]]), NONE)
+    host.move(NONE, np.array([[3, 0], [3, 2]]))
+    assert host.take_measured() == ()
+    device.synchronize()
+    ((count, seconds),) = host.take_measured()
+    assert count == 2 and seconds >= 2  # this device takes a second for a piece of work
+    assert host.take_measured() == ()
+    told = host.telemetry()
+    assert (told["num_saved"], told["num_restored"], told["restore_s"]) == (1, 2, seconds)
+
+
+def test_on_the_cpu_it_is_over_at_once():
+    pool, host = pools(CpuDevice())
+    host.move(np.array([[1, 3]]), np.array([[3, 0]]))
+    assert pool.data[:, 0].tolist() == [1.0, 1.0, 2.0, 3.0, 4.0]
+    ((count, seconds),) = host.take_measured()
+    assert count == 1 and seconds > 0
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_with_the_limits():
+    class Full(CpuDevice):
+        def pinned(self, shape, dtype):
+            raise RuntimeError("cannot allocate memory")
+
+    pool = KVPool(4, (GROUP,), 8, torch.float32, "meta")
+    size = 3 * pool.data[0].nbytes
+    with pytest.raises(SizingError, match=rf"cpu_offload_gib: {size} bytes .*may lock .*ulimit -l"):
+        HostPool(3, pool, Full())
