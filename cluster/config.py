@@ -232,11 +232,18 @@ class EngineArgs(_Section):
         "priority: as fifo, prompts by priority (smaller first), deadline, arrival; at least every "
         "eighth to start is the one that waits longest.",
     )
-    weights: Literal["auto", "int8"] = Field(
+    weights: Literal["auto", "int8", "fp8"] = Field(
         "auto",
-        description="Weights of the linear layers in memory. auto: in `dtype`. int8: 8 bits with a scale for each "
-        "output feature, on the CPU in bfloat16, the output head excepted; loading still needs the memory of "
-        "bfloat16.",
+        description="Weights of the linear layers in memory, the output head excepted. auto: in `dtype`, or as the "
+        "checkpoint has them if that is FP8. int8: 8 bits with a scale for each output feature, on the CPU in "
+        "bfloat16; loading still needs the memory of bfloat16. fp8: E4M3 with a scale for each output feature, "
+        "activations with one for each token, in bfloat16 on a GPU of compute capability 8.9 or later; quantised "
+        "while it is read, so loading needs no more. Experts of a mixture stay in `dtype`.",
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="Keys and values in the cache. auto: as `dtype`. fp8: E4M3, half the memory of bfloat16, on a "
+        "GPU; each head has a fixed scale, the checkpoint's (k_scale, v_scale) or 1.",
     )
     fuse: Literal["auto", "off"] = Field(
         "auto",

@@ -12,6 +12,7 @@ from quire.kernels import (
     activation,
     batch_prep,
     block_copy,
+    fp8_rows,
     kv_write,
     log_probs,
     logit_edits,
@@ -81,6 +82,25 @@ def _rows(arch: str) -> Iterator[Entry]:
             dict(SIZE=14336, GELU=gelu, BLOCK=activation.BLOCK),
             dict(num_warps=activation.NUM_WARPS, **_EXACT),
         )
+
+
+def fp8_entries() -> Iterator[Entry]:
+    """What FP8 weights add, where their products exist: compiled by their own test, not in the table."""
+    for arch in ("sm_90", "sm_100"):
+        for columns in (1024, 4096, fp8_rows.MAX_BLOCK, 14336):
+            yield Entry(
+                f"{arch}/quantise_rows/{columns}",
+                arch,
+                fp8_rows._quantise_rows_kernel,
+                {
+                    **_pointers("u8", "codes"),
+                    **_pointers("fp32", "scales"),
+                    **_pointers("bf16", "x"),
+                    "bound": "fp32",
+                },
+                dict(COLUMNS=columns, BLOCK=fp8_rows.row_block(columns)),
+                dict(num_warps=fp8_rows.NUM_WARPS, **_EXACT),
+            )
 
 
 def _kv_write(arch: str) -> Iterator[Entry]:

@@ -60,6 +60,8 @@ class PagedAttention:
         On a GPU: the same bits for decoded and prefilled tokens. On the CPU they always are.
     query_tokens
         For the CPU without the compiled library, see `cpu_attention.plan_attention`.
+    dtype
+        Of q; None for the cache's. Another than the cache's only where that is float8_e4m3fn, which Triton serves.
     backend
         "triton" on a GPU, and in its interpreter; "cpu" on the CPU. None chooses by the cache's device.
 
@@ -79,11 +81,20 @@ class PagedAttention:
         chunk: int | None = None,
         uniform: bool = False,
         query_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
         backend: Backend | None = None,
     ):
         if backend not in (None, "cpu", "triton"):
             raise ValueError(f"backend must be 'cpu', 'triton' or None, got {backend!r}")
         self.backend: Backend = backend or ("cpu" if k_cache.device.type == "cpu" else "triton")
+        self._dtype = dtype or k_cache.dtype
+        if self._dtype != k_cache.dtype and (
+            self.backend == "cpu" or k_cache.dtype != torch.float8_e4m3fn
+        ):
+            raise ValueError(
+                f"k_cache: must be {self._dtype} as q, or float8_e4m3fn with backend 'triton', got "
+                f"{k_cache.dtype} with {self.backend!r}"
+            )
         self._k_cache = k_cache
         self._num_heads = num_heads
         self._window = window
@@ -102,7 +113,7 @@ class PagedAttention:
                 num_kv_heads,
                 head_dim,
                 k_cache.device,
-                dtype=k_cache.dtype,
+                dtype=self._dtype,
                 window=window,
                 chunk=chunk,
             )
@@ -173,7 +184,7 @@ class PagedAttention:
                 self._num_heads,
                 num_kv_heads,
                 head_dim,
-                dtype=self._k_cache.dtype,
+                dtype=self._dtype,
                 window=self._window,
                 chunk=self._chunk,
                 min_query_tokens=least,
@@ -190,6 +201,8 @@ class PagedAttention:
         *,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend.
@@ -197,7 +210,7 @@ class PagedAttention:
         Parameters
         ----------
         q
-            [tokens, heads, head_dim] in the dtype of the cache.
+            [tokens, heads, head_dim].
         k_cache, v_cache
             [blocks, kv_heads, block_size, head_dim] of the layer; the keys of this step are already written.
         scale
@@ -208,6 +221,8 @@ class PagedAttention:
             s becomes softcap * tanh(s / softcap).
         sinks
             [heads] logits that join the denominator only.
+        k_scale, v_scale
+            [kv_heads] float32 factors of a float8_e4m3fn cache.
 
         Returns
         -------
@@ -224,8 +239,9 @@ class PagedAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         call = (q, k_cache, v_cache, plan.block_tables, scale)
         sinks = None if sinks is None else sinks.float()
+        options = dict(softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out)
         if plan.prefill is not None:
-            prefill_attention(*call, plan.prefill, softcap=softcap, sinks=sinks, out=out)
+            prefill_attention(*call, plan.prefill, **options)
         if plan.decode is not None:
-            decode_attention(*call, plan.decode, softcap=softcap, sinks=sinks, out=out)
+            decode_attention(*call, plan.decode, **options)
         return out

@@ -104,6 +104,16 @@ def quantise_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
+def quantise_rows(x: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, n] as float8_e4m3fn and scales [rows, 1], as `quire.kernels.fp8_rows` has them; bound may be inf."""
+    codes, scales = [], []
+    for row in x.float():
+        scale = row.abs().max().clamp(max=bound) / 448
+        scales.append(scale if scale > 0 else torch.ones(()))
+        codes.append((row / scales[-1]).clamp(-448, 448).to(torch.float8_e4m3fn))
+    return torch.stack(codes), torch.stack(scales)[:, None]
+
+
 def write_pages(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
     """Store x [tokens, kv_heads, head_dim] at slots >= 0 of [blocks, kv_heads, block_size, head_dim]."""
     for token, slot in enumerate(slots.tolist()):

@@ -53,6 +53,7 @@ class StepContext:
     ) -> torch.Tensor:
         """Attention of one layer, whose keys and values of this step are written: q and result [T, heads, head_dim]."""
         g = self.pool.group_of(layer)
+        k_scale, v_scale = self.pool.scales(layer)
         return self.attentions[g](
             q,
             self.pool.keys(layer),
@@ -61,6 +62,8 @@ class StepContext:
             self.plan(g),
             softcap=softcap,
             sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
             out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
         )
 

@@ -23,7 +23,8 @@ LIGHT_FIELDS = (
 _RESUME_STEP = 0.1
 SCHEDULERS = ("fifo", "prefill_first", "priority")
 FUSE = ("auto", "off")
-WEIGHTS = ("auto", "int8")
+WEIGHTS = ("auto", "int8", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8")
 ASYNC_BATCHING = ("auto", "on", "off")
 CUDA_GRAPHS = ("auto", "on", "off")
 RESTORE = ("auto", "always")
@@ -67,7 +68,8 @@ class EngineArgs:
     demotion_order: str = "lru"  # lru | most_recent
     deterministic: bool | None = None  # None: on for float32 on the CPU
     num_threads: int | None = None
-    weights: str = "auto"  # auto | int8: of the linear layers but the output head, in memory
+    weights: str = "auto"  # auto | int8 | fp8: of the linear layers but the output head, in memory
+    kv_cache_dtype: str = "auto"  # auto | fp8: of keys and values in the cache; auto: dtype
     fuse: str = "auto"  # auto | off: whether modules give way to fused ones, see `fuse`
     step_timeout_s: float = 10.0  # what every step may take before it counts as hung
     # Another name for prefix_caching, as transformers has it.
@@ -128,7 +130,8 @@ class EngineConfig:
         0.0  # share of available blocks from which admissions resume after a preemption
     )
     demotion_order: str = "lru"  # lru | most_recent
-    weights: str = "auto"  # auto | int8
+    weights: str = "auto"  # auto | int8 | fp8; fp8 also for a checkpoint that is stored so
+    kv_cache_dtype: str = "auto"  # auto | fp8
     fuse: str = "auto"  # auto | off
     step_timeout_s: float = 10.0  # see `watchdog`
 
@@ -136,6 +139,21 @@ class EngineConfig:
         full = [group.is_full for group in self.groups]
         if not full or full != sorted(full, reverse=True):
             raise ValueError("groups must be at least one, those of full attention first")
+
+    @property
+    def pool_dtype(self) -> str:
+        """Of keys and values in the cache, torch's name."""
+        return "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else self.dtype
+
+    @property
+    def number_format(self) -> str:
+        """What tokens depend on beside the weights' values: replicas that differ in it give different ones."""
+        parts = [self.dtype]
+        if self.weights != "auto":
+            parts.append(f"weights={self.weights}")
+        if self.kv_cache_dtype != "auto":
+            parts.append(f"kv_cache={self.kv_cache_dtype}")
+        return ",".join(parts)
 
     @property
     def num_rows(self) -> int:

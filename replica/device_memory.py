@@ -21,6 +21,7 @@ from quire.replica.config import EngineConfig
 from quire.replica.device import Device
 from quire.replica.fuse import FuseReport
 from quire.replica.kv_pool import KVPool
+from quire.replica.kv_scales import read_kv_scales
 from quire.replica.runner import Runner
 from quire.replica.sizing import MeasuredMemory
 from quire.replica.spec import ModelSpec
@@ -55,8 +56,9 @@ def measure_memory(
         len(spec.groups),
         spec.groups,
         config.block_size,
-        getattr(torch, config.dtype),
+        getattr(torch, config.pool_dtype),
         config.device,
+        read_kv_scales(spec) if config.kv_cache_dtype == "fp8" else None,
     )
     trial = Runner(dataclasses.replace(config, num_host_blocks=0), spec, model, pool, device=device)
     fused = trial.fused

@@ -215,7 +215,7 @@ class Engine:
             epoch=self.epoch,
             model_name=config.model_name,
             revision=config.revision,
-            dtype=config.dtype,
+            dtype=config.number_format,
             vocab_size=config.vocab_size,
             max_model_len=config.max_model_len,
             max_cache_tokens=config.max_cache_tokens,

@@ -23,33 +23,48 @@ from quire.kernels import cpu_layer, cpu_linear
 from quire.kernels.cpu_linear import PackedWeight, packed_linear
 from quire.kernels.paged_attention import Backend
 from quire.replica.attention import StepContext
+from quire.replica.fp8 import Fp8Linear, join_rows
 
 Activation = Literal["silu", "gelu_tanh"]
 
 
 class Product(nn.Module):
-    """Linear layers of the same input as one product; packed on the CPU.
+    """Linear layers of the same input as one product; packed on the CPU, but for those in FP8.
 
     Parameters
     ----------
     parts
-        Their outputs follow each other. The weights are copied: the parts can be freed afterwards.
+        Their outputs follow each other. Weights that lie so in memory are used where they are, others are copied: then
+        the parts can be freed afterwards.
     backend
         "cpu" for packed weights, where the compiled library takes them.
+
+    Raises
+    ------
+    ValueError
+        Some of the parts are in FP8 and some are not.
     """
 
-    def __init__(self, parts: Sequence[nn.Linear], backend: Backend):
+    def __init__(self, parts: Sequence[nn.Linear | Fp8Linear], backend: Backend):
         super().__init__()
         weights = [part.weight.detach() for part in parts]
         self.in_features = weights[0].shape[1]
         self.out_features = sum(len(weight) for weight in weights)
         first = weights[0]
+        bias = _merged_bias(parts)
         self.packed: PackedWeight | None = None
+        self.fp8: Fp8Linear | None = None
+        if any(isinstance(part, Fp8Linear) for part in parts):
+            if not all(isinstance(part, Fp8Linear) for part in parts):
+                raise ValueError("some of the parts are in FP8 and some are not")
+            self.fp8 = Fp8Linear.joined(parts, bias)
+            self.bias = None
+            return
+        self.bias = bias
         if backend == "cpu" and cpu_linear.supports(self.in_features, first.dtype, first.device):
             self.packed = PackedWeight.pack(weights, self.out_features)
         else:
-            self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-        self.bias = _merged_bias(parts)
+            self.weight = nn.Parameter(join_rows(weights), requires_grad=False)
         if self.packed is not None and self.bias is not None:
             self.bias = self.packed.pad_bias(self.bias)
 
@@ -64,7 +79,7 @@ class Product(nn.Module):
         """x [..., in_features], residual and result [..., out_features]."""
         shape = (*x.shape[:-1], self.out_features)
         if self.packed is None:
-            out = F.linear(x, self.weight, self.bias)
+            out = F.linear(x, self.weight, self.bias) if self.fp8 is None else self.fp8(x)
             return out if residual is None else out + residual
         rows = x.reshape(-1, self.in_features)
         if residual is not None:
@@ -72,13 +87,14 @@ class Product(nn.Module):
         return packed_linear(rows, self.packed, bias=self.bias, residual=residual).view(shape)
 
 
-def _merged_bias(parts: Sequence[nn.Linear]) -> torch.Tensor | None:
+def _merged_bias(parts: Sequence[nn.Linear | Fp8Linear]) -> torch.Tensor | None:
     """Zeros where a part has none; None where no part has one."""
-    if all(part.bias is None for part in parts):
+    given = [part.bias.detach() for part in parts if part.bias is not None]
+    if not given:
         return None
     return torch.cat(
         [
-            part.weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach()
+            given[0].new_zeros(part.out_features) if part.bias is None else part.bias.detach()
             for part in parts
         ]
     )
@@ -254,6 +270,7 @@ class FusedAttention(nn.Module):
                 eps=q_norm.eps,
                 gemma=q_norm.plus_one,
             )
+        k_scale, v_scale = pool.scales(facts.layer)
         return write_kv(
             q,
             k,
@@ -264,6 +281,8 @@ class FusedAttention(nn.Module):
             positions=torch.arange(len(qkv), device=qkv.device),
             cos=cos.float(),
             sin=sin.float(),
+            k_scale=k_scale,
+            v_scale=v_scale,
             q_out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
             **norms,
         )

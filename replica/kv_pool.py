@@ -12,17 +12,21 @@
 
 Which layers a block holds depends on the group that owns it; a group with fewer or smaller layers than the largest
 leaves the end of its blocks unused.
+
+A pool of float8_e4m3fn holds x / scale, with a scale for the keys and one for the values of each head, fixed when the
+pool is made. Copies to another tier are copies of bytes.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from quire.kernels.cpu_scatter import scatter_rows
+from quire.kernels.fp8_linear import MAX_E4M3
 from quire.replica.groups import LayerGroup
 
 
@@ -47,6 +51,11 @@ class KVPool:
         The model's layer groups; every layer is in one.
     block_size
         Tokens of a block.
+    dtype
+        Of keys and values; float8_e4m3fn for such of any dtype, scaled.
+    scales
+        By layer, of keys and of values, [kv_heads] float32 > 0 each; 1 for layers that are not named. Only for
+        float8_e4m3fn.
     """
 
     def __init__(
@@ -56,6 +65,7 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: str = "cpu",
+        scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
     ):
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -72,6 +82,20 @@ class KVPool:
         self._places = {
             layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
         }
+        self.is_scaled = dtype == torch.float8_e4m3fn
+        self._scales = self._fixed_scales(scales or {}) if self.is_scaled else {}
+
+    def _fixed_scales(
+        self, given: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        found = {}
+        for layer, (g, _) in self._places.items():
+            one = torch.ones(self.groups[g].num_kv_heads)
+            found[layer] = tuple(
+                x.to(self.data.device, torch.float32).contiguous()
+                for x in given.get(layer, (one, one))
+            )
+        return found
 
     def _view(self, group: LayerGroup) -> torch.Tensor:
         shape = (len(group.layers), 2, group.num_kv_heads, self.block_size, group.head_dim)
@@ -94,6 +118,10 @@ class KVPool:
         """[num_blocks + 1, kv_heads, block_size, head_dim] view."""
         g, i = self._places[layer]
         return self._views[g][:, i, 1]
+
+    def scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Of the layer's keys and values, [kv_heads] float32; None unless the pool holds float8_e4m3fn."""
+        return self._scales.get(layer, (None, None))
 
     def rows_of(self, g: int, slots: torch.Tensor) -> torch.Tensor:
         """Where the slots' keys of the group's first layer lie, for `write`; computed once a step.
@@ -119,12 +147,17 @@ class KVPool:
         Parameters
         ----------
         k, v
-            [tokens, kv_heads, head_dim] in the pool's dtype.
+            [tokens, kv_heads, head_dim] in the pool's dtype; of any float dtype if that is float8_e4m3fn.
         rows
             `rows_of` the tokens' slots of the layer's group.
         """
-        for pages, x in zip(self.pages(layer), (k, v), strict=True):
-            scatter_rows(pages, rows, x)
+        for pages, x, scale in zip(self.pages(layer), (k, v), self.scales(layer), strict=True):
+            if scale is None:
+                scatter_rows(pages, rows, x)
+            else:
+                codes = (x.float() / scale[:, None]).clamp_(-MAX_E4M3, MAX_E4M3).to(pages.dtype)
+                # torch scatters no numbers of 8 bits, but bytes.
+                scatter_rows(pages.view(torch.uint8), rows, codes.view(torch.uint8))
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where `rows_of` a layer's keys and values lie: [rows of memory, head_dim] each, contiguous."""

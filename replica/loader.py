@@ -1,27 +1,33 @@
 """From a checkpoint folder to a module on a device.
 
 transformers' model is built without memory, on torch's meta device; then each stored tensor is read to where it will
-stay (`weights.py`). Checkpoints whose tensors transformers renames, merges or dequantises while loading go through
-its own loader.
+stay (`weights.py`, `placement.py`), or to a temporary of its size and from there to FP8 (`fp8.py`). Checkpoints whose
+tensors transformers renames or dequantises while loading go through its own loader.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from quire.replica import fp8
 from quire.replica.checkpoint import check_files, weight_files
+from quire.replica.fp8_checkpoint import EXTRA
+from quire.replica.placement import ModelMemory, Place, is_scale, place_tensors
 from quire.replica.spec import CheckpointError, ModelSpec
 from quire.replica.weights import StoredTensor, list_tensors, load_progress, read_tensors
+
+logger = logging.getLogger(__name__)
 
 # Older checkpoints store what the model computes for itself.
 _DERIVED = re.compile(r".*rotary_emb\.inv_freq")
 
 
-def load_model(spec: ModelSpec, device: str, dtype: str) -> nn.Module:
+def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") -> nn.Module:
     """transformers' own model with the checkpoint's weights and Quire's attention.
 
     Beside the model, the host holds two pieces of at most 64 MiB and at most the largest tensor. See `weights`.
@@ -32,6 +38,8 @@ def load_model(spec: ModelSpec, device: str, dtype: str) -> nn.Module:
         cpu or cuda.
     dtype
         float32, bfloat16 or float16: weights are converted.
+    weights
+        "fp8" for linear layers in FP8, which a checkpoint that is stored so needs; see `fp8`.
 
     Returns
     -------
@@ -50,53 +58,98 @@ def load_model(spec: ModelSpec, device: str, dtype: str) -> nn.Module:
     register()
     torch_dtype = getattr(torch, dtype)
     config = AutoConfig.from_pretrained(spec.path, local_files_only=True, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del (
+            config.quantization_config
+        )  # `spec.fp8` has it; transformers' quantiser has no part in it
     stored = list_tensors(weight_files(spec.path))
-    stored = {name: t for name, t in stored.items() if not _DERIVED.fullmatch(name)}
+    stored = {name: t for name, t in stored.items() if not _is_left_out(name, spec)}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch_dtype, attn_implementation=ATTENTION_NAME
         )
-    if not _is_plain(model, stored, torch_dtype):
-        model = _load_by_transformers(spec, torch_dtype)
-        return model.to(device).eval().requires_grad_(False)
-    _stream(model, stored, torch.device(device))
-    return model.eval().requires_grad_(False)
+    if weights == "fp8":
+        _put_fp8(model, stored, spec)
+    # transformers keeps some tensors of some architectures in float32 where the others become float16.
+    places = None if model._get_dtype_plan(torch_dtype) else place_tensors(model, stored)
+    if places is not None:
+        _stream(model, stored, places, torch.device(device))
+        return model.eval().requires_grad_(False)
+    if spec.fp8 is not None and spec.fp8.has_weights:
+        raise CheckpointError(_mismatch(model, stored, spec))
+    model = _load_by_transformers(spec, torch_dtype).to(device).eval().requires_grad_(False)
+    if weights == "fp8":
+        fp8.put_quantised(model)
+    return model
 
 
-def _is_plain(model: nn.Module, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> bool:
-    """Whether the stored tensors are the model's, one to one and in one dtype; tied ones may be stored once.
+def _is_left_out(name: str, spec: ModelSpec) -> bool:
+    """What is stored beside the model's tensors."""
+    return bool(_DERIVED.fullmatch(name) or (spec.fp8 is not None and EXTRA.fullmatch(name)))
 
-    What is wrong with a checkpoint that is not plain, transformers' loader finds out.
-    """
+
+def _put_fp8(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> None:
+    """FP8 layers where the checkpoint has them, else wherever they fit."""
+    names = fp8.fitting_layers(model)
+    if spec.fp8 is not None and spec.fp8.has_weights:
+        linear = {n for n, module in model.named_modules() if type(module) is nn.Linear}
+        coded = [n.removesuffix(".weight") for n, t in stored.items() if t.dtype == fp8.CODES]
+        names = [name for name in coded if name in linear]
+        if spec.fp8.has_fixed_activations:
+            logger.info(
+                "%s: fixed scales of activations are not used, each token gets its own", spec.path
+            )
+    fp8.put_empty(model, names, spec.fp8.activation_bound if spec.fp8 is not None else None)
+    elements = sum(model.get_submodule(name).weight.numel() for name in names)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    logger.info(
+        "%d linear layers in FP8, %.0f%% of the model's parameters",
+        len(names),
+        100 * elements / total,
+    )
+
+
+def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> str:
     state = model.state_dict()
-    tied = model.all_tied_weights_keys  # {one of the same weight: the other}
-    missing = state.keys() - stored.keys()
-    if any(name not in tied and name not in tied.values() for name in missing):
-        return False
-    if any(one in missing and other in missing for one, other in tied.items()):
-        return False
-    keeps_float32 = dtype != torch.float32 and (
-        model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
-    )
-    if keeps_float32 or hasattr(model.config, "quantization_config"):
-        return False
-    return all(
-        name in state and state[name].shape == t.shape and t.dtype is not None
-        for name, t in stored.items()
+    surplus, missing = sorted(stored.keys() - state.keys()), sorted(state.keys() - stored.keys())
+    return (
+        f"{spec.path}: stored in FP8, and its tensors are not those of {spec.architecture}: surplus "
+        f"{', '.join(surplus[:3]) or 'none'}; missing {', '.join(missing[:3]) or 'none'}"
     )
 
 
-def _stream(model: nn.Module, stored: Mapping[str, StoredTensor], device: torch.device) -> None:
-    state = model.state_dict()  # on the meta device: shapes and dtypes
+def _stream(
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    places: Mapping[str, Place],
+    device: torch.device,
+) -> None:
+    memory = ModelMemory(model, device)
+
+    def is_read_elsewhere(tensor: StoredTensor) -> bool:
+        """Scales are looked at by the host, and what is quantised is read first."""
+        place = places[tensor.name]
+        to_codes = memory.state[place.name].dtype == fp8.CODES and tensor.dtype != fp8.CODES
+        return to_codes or is_scale(place, memory.state)
 
     def make_target(tensor: StoredTensor) -> torch.Tensor:
-        like = state[tensor.name]
-        return torch.empty(like.shape, dtype=like.dtype, device=device)
+        place = places[tensor.name]
+        if not is_read_elsewhere(tensor):
+            return memory.tensor(place.name)[place.index]
+        there = "cpu" if is_scale(place, memory.state) else device
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=there)
 
     total_bytes = sum(t.num_bytes for t in stored.values())
     with load_progress(total_bytes) as on_bytes:
         for tensor, value in read_tensors(stored.values(), make_target, on_bytes=on_bytes):
-            _assign(model, tensor.name, value)
+            name = places[tensor.name].name
+            if is_scale(places[tensor.name], memory.state):
+                _check_scales(tensor, value)
+                memory.tensor(name).copy_(value.float().reshape(-1, 1))
+            elif is_read_elsewhere(tensor):
+                fp8.quantise_into(value, memory.tensor(name), memory.tensor(f"{name}_scale"))
+    for name, value in memory.made.items():
+        _assign(model, name, value)
     # Computed buffers, such as inverse frequencies, are not stored: transformers fills them as after its own loader,
     # leaving alone what is marked.
     for module in model.modules():
@@ -106,10 +159,20 @@ def _stream(model: nn.Module, stored: Mapping[str, StoredTensor], device: torch.
     for name in model.all_tied_weights_keys:
         model.get_parameter(name)._is_hf_initialized = True
     model.initialize_weights()
-    model.tie_weights(missing_keys=set(state) - stored.keys(), recompute_mapping=False)
+    filled = {place.name for place in places.values()}
+    model.tie_weights(missing_keys=set(memory.state) - filled, recompute_mapping=False)
     empty = [n for n, p in model.state_dict().items() if p.device.type == "meta"]
     if empty:
         raise CheckpointError(f"no stored tensor for {empty[0]!r} and {len(empty) - 1} more")
+
+
+def _check_scales(tensor: StoredTensor, value: torch.Tensor) -> None:
+    scales = value.float()
+    if not (torch.isfinite(scales) & (scales > 0)).all():
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name!r} must be finite and positive, is between {scales.min()} and "
+            f"{scales.max()}"
+        )
 
 
 def _assign(model: nn.Module, name: str, value: torch.Tensor) -> None:

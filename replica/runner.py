@@ -39,6 +39,7 @@ from quire.replica.graph_cache import GraphCache
 from quire.replica.groups import LayerGroup
 from quire.replica.host_pool import HostPool
 from quire.replica.kv_pool import KVPool
+from quire.replica.kv_scales import read_kv_scales
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
 from quire.replica.output_head import split_model
@@ -136,6 +137,7 @@ class Runner:
             chunk=group.chunk,
             uniform=self.config.deterministic,
             query_tokens=self._exact_query_tokens(group) if self.config.deterministic else None,
+            dtype=getattr(torch, self.config.dtype),
             backend=backend,
         )
 
@@ -150,7 +152,7 @@ class Runner:
     @classmethod
     def from_config(cls, config: EngineConfig, spec: ModelSpec) -> Runner:
         """Load the checkpoint of `spec` and allocate the pool."""
-        model = load_model(spec, config.device, config.dtype)
+        model = load_model(spec, config.device, config.dtype, config.weights)
         return cls.with_pool(config, spec, model)
 
     @classmethod
@@ -168,8 +170,9 @@ class Runner:
             config.num_blocks,
             spec.groups,
             config.block_size,
-            getattr(torch, config.dtype),
+            getattr(torch, config.pool_dtype),
             config.device,
+            read_kv_scales(spec) if config.kv_cache_dtype == "fp8" else None,
         )
         return cls(config, spec, model, pool, device=device, fused=fused)
 

@@ -79,7 +79,7 @@ def _load_measured(
     available: int,
 ) -> tuple[EngineConfig, Runner]:
     """Load, measure, and size the KV pool by what is left: `device_memory.py` says why in this order."""
-    model = load_model(spec, config.device, config.dtype)
+    model = load_model(spec, config.device, config.dtype, config.weights)
     measured, fused = measure_memory(config, spec, model, device, available)
     config = resolve(args, spec, checkpoint, measured)
     return config, Runner.with_pool(config, spec, model, device=device, fused=fused)

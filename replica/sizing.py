@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels import cpu_attention, cpu_attention_native, native_library
+from quire.kernels import cpu_attention, cpu_attention_native, fp8_linear, native_library
 from quire.kernels.cpu_attention_torch import PREFILL_ROWS
 from quire.replica.checkpoint import count_parameters
 from quire.replica.config import (
@@ -29,6 +29,7 @@ from quire.replica.config import (
     CUDA_GRAPHS,
     DEMOTION_ORDERS,
     FUSE,
+    KV_CACHE_DTYPES,
     RESTORE,
     SCHEDULERS,
     WEIGHTS,
@@ -39,6 +40,7 @@ from quire.replica.groups import max_sequence_tokens, sequence_blocks
 from quire.replica.kv_pool import block_elements
 from quire.replica.mixed_shapes import LEAST_TOKENS
 from quire.replica.spec import ModelSpec
+from quire.replica.weight_bytes import ELEMENT_BYTES, loading_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ _CUDA_BATCH_TOKENS = 8192
 _SMALL_MODEL_PARAMETERS = (
     200_000_000  # below, float32 on a CPU is fast enough to have exactness for free
 )
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class SizingError(ValueError):
@@ -180,22 +182,19 @@ def resolve(
         raise SizingError("device is 'cuda', but torch sees no CUDA device; use 'cpu' or 'auto'")
     if args.cuda_graphs == "on" and device == "cpu":
         raise SizingError("cuda_graphs is 'on', which needs device 'cuda'; it is 'cpu'")
-    num_parameters = count_parameters(checkpoint_path or spec.path)
+    folder = checkpoint_path or spec.path
+    weights = choose_weights(args, spec)
     dtype = args.dtype
-    if dtype == "auto":
-        dtype = choose_dtype(device, spec.checkpoint_dtype, num_parameters, cpu_flags())
+    if dtype == "auto" and weights == "fp8":
+        dtype = "bfloat16"
+    elif dtype == "auto":
+        dtype = choose_dtype(device, spec.checkpoint_dtype, count_parameters(folder), cpu_flags())
     exact = device == "cpu" and dtype == "float32"
     if args.deterministic and not exact:
         raise SizingError(
             f"deterministic is true, which needs device 'cpu' and dtype 'float32'; they are {device!r} and {dtype!r}"
         )
-    if args.weights == "int8":
-        has_library = native_library.load() is not None
-        if (device, dtype, args.fuse, has_library) != ("cpu", "bfloat16", "auto", True):
-            raise SizingError(
-                "weights is 'int8', which needs device 'cpu', dtype 'bfloat16', fuse 'auto' and the compiled library; "
-                f"they are {device!r}, {dtype!r}, {args.fuse!r} and {'there' if has_library else 'absent'}"
-            )
+    check_formats(weights, args, device, dtype)
     default_batch = _CPU_BATCH_TOKENS if device == "cpu" else _CUDA_BATCH_TOKENS
     max_batch_tokens = args.max_batch_tokens or default_batch
     max_model_len = args.max_model_len or spec.max_position_embeddings
@@ -210,7 +209,7 @@ def resolve(
         spec,
         device,
         dtype,
-        num_parameters,
+        weight_bytes(folder, dtype, weights),
         max_batch_tokens,
         max_model_len,
         available_bytes(device) if measured is None else measured.available,
@@ -220,6 +219,10 @@ def resolve(
     )
     if device == "cpu" or measured is not None:
         logger.info("memory of %s\n%s", args.model, table)
+    if (needed := loading_bytes(folder, dtype, weights)) > table.budget:
+        raise SizingError(
+            f"weights is {weights!r}, which needs {needed / GIB:.3f} GiB while the weights are read\n{table}"
+        )
     max_cache_tokens = max_sequence_tokens(
         spec.groups, table.num_blocks, args.block_size, max_model_len
     )
@@ -263,7 +266,8 @@ def resolve(
         restore=args.restore,
         scheduler=args.scheduler,
         fuse=args.fuse,
-        weights=args.weights,
+        weights=weights,
+        kv_cache_dtype=args.kv_cache_dtype,
         demotion_order=args.demotion_order,
         prefix_caching=args.prefix_caching,
         deterministic=exact if args.deterministic is None else args.deterministic,
@@ -278,7 +282,7 @@ def memory_table(
     spec: ModelSpec,
     device: str,
     dtype: str,
-    num_parameters: int,
+    weight_bytes: int,
     max_batch_tokens: int,
     max_model_len: int,
     available: int,
@@ -302,8 +306,9 @@ def memory_table(
     SizingError
         The weights, or the cache asked for, do not fit, or not one block does.
     """
-    element = _BYTES[dtype]
-    block = block_elements(spec.groups, args.block_size) * element
+    element = ELEMENT_BYTES[dtype]
+    block = block_elements(spec.groups, args.block_size)
+    block *= 1 if args.kv_cache_dtype == "fp8" else element
     num_host_blocks = _num_host_blocks(args, device, block, host_available)
     # Live at once in the widest place: the residual stream and its norm, q, k, v and the attention's output in
     # float32, or gate, up and their product.
@@ -340,7 +345,7 @@ def memory_table(
         return MemoryTable(
             available=available,
             max_memory_percent=args.max_memory_percent,
-            weights=num_parameters * element,
+            weights=weight_bytes,
             activations=max_batch_tokens * width * max(element, 4),
             attention=(native_attention or 0) + workspace * min(num_blocks, longest),
             # Logits in float32, sorted values, their ids and probabilities, and the noise.
@@ -412,6 +417,38 @@ def _num_host_blocks(args: EngineArgs, device: str, block: int, host_available: 
     return num_blocks
 
 
+def choose_weights(args: EngineArgs, spec: ModelSpec) -> str:
+    """As asked for; those of a checkpoint stored in FP8 stay so."""
+    if spec.fp8 is None or not spec.fp8.has_weights:
+        return args.weights
+    if args.weights == "int8":
+        raise SizingError(
+            f"weights is 'int8', and {spec.path} is stored in FP8 ({spec.fp8.method}), which stays as it is; use 'auto'"
+        )
+    return "fp8"
+
+
+def check_formats(weights: str, args: EngineArgs, device: str, dtype: str) -> None:
+    """Raise `SizingError` unless this machine computes with such weights and such a cache."""
+    if weights == "int8":
+        has_library = native_library.load() is not None
+        if (device, dtype, args.fuse, has_library) != ("cpu", "bfloat16", "auto", True):
+            raise SizingError(
+                "weights is 'int8', which needs device 'cpu', dtype 'bfloat16', fuse 'auto' and the compiled library; "
+                f"they are {device!r}, {dtype!r}, {args.fuse!r} and {'there' if has_library else 'absent'}"
+            )
+    if weights == "fp8":
+        if dtype != "bfloat16":
+            raise SizingError(f"weights is 'fp8', which needs dtype 'bfloat16'; it is {dtype!r}")
+        if (missing := fp8_linear.missing(device)) is not None:
+            raise SizingError(f"weights is 'fp8', which needs {missing}")
+    if args.kv_cache_dtype == "fp8" and device != "cuda":
+        raise SizingError(
+            f"kv_cache_dtype is 'fp8', which needs device 'cuda'; it is {device!r}, where attention reads pages in the "
+            "model's dtype only"
+        )
+
+
 def choose_dtype(
     device: str, checkpoint_dtype: str, num_parameters: int, flags: frozenset[str]
 ) -> str:
@@ -430,12 +467,13 @@ def check_args(args: EngineArgs) -> None:
     """Bounds of what the user wrote; every message names field, bound and value."""
     choices = {
         "device": ("auto", "cpu", "cuda"),
-        "dtype": ("auto", *_BYTES),
+        "dtype": ("auto", *_DTYPES),
         "scheduler": SCHEDULERS,
         "demotion_order": DEMOTION_ORDERS,
         "fuse": FUSE,
         "restore": RESTORE,
         "weights": WEIGHTS,
+        "kv_cache_dtype": KV_CACHE_DTYPES,
         "async_batching": ASYNC_BATCHING,
         "cuda_graphs": CUDA_GRAPHS,
     }

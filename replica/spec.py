@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.replica import fp8_checkpoint
+from quire.replica.fp8_checkpoint import Fp8Scheme
 from quire.replica.groups import LayerGroup, group_layers
 
 ARCHITECTURES = (
@@ -55,6 +57,7 @@ class ModelSpec:
     temperature: float | None = None  # defaults of generation_config.json; None = not stated
     top_p: float | None = None
     top_k: int | None = None
+    fp8: Fp8Scheme | None = None  # of a checkpoint whose weights are stored in FP8
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -108,6 +111,7 @@ class ModelSpec:
             temperature=generation.get("temperature"),
             top_p=generation.get("top_p"),
             top_k=None if top_k is None else int(top_k),
+            fp8=_fp8(raw),
         )
         _check_sizes(spec)
         return spec
@@ -134,11 +138,7 @@ def _judge(raw: dict[str, Any]) -> str:
         raise CheckpointError(
             "config.json has auto_map: the model needs Python code from the checkpoint, which is never run"
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"config.json has quantization_config (quant_method {method!r}): not served"
-        )
+    _fp8(raw)
     named = raw.get("architectures") or []
     if len(named) != 1 or named[0] not in ARCHITECTURES:
         raise CheckpointError(
@@ -155,6 +155,16 @@ def _judge(raw: dict[str, Any]) -> str:
             "config.json: use_bidirectional_attention is true: only causal attention is served"
         )
     return named[0]
+
+
+def _fp8(raw: dict[str, Any]) -> Fp8Scheme | None:
+    config = raw.get("quantization_config") or raw.get("compression_config")  # its older name
+    if not config:
+        return None
+    try:
+        return fp8_checkpoint.judge(config)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"config.json: quantization_config: {error}") from error
 
 
 def _judge_rope(config: Any) -> None:

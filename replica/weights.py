@@ -34,7 +34,7 @@ _LOG_INTERVAL_S = 5.0
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
-    "F64": torch.float64,
+    "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 
 
@@ -47,7 +47,7 @@ class StoredTensor:
     offset: int  # bytes from the file's beginning
     num_bytes: int
     shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None: one that is not loaded as it is, such as FP8
+    dtype: torch.dtype | None  # None: one that is not loaded as it is
 
 
 def list_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:

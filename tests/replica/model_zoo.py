@@ -109,10 +109,10 @@ _MODELS = {
 NAMES = tuple(_MODELS)
 
 
-def build(name: str, folder: Path, max_shard_size: str = "1GB") -> Path:
-    """Save the model `name` under `folder`; the same weights each time."""
+def build(name: str, folder: Path, max_shard_size: str = "1GB", **changes: object) -> Path:
+    """Save the model `name` under `folder`; the same weights each time. `changes` are of its configuration."""
     config_class, options = _MODELS[name]
-    config = config_class(**{**_TINY, **options})
+    config = config_class(**{**_TINY, **options, **changes})
     with torch.random.fork_rng():
         torch.manual_seed(sum(name.encode()))
         model = transformers.AutoModelForCausalLM.from_config(config)

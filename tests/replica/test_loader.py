@@ -195,8 +195,9 @@ def test_an_index_may_not_leave_the_folder_nor_misplace_a_tensor(zoo, tmp_path):
             resolve_checkpoint(str(path))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])  # streamed, and by transformers' loader
-def test_remote_code_is_never_trusted(zoo, monkeypatch, name):
+# Streamed, and by transformers' loader.
+@pytest.mark.parametrize("name, dtype, count", [("llama", "float32", 1), ("gpt_oss", "float16", 2)])
+def test_remote_code_is_never_trusted(zoo, monkeypatch, name, dtype, count):
     seen = []
     for automatic in (transformers.AutoConfig, transformers.AutoModelForCausalLM):
         original = automatic.from_pretrained
@@ -206,9 +207,10 @@ def test_remote_code_is_never_trusted(zoo, monkeypatch, name):
             return original(*args, **kwargs)
 
         monkeypatch.setattr(automatic, "from_pretrained", spy)
-    load(zoo(name))
+    load_model(ModelSpec.from_checkpoint(zoo(name)), "cpu", dtype)
     assert seen[0]["trust_remote_code"] is False
-    assert len(seen) >= (2 if name == "qwen3_moe" else 1)
+    assert len(seen) >= count
+    assert any("dtype" in kwargs for kwargs in seen) == (count > 1)
     assert not any(kwargs.get("trust_remote_code") for kwargs in seen)
     assert all(kwargs["local_files_only"] is True for kwargs in seen if "dtype" in kwargs)
     assert all(kwargs["use_safetensors"] is True for kwargs in seen if "dtype" in kwargs)
