@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import openai
 import pytest
+from chaos_clients import Connection
 from chaos_streams import (
     NotSent,
     Outcome,
@@ -24,10 +25,8 @@ from chaos_streams import (
     ask_http,
 )
 from live import SIZE, Cluster, start_cluster, write_bars
-from patient_channel import aio_channel
 
 from quire.bench.report import Bar
-from quire.protos import generation_pb2_grpc
 
 NUM_ROUNDS = {"ci": 1, "long": 10}[SIZE]
 NUM_STREAMS = 60
@@ -91,15 +90,14 @@ def with_deployments(config: dict, **deployments: dict) -> dict:
     return config
 
 
-async def ask_until_sent(
-    stub: generation_pb2_grpc.GenerationStub, spec: Spec, watch: Watch
-) -> Outcome:
-    """As gRPC does by itself, but with a pause."""
+async def ask_until_sent(connection: Connection, spec: Spec, watch: Watch) -> Outcome:
+    """As gRPC does by itself, but with a pause and on another connection."""
     while True:
         try:
-            return await ask_grpc(stub, spec, watch)
+            return await ask_grpc(connection.stub, spec, watch)
         except NotSent:
             await asyncio.sleep(0.05)
+            await connection.renew()
 
 
 class Load:
@@ -118,20 +116,18 @@ class Load:
     async def run(self, change: Callable[[], None]) -> None:
         """Ask every stream once in peace; then again and again until `change` has returned."""
         limits = httpx.Limits(max_connections=None)
-        async with (
-            httpx.AsyncClient(
-                base_url=self._cluster.url, timeout=CHANGE_TIMEOUT_S, limits=limits
-            ) as client,
-            aio_channel(f"127.0.0.1:{self._cluster.grpc_port}") as channel,
-        ):
-            stub = generation_pb2_grpc.GenerationStub(channel)
+        address = f"127.0.0.1:{self._cluster.grpc_port}"
+        connections = [Connection(address) for _ in range(NUM_STREAMS)]
+        async with httpx.AsyncClient(
+            base_url=self._cluster.url, timeout=CHANGE_TIMEOUT_S, limits=limits
+        ) as client:
 
             async def ask(number: int) -> Outcome:
                 spec, watch = Spec(number), Watch()
                 if spec.over_http:
                     outcome = await ask_http(client, spec, watch)
                 else:
-                    outcome = await ask_until_sent(stub, spec, watch)
+                    outcome = await ask_until_sent(connections[number], spec, watch)
                 self.num_moved += watch.attempts > 1
                 return outcome
 
@@ -157,6 +153,7 @@ class Load:
             finally:
                 self._stop = True
                 await asyncio.gather(*clients)
+                await asyncio.gather(*(connection.close() for connection in connections))
 
     async def _watch_ready(self, client: httpx.AsyncClient) -> None:
         """Whichever router answers, one that has just begun or one that is about to go, it is ready."""

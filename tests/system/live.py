@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import openai
 import pytest
 import yaml
-from patient_channel import patient_channel
+from patient_channel import PatientChannel
 
 from quire.bench.report import Bar, commit, write
 from quire.cluster.local_serve import free_ports, ray_auth_header
@@ -48,8 +47,8 @@ class Cluster:
     def openai(self, **kwargs) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **kwargs)
 
-    def channel(self) -> grpc.Channel:
-        return patient_channel(f"127.0.0.1:{self.grpc_port}")
+    def channel(self) -> PatientChannel:
+        return PatientChannel(f"127.0.0.1:{self.grpc_port}")
 
     def deploy(self, config: dict) -> None:
         """What `serve deploy` does: give Serve another config."""

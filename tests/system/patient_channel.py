@@ -6,11 +6,12 @@ stays until the call ends. On busy machines the test process grew to 20 GB withi
 trials and "GOAWAY received", whereupon Ray killed replicas, routers and Serve's controller for want of memory; or the
 next call ended it ("Check failed: request.max() <= MemoryRequest::max_allowed_size()": it asks for as much as the
 channel's calls so far have needed). So these channels have no transparent retries, and who uses them asks again after a
-pause.
+pause, on another connection: the channel may stay with the old one for longer than ten seconds.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,31 +33,69 @@ def aio_channel(address: str, *options: tuple[str, int]) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[_NO_RETRIES, *options])
 
 
-def patient_channel(address: str, *options: tuple[str, int]) -> grpc.Channel:
-    """One that asks again by itself, for unary calls and streams of answers."""
-    channel = grpc.insecure_channel(address, options=[_NO_RETRIES, *options])
-    return grpc.intercept_channel(channel, _AskAgain())
+class PatientChannel:
+    """One that asks again by itself, on another connection, for unary calls and streams of answers."""
+
+    def __init__(self, address: str, *options: tuple[str, int]):
+        self._address = address
+        self._options = [_NO_RETRIES, *options]
+        self._channels = [grpc.insecure_channel(address, self._options)]
+
+    def __enter__(self) -> PatientChannel:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channels[-1], name)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    def unary_unary(self, *method: Any, **options: Any) -> _Unary:
+        return _Unary(lambda: self._channels[-1].unary_unary(*method, **options), self.renew)
+
+    def unary_stream(self, *method: Any, **options: Any) -> Callable:
+        def ask(request: Any, **given: Any) -> _Stream:
+            return _Stream(
+                lambda: self._channels[-1].unary_stream(*method, **options)(request, **given),
+                self.renew,
+            )
+
+        return ask
+
+    def renew(self) -> None:
+        """Calls that run stay on the connections that they have."""
+        time.sleep(PAUSE_S)
+        self._channels.append(grpc.insecure_channel(self._address, self._options))
 
 
-class _AskAgain(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    def intercept_unary_unary(self, continuation: Callable, details: Any, request: Any) -> Any:
-        for _ in range(MAX_TRIALS):
-            call = continuation(details, request)
-            error = call.exception()
-            if error is None or not was_not_sent(error):
-                break
-            time.sleep(PAUSE_S)
-        return call
+class _Unary:
+    def __init__(self, method: Callable[[], Any], renew: Callable[[], None]):
+        self._method = method
+        self._renew = renew
 
-    def intercept_unary_stream(self, continuation: Callable, details: Any, request: Any) -> Any:
-        return _Stream(lambda: continuation(details, request))
+    def __call__(self, request: Any, **given: Any) -> Any:
+        return self.with_call(request, **given)[0]
+
+    def with_call(self, request: Any, **given: Any) -> tuple[Any, grpc.Call]:
+        for trial in itertools.count(1):
+            try:
+                return self._method().with_call(request, **given)
+            except grpc.RpcError as error:
+                if trial == MAX_TRIALS or not was_not_sent(error):
+                    raise
+            self._renew()
 
 
 class _Stream:
     """A call's answers; everything else about the call is that of the last trial."""
 
-    def __init__(self, ask: Callable[[], Any]):
+    def __init__(self, ask: Callable[[], Any], renew: Callable[[], None]):
         self._ask = ask
+        self._renew = renew
         self._call = ask()
         self._num_trials = 1
         self._has_begun = False
@@ -71,8 +110,8 @@ class _Stream:
             except grpc.RpcError as error:
                 if self._has_begun or self._num_trials >= MAX_TRIALS or not was_not_sent(error):
                     raise
-                time.sleep(PAUSE_S)
                 self._num_trials += 1
+                self._renew()
                 self._call = self._ask()
             else:
                 self._has_begun = True

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from live import SIZE, Cluster, wait_until, write_bars
-from patient_channel import patient_channel
+from patient_channel import PatientChannel
 
 from quire.bench.report import Bar
 from quire.protos import generation_pb2, generation_pb2_grpc
@@ -143,7 +143,7 @@ def whole(cluster: Cluster) -> list[int]:
     return token_ids
 
 
-def slow_channel(cluster: Cluster, number: int) -> grpc.Channel:
+def slow_channel(cluster: Cluster, number: int) -> PatientChannel:
     """Of a client that takes no more than 64 KB ahead of its reader; not shared with another."""
     options = [
         ("grpc.http2.bdp_probe", 0),
@@ -151,7 +151,7 @@ def slow_channel(cluster: Cluster, number: int) -> grpc.Channel:
         ("grpc.use_local_subchannel_pool", 1),
         ("quire.number", number),
     ]
-    return patient_channel(f"127.0.0.1:{cluster.grpc_port}", *options)
+    return PatientChannel(f"127.0.0.1:{cluster.grpc_port}", *options)
 
 
 def stall_fifty(cluster: Cluster, whole: list[int]) -> tuple[float, float]:
