@@ -202,6 +202,7 @@ async def vanish(
 ) -> WrongCredit:
     """Let a replica lose its cache, by `clear` or by `kill`, while it is asked for what was in it."""
     replica, prefixes = await prober.fill(NUM_BEFORE + NUM_AFTER + 1)
+    pid = cluster.replicas("quire", "Replica")[replica]
     await asyncio.sleep(1.0)  # every event has been heard
     first, *rest = prefixes
     probes = asyncio.ensure_future(prober.ask_each(rest))
@@ -209,7 +210,7 @@ async def vanish(
         event_s = await prober.clear(first, CLEAR_AFTER_S)
     else:
         await asyncio.sleep(CLEAR_AFTER_S)
-        os.kill(cluster.replicas("quire", "Replica")[replica], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         event_s = time.time()
     await probes
     await asyncio.sleep(0.5)  # the log is written by a thread

@@ -19,7 +19,7 @@ with `!` in every one, so that it follows the request from replica to replica.
 | `fail` | | the step raises |
 | `oom` | | an allocation fails in the step |
 | `drag` | milliseconds | this step and every one after it, whoever is in it, takes so much longer |
-| `crawl` | times | this step and every one after it, whoever is in it, is so many times as long, and measured so |
+| `crawl` | milliseconds | as `drag`, and the engine measures it as the time of its steps: a slower device |
 | `leak` | KiB | this step and every one after it, whoever is in it, keeps so much memory for ever |
 | `clock` | seconds | the engine's clock jumps, also back |
 | `forget` | seconds | so long after the step began the cache is cleared, whether or not anything runs |
@@ -124,7 +124,7 @@ class Faults:
     waiting: list[Fault] = field(default_factory=list)
     clock_offset_s: float = 0.0
     drag_s: float = 0.0  # of each step
-    crawl: float = 1.0  # times the duration of each step
+    crawl_s: float = 0.0  # of each step, and counted as such
     leak_bytes: int = 0  # in each step
     leaked: list[bytes] = field(default_factory=list)
 
@@ -190,7 +190,7 @@ class FaultyRunner:
             elif fault.kind == "drag":
                 self._faults.drag_s = fault.number / 1000
             elif fault.kind == "crawl":
-                self._faults.crawl = fault.number
+                self._faults.crawl_s = fault.number / 1000
             elif fault.kind == "leak":
                 self._faults.leak_bytes = int(fault.number * 1024)
             elif fault.kind == "forget":
@@ -209,10 +209,10 @@ class FaultyRunner:
 
     def collect(self, in_flight: Any) -> StepResult:
         result = self._runner.collect(in_flight)
-        times = self._faults.crawl
-        if times > 1:
-            time.sleep((times - 1) * result.duration_s)
-            result = dataclasses.replace(result, duration_s=times * result.duration_s)
+        crawl_s = self._faults.crawl_s
+        if crawl_s:
+            time.sleep(crawl_s)
+            result = dataclasses.replace(result, duration_s=result.duration_s + crawl_s)
         return result
 
     def use_idle(self) -> bool:
