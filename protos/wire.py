@@ -344,7 +344,7 @@ class Hello:
     epoch: str
     model_name: str  # with `revision`, the seed of the routing hash
     revision: str
-    dtype: str
+    dtype: str  # `EngineConfig.number_format`: tokens of replicas that differ in it may differ
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
     max_cache_tokens: int  # tokens that the whole KV pool holds

@@ -86,7 +86,7 @@ class Fp8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] bfloat16 to [..., out_features]."""
         if self.is_exact:
-            out = x.float() @ (self.weight.float() * self.weight_scale).t()
+            out = (x.float() @ self.weight.float().t()) * self.weight_scale.t()
             return (out if self.bias is None else out + self.bias).to(x.dtype)
         codes, scales = fp8_linear.quantise_rows(x.reshape(-1, self.in_features), self.bound)
         out = fp8_linear.scaled_product(codes, scales, self.weight, self.weight_scale, self.bias)
@@ -107,6 +107,8 @@ def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
             or part.untyped_storage().data_ptr() != storage
             or part.data_ptr() != address
         ):
+            if part.dtype == CODES:  # as bytes, for which every device has the operation
+                return torch.cat([x.view(torch.uint8) for x in parts]).view(CODES)
             return torch.cat(list(parts))
         address += part.nbytes
     rows = sum(len(part) for part in parts)

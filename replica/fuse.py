@@ -437,7 +437,9 @@ class _FusePass:
                 results[f"q of layer {layer}"] = call["q"]
                 g = self.pool.group_of(layer)
                 for what, pages in zip(("k", "v"), self.pool.pages(layer), strict=True):
-                    results[f"{what} of layer {layer}"] = pages[context.write_rows[g]].clone()
+                    pages_bytes = pages.view(torch.uint8)  # devices index no numbers of 8 bits
+                    rows = pages_bytes[context.write_rows[g]].view(pages.dtype)
+                    results[f"{what} of layer {layer}"] = rows
         return results
 
     def _name(self, module: nn.Module) -> str:

@@ -77,7 +77,10 @@ class KVPool:
             memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
             self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
         else:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
+            memory = torch.zeros(
+                math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device
+            )
+            self.data = memory.view(dtype).view(shape)
         self._views = [self._view(group) for group in self.groups]
         self._places = {
             layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)

@@ -48,9 +48,11 @@ def place_tensors(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[
     places: dict[str, Place] = {}
     filled: Counter[str] = Counter()
     for name, tensor in stored.items():
+        if name not in state or state[name].dtype != CODES:
+            _check_no_codes(tensor)
+    for name, tensor in stored.items():
         place = Place(name) if name in state else _expert(name, state)
         if place is None or tensor.dtype is None:
-            _check_no_codes(tensor)
             return None
         target = state[place.name][place.index]
         if is_scale(place, state):
@@ -59,8 +61,6 @@ def place_tensors(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[
             fits = target.shape == tensor.shape
         if not fits:
             return None
-        if target.dtype != CODES:
-            _check_no_codes(tensor)
         places[name] = place
         filled[place.name] += target.numel()
     return places if _is_complete(model, state, stored, filled) else None

@@ -26,7 +26,7 @@ LENGTHS = (20, 1, 7)
 CHUNK = 10
 
 
-def logits_of(runner: Runner, steps: int = 2) -> np.ndarray:
+def logits_of(runner: Runner, steps: int = 1) -> np.ndarray:
     """[prompts * steps, vocab] of prompts in chunks, mixed with greedy decoding after them."""
     driver = Driver(runner)
     rng = np.random.default_rng(3)

@@ -24,6 +24,7 @@ from quire.replica.sizing import (
     resolve,
 )
 from quire.replica.spec import ModelSpec
+from quire.replica.weight_bytes import weight_bytes
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,54 @@ def test_the_scheduler_gets_what_was_asked_for(spec):
     assert config.demotion_order == "most_recent"
 
 
+def test_weights_and_cache_count_with_the_bytes_they_have(zoo, spec, monkeypatch):
+    tables = []
+
+    def solved(*args):
+        tables.append(memory_table(*args))
+        return tables[-1]
+
+    monkeypatch.setattr(sizing, "memory_table", solved)
+    for weights in ("auto", "int8", "fp8"):
+        resolve(EngineArgs(device="cpu", dtype="bfloat16", weights=weights), spec)
+        assert tables[-1].weights == weight_bytes(zoo("llama"), "bfloat16", weights)
+    plain, int8, fp8 = (table.weights for table in tables)
+    # Embedding and head, 173 by 64 each, stay as they are, and of this model's widths 88 is no multiple of 16.
+    assert int8 < fp8 < plain and int8 < 0.75 * plain
+    shape = dict(device="cuda", available=64 * GIB, max_model_len=10**6, native=0)
+    shape["max_running_requests"] = 4096
+    plain, narrow = (solve(big(spec), **shape, kv_cache_dtype=dtype) for dtype in ("auto", "fp8"))
+    assert plain.block == 4 * narrow.block  # the test's dtype is float32
+    assert narrow.num_blocks >= 4 * plain.num_blocks
+    assert abs(narrow.kv_cache - plain.kv_cache) < 2 * plain.block
+    assert narrow.num_host_blocks == 4 * plain.num_host_blocks > 0
+
+
+def test_int8_must_fit_in_bfloat16_while_it_is_read(spec, monkeypatch):
+    monkeypatch.setattr(sizing, "loading_bytes", lambda *args: 1 << 60)
+    with pytest.raises(
+        SizingError, match=r"weights is 'int8', which needs .* GiB while the weights"
+    ):
+        resolve(EngineArgs(device="cpu", dtype="bfloat16", weights="int8"), spec)
+
+
+def test_a_processor_without_the_product_is_told(spec, monkeypatch):
+    monkeypatch.setattr(sizing.fp8_linear, "missing", lambda device: f"a better {device}")
+    with pytest.raises(SizingError, match="weights is 'fp8', which needs a better cpu"):
+        resolve(EngineArgs(device="cpu", weights="fp8"), spec)
+
+
+def test_fp8_weights_choose_bfloat16(spec):
+    config = resolve(EngineArgs(device="cpu", weights="fp8"), spec)
+    assert (config.dtype, config.weights, config.deterministic) == ("bfloat16", "fp8", False)
+    assert config.number_format == "bfloat16,weights=fp8"
+    assert (
+        dataclasses.replace(config, kv_cache_dtype="fp8").number_format
+        == "bfloat16,weights=fp8,kv_cache=fp8"
+    )
+    assert resolve(EngineArgs(device="cpu"), spec).number_format == "float32"
+
+
 def test_the_share_of_the_memory_is_honoured(spec):
     whole = solve(big(spec), available=64 * GIB, device="cuda", max_model_len=10**6)
     half = solve(big(spec), 64 * GIB, "cuda", 10**6, max_memory_percent=0.45)
@@ -235,7 +284,10 @@ def test_a_length_left_open_is_cut_to_the_cache(spec):
         (dict(device="tpu"), "device must be one of"),
         (dict(dtype="int4"), "dtype must be one of"),
         (dict(deterministic=True, dtype="bfloat16"), "deterministic is true, which needs"),
-        (dict(weights="int4"), "weights must be one of auto, int8, got 'int4'"),
+        (dict(weights="int4"), "weights must be one of auto, int8, fp8, got 'int4'"),
+        (dict(weights="fp8", dtype="float32"), "weights is 'fp8', .* 'bfloat16'; it is 'float32'"),
+        (dict(kv_cache_dtype="int8"), "kv_cache_dtype must be one of auto, fp8, got 'int8'"),
+        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype is 'fp8', .* device 'cuda'; it is 'cpu'"),
         (dict(weights="int8", dtype="float32"), "weights is 'int8', which needs .* 'float32'"),
         (dict(weights="int8", dtype="bfloat16", fuse="off"), "weights is 'int8', .* 'off'"),
         (dict(fuse="on"), "fuse must be one of auto, off, got 'on'"),
