@@ -163,6 +163,7 @@ class Scheduler:
         self._started: set[Hashable] = (
             set()
         )  # since the last step: their blocks are yet to be filled
+        self._restoring: list[int] = []  # rows that the step planned last gave their blocks back
         self._deadlines = Deadlines()
         self._num_submitted = 0
         self._steps: deque[Step] = deque()  # in flight, the oldest first
@@ -456,6 +457,7 @@ class Scheduler:
         if gathered or step.chunks or step.number % _HASH_STEPS == 0:
             self.prefix.hash_new()
         self._steps.append(step)
+        self._restoring = step.restoring
         self._adopt(step)
         self.num_steps = step.number
         return plan
@@ -610,6 +612,9 @@ class Scheduler:
 
     def _choose_victim(self) -> Request:
         rows = np.flatnonzero(self.rows.active)
+        # A row whose blocks have just been copied back has yet to use them: it gives way last.
+        others = rows[~np.isin(rows, self._restoring)]
+        rows = others if len(others) else rows
         victim = choose_victim(
             self.rows.arrival_index[rows], self.rows.paused[rows], len(self._returning) > 0
         )
@@ -704,7 +709,8 @@ class Scheduler:
             self._prefilling[request.key] = request
             self._started.add(request.key)
             if _restores(offer) and (len(step.chunks) or step.num_decodes):
-                continue  # its blocks are copied while this step runs, and it is in the next
+                step.restoring.append(request.row)  # while this step runs; it is in the next
+                continue
             # A fork's copies belong to this step, so its one token does.
             self._schedule_chunk(step, request, at_least=isinstance(offer, Share))
 

@@ -134,3 +134,21 @@ def crowd() -> list[Request]:
         ][i % 4]
         requests.append(Request(i, ids, SamplingParams(**options)))
     return requests
+
+
+def long_crowd() -> list[Request]:
+    """More and longer answers than a tight cache holds: requests give way and return all the time."""
+    return [
+        Request(
+            i,
+            prompt(5 + 7 * i % 19, i),
+            SamplingParams(
+                max_tokens=30,
+                seed=i,
+                ignore_eos=True,
+                temperature=1.0,
+                stop_token_ids=tuple(range(3, 9)) if i % 2 else (),
+            ),
+        )
+        for i in range(12)
+    ]

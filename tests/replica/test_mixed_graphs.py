@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from device_harness import BLOCK_SIZE, Harness, config_of, crowd, prompt, tight
 from fake_device import FakeDevice
-from test_async_steps import WAITS
+from test_async_steps import WAITS, in_which_it_shows
 from test_cuda_graphs import expected_of, plain
 
 from quire.protos.wire import SamplingParams
@@ -219,7 +219,8 @@ def test_each_wait_is_needed(harness, wait):
         runner._device.ignore([wait])
 
     model = harness("llama")
-    assert shows(model, mixed_config(model, tight), prepare), WAITS[wait]
+    config = mixed_config(model, tight, **in_which_it_shows(wait))
+    assert shows(model, config, prepare), WAITS[wait]
 
 
 @pytest.mark.parametrize("what", ["writes to a live block", "answers for a live row"])
