@@ -106,7 +106,7 @@ class Driver:
             cu_q=cu_q,
             kv_len=np.array([s.computed + count for s, count in work], np.int32),
             block_tables=tables,
-            slots=np.concatenate(slots, axis=1),
+            slots=np.ascontiguousarray(np.concatenate(slots, axis=1)),
             sampling=SamplingBatch(
                 token_index=np.array([cu_q[i + 1] - 1 for i in done], np.int32),
                 temperature=np.array([s.temperature for s in sampling], np.float32),

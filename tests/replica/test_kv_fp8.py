@@ -194,20 +194,27 @@ class Steps:
 
 JOBS = {
     "float32": dict(dtype="float32"),
-    "bfloat16": dict(),
     "kv": dict(dtype="float32", kv_cache_dtype="fp8"),
     "kv unfused": dict(dtype="float32", kv_cache_dtype="fp8", fuse="off"),
-    "kv bfloat16": dict(kv_cache_dtype="fp8"),
     "kv and weights": dict(kv_cache_dtype="fp8", weights="fp8"),
     "weights": dict(weights="fp8"),
 }
+MODELS = {
+    "qwen3": {},
+    "gemma3": dict(
+        num_hidden_layers=LAYERS,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+interpreted = pytest.mark.timeout(900)  # some 10 s a model on an idle machine
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
-def steps(request, tmp_path_factory, monkeypatch_module):
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def steps(request, tmp_path_factory):
     """One step of a few prompts, by the kernels of a GPU in the interpreter and by the CPU's."""
     folder = tmp_path_factory.mktemp("kv")
-    plain = model_zoo.build(request.param, folder, head_dim=64, intermediate_size=96)
+    changes = MODELS[request.param]
+    plain = model_zoo.build(request.param, folder, head_dim=64, intermediate_size=96, **changes)
     heads = {
         f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([0.02, 0.6]) * (layer + 1)
         for layer in range(LAYERS)
@@ -223,7 +230,7 @@ def steps(request, tmp_path_factory, monkeypatch_module):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     found = np.load(folder / "found.npz")
@@ -239,40 +246,36 @@ def steps(request, tmp_path_factory, monkeypatch_module):
         codes = (reference.quantise_e4m3(x, s).float() * s[:, None] for x, s in pairs)
         original(self, layer, *codes, rows)
 
-    monkeypatch_module.setattr(KVPool, "write", rounded)
-    logits["rounded"] = interpreted_runner.logits_of(make_runner(path, fuse="off"), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVPool, "write", rounded)
+        logits["rounded"] = interpreted_runner.logits_of(make_runner(path, fuse="off"), 1)
     return Steps(logits, reports)
 
 
-@pytest.fixture(scope="module")
-def monkeypatch_module():
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
+@interpreted
 def test_the_kernels_attend_to_exactly_the_rounded_keys_and_values(steps):
     """In float32 nothing but the cache is rounded: a model whose keys and values are rounded says the same.
 
-    Fused and unfused: written by the kernel with the rotation, and by the pool. A key next to a boundary between two
-    codes may fall to either side, so it is not float32's error alone."""
+    Fused and unfused: written by the kernel with the rotation, and by the pool. Measured: 1e-6, where the rounding
+    itself is 0.1 and 0.06. A key next to a boundary between two codes may fall to either side."""
     print({name: steps.error(name, "exact") for name in steps.logits})
     assert steps.error("float32", "exact") < 1e-4
     for name in ("kv", "kv unfused"):
-        assert steps.error(name, "rounded") < 0.1 * steps.error(name, "exact")
+        assert steps.error(name, "rounded") < 0.02 * steps.error(name, "exact")
         assert 0.005 < steps.error(name, "exact") < 0.2
 
 
-def test_the_errors_of_cache_weights_and_bfloat16_add_as_independent_ones(steps):
+@interpreted
+def test_the_errors_of_cache_and_weights_add_as_independent_ones(steps):
     parts = [steps.error(name, "exact") for name in ("kv", "weights")]
     together = steps.error("kv and weights", "exact")
     assert 0.5 * max(parts) < together < 1.5 * sum(parts)
-    both = [steps.error(name, "exact") for name in ("kv", "bfloat16")]
-    assert steps.error("kv bfloat16", "exact") < 1.5 * sum(both)
 
 
+@interpreted
 def test_layers_are_fused_with_a_cache_and_weights_in_fp8(steps):
     whole = steps.reports["float32"]
     assert whole["fused"].get("layers", 0) + whole["fused"].get("attentions", 0) >= LAYERS
-    for name in ("kv", "kv bfloat16", "kv and weights", "weights"):
+    for name in ("kv", "kv and weights", "weights"):
         assert steps.reports[name] == whole, name
     assert not steps.reports["kv unfused"]["fused"]
