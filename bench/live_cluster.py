@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.report import ROOT
-from quire.cluster.local_serve import free_ports, ray_auth_header
+from quire.cluster.local_serve import free_ports, serve_details
 
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # The proxy's way to the routers goes over ports from a window, on which several processes may listen at once: another
@@ -40,7 +39,9 @@ class LiveCluster:
 
     def replicas(self, application: str, deployment: str) -> dict[str, int]:
         """Serve's id of every running replica of a deployment, and its process."""
-        details = self._status()["applications"][application]["deployments"][deployment]
+        details = serve_details(self.dashboard)["applications"][application]["deployments"][
+            deployment
+        ]
         return {
             r["replica_id"]: r["pid"]
             for r in details["replicas"]
@@ -49,15 +50,8 @@ class LiveCluster:
 
     def is_running(self) -> bool:
         """Whether Serve has started all that it was told."""
-        applications = self._status()["applications"].values()
+        applications = serve_details(self.dashboard)["applications"].values()
         return all(application["status"] == "RUNNING" for application in applications)
-
-    def _status(self) -> dict[str, Any]:
-        request = urllib.request.Request(
-            f"{self.dashboard}/api/serve/applications/", headers=ray_auth_header(os.environ)
-        )
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return json.load(response)
 
 
 @contextmanager
