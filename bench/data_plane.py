@@ -279,6 +279,9 @@ def serve_config(max_streams: int) -> dict[str, Any]:
             "num_blocks": 8192,
             "num_threads": 1,
         },
+        # All streams are sent at once, and the replica has a place for each: none shall wait at a router until the
+        # next report, which is not what is measured here.
+        "router": {"max_replica_waiting_requests": max_streams, "max_wait_s": 3600.0},
     }
     return config
 

@@ -39,7 +39,9 @@ class LiveCluster:
 
     def replicas(self, application: str, deployment: str) -> dict[str, int]:
         """Serve's id of every running replica of a deployment, and its process."""
-        details = self._status()["applications"][application]["deployments"][deployment]
+        details = serve_details(self.dashboard)["applications"][application]["deployments"][
+            deployment
+        ]
         return {
             r["replica_id"]: r["pid"]
             for r in details["replicas"]
@@ -48,11 +50,8 @@ class LiveCluster:
 
     def is_running(self) -> bool:
         """Whether Serve has started all that it was told."""
-        applications = self._status()["applications"].values()
+        applications = serve_details(self.dashboard)["applications"].values()
         return all(application["status"] == "RUNNING" for application in applications)
-
-    def _status(self) -> dict[str, Any]:
-        return serve_details(self.dashboard)
 
 
 @contextmanager

@@ -155,12 +155,12 @@ def ray_auth_header(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve_details(dashboard_url: str, timeout_s: float = 10.0) -> dict[str, Any]:
-    """What Ray's REST API tells of Serve.
+    """What Ray's REST API says of Serve and its applications.
 
     Raises
     ------
-    OSError, ValueError
-        The dashboard does not answer, or not in JSON.
+    OSError, HTTPException, ValueError
+        It does not answer, or not with JSON.
     """
     url = f"{dashboard_url.rstrip('/')}/api/serve/applications/"
     request = urllib.request.Request(url, headers=ray_auth_header(os.environ))

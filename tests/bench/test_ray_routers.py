@@ -55,9 +55,12 @@ def test_rays_routers_are_there_and_find_the_prompt():
         assert config.is_default_request_router() == (not options)
     router_class = RequestRouterConfig(**ROUTERS["ray_prefix"]).get_request_router_class()
     assert router_class.__name__ == "PrefixCacheAffinityRouter"
-    request = PendingRequest(args=[PromptRequest("a text", 1)], kwargs={}, metadata=None)
+
+    async def pending() -> PendingRequest:  # it makes a future
+        return PendingRequest(args=[PromptRequest("a text", 1)], kwargs={}, metadata=None)
+
     router = object.__new__(router_class)
-    assert router._extract_text_from_request(request) == "a text"
+    assert router._extract_text_from_request(asyncio.run(pending())) == "a text"
 
 
 def test_the_server_behind_rays_routers_answers_as_the_engine_does():
