@@ -268,7 +268,13 @@ def bars_of(
         "pooled_hit_percent": round(100 * num_pooled / num_asked, 2),
     }
     bars = [
-        Bar("router/truth_over_predicted", 100 * len(over) / len(records), "%", 1.0, details=predictions),
+        Bar(
+            "router/truth_over_predicted",
+            100 * len(over) / len(records),
+            "%",
+            1.0,
+            details=predictions,
+        ),
         Bar(
             "router/truth_hit_rate_of_pooled",
             num_cached / num_pooled,
