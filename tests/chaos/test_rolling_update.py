@@ -37,7 +37,6 @@ CHANGE_TIMEOUT_S = 240.0  # for one change, on a slow machine
 pytestmark = [
     pytest.mark.system,
     pytest.mark.chaos,
-    pytest.mark.slow,
     pytest.mark.timeout(900 if SIZE == "ci" else 7200),
 ]
 
