@@ -28,6 +28,9 @@ BENCHMARKS = {
     "routersim": "the routing policies in a simulated cluster, against a pooled oracle",
     "router_tokenizer": "tokenising the next turn of a chat, with and without what is remembered",
     "router_admission": "what admission costs: a request that passes, and one that is refused",
+    "truth": "what routers believe against what caches hold: a trace on a real cluster",
+    "data_plane": "streams through the whole system, with a device that takes 20 ms a step",
+    "ray_routers": "beside Ray Serve's own request routers, in turns; --mix spread or hot",
     "router_index": "speed of a routing decision and of the prefix index",
 }
 

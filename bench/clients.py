@@ -11,10 +11,13 @@ import json
 import ssl
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class RequestFailed(Exception):
@@ -30,6 +33,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)  # empty where the server does not tell
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt
+    predicted_tokens: int | None = None  # that the router expected to be cached, if it tells
     replica: str = ""
 
     @property
@@ -60,20 +64,42 @@ class OpenAIClient:
         Further fields of the body, for instance `{"return_token_ids": true}`.
     timeout_s
         Between two bytes.
+    headers
+        Of every request, beside those of any.
     """
 
     def __init__(
-        self, url: str, model: str, extra: dict[str, Any] | None = None, timeout_s: float = 600.0
+        self,
+        url: str,
+        model: str,
+        extra: dict[str, Any] | None = None,
+        timeout_s: float = 600.0,
+        headers: Mapping[str, str] = _NO_HEADERS,
     ):
         self._url = urllib.parse.urlsplit(url)
         if self._url.scheme not in ("http", "https") or not self._url.hostname:
             raise ValueError(f"url: must be http://HOST:PORT or https://..., got {url!r}")
         self._model, self._extra, self._timeout_s = model, extra or {}, timeout_s
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
 
     async def complete(
         self, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
     ) -> Answer:
-        body = {
+        body = self.body(prompt_ids, max_tokens, session)
+        answer = Answer()
+        try:
+            async with self._post("/v1/completions", body) as (headers, lines):
+                _explain(answer, headers)
+                async for line in lines:
+                    if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                        self._add(answer, json.loads(line[5:]))
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError) as error:
+            raise RequestFailed(f"{type(error).__name__}: {error}") from None
+        return answer
+
+    def body(self, prompt_ids: Sequence[int], max_tokens: int, session: str) -> dict[str, Any]:
+        """Of a request."""
+        return {
             "model": self._model,
             "prompt": list(prompt_ids),
             "max_tokens": max_tokens,
@@ -84,16 +110,6 @@ class OpenAIClient:
             **({"prompt_cache_key": session} if session else {}),
             **self._extra,
         }
-        answer = Answer()
-        try:
-            async with self._post("/v1/completions", body) as (headers, lines):
-                answer.replica = headers.get("x-quire-replica", "")
-                async for line in lines:
-                    if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                        self._add(answer, json.loads(line[5:]))
-        except (OSError, asyncio.IncompleteReadError, TimeoutError, ValueError) as error:
-            raise RequestFailed(f"{type(error).__name__}: {error}") from None
-        return answer
 
     @staticmethod
     def _add(answer: Answer, event: dict[str, Any]) -> None:
@@ -133,7 +149,7 @@ class OpenAIClient:
             head = (
                 f"POST {url.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {url.netloc}\r\n"
                 "Content-Type: application/json\r\nAccept: text/event-stream\r\n"
-                f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+                f"{self._headers}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
             )
             writer.write(head.encode() + data)
             await writer.drain()
@@ -221,14 +237,20 @@ class GrpcClient:
                 if response.HasField("usage"):
                     answer.prompt_tokens = response.usage.prompt_tokens
                     answer.cached_tokens = response.usage.cached_tokens
-            trailing = dict(await call.trailing_metadata() or ())
-            answer.replica = str(trailing.get("x-quire-replica", ""))
+            _explain(answer, dict(await call.trailing_metadata() or ()))
         except grpc.aio.AioRpcError as error:
             raise RequestFailed(f"{error.code().name}: {error.details()}") from None
         return answer
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+def _explain(answer: Answer, headers: Mapping[str, Any]) -> None:
+    """What Quire says of its decision, in headers or trailing metadata."""
+    answer.replica = str(headers.get("x-quire-replica", ""))
+    predicted = headers.get("x-quire-predicted-cached-tokens")
+    answer.predicted_tokens = None if predicted is None else int(predicted)
 
 
 def connect(url: str, model: str, extra: dict[str, Any] | None = None) -> Client:

@@ -37,6 +37,7 @@ class Record:
     turn: int = 0
     replica: str = ""
     error: str = ""  # empty: it was answered
+    predicted_tokens: int | None = None  # that the router expected to be cached, if it tells
 
     @property
     def lag_s(self) -> float:
@@ -125,6 +126,7 @@ class _Sender:
             request.turn,
             answer.replica,
             error,
+            answer.predicted_tokens,
         )
         self.run.records.append(record)
         self._progress(record)

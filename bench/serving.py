@@ -9,27 +9,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import re
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import yaml
 
+from quire.bench.live_cluster import LiveCluster, cpu_s, live_cluster
 from quire.bench.report import RESULTS, ROOT, Bar, Spread, spread_json, write
-from quire.cluster.local_serve import free_ports
 from quire.protos import generation_pb2, generation_pb2_grpc
 
 PROMPT = "Tell me a story about a lighthouse."
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
@@ -48,14 +39,15 @@ def main() -> int:
     loads_s: list[float] = []
     idle: list[float] = []
     for _ in range(options.rounds):
-        with cluster(nothing) as (_, started_s):
-            totals["nothing"].append(started_s["total"])
-        with cluster(config) as (ports, started_s):
+        with live_cluster(nothing) as cluster:
+            totals["nothing"].append(cluster.startup_s["total"])
+        with live_cluster(config) as cluster:
+            started_s = cluster.startup_s
             totals["quire"].append(started_s["total"])
             loads_s.append(sum(s for name, s in started_s.items() if name not in ("total", "Ray")))
             time.sleep(15)  # the replicas' heartbeats have backed off, Serve has settled
-            idle += idle_percent(options.idle_s)
-            answers = asyncio.run(measure_answers(ports.grpc))
+            idle += idle_percent(cluster, options.idle_s)
+            answers = asyncio.run(measure_answers(cluster.grpc_port))
     ours, theirs = Spread.of(totals["quire"]), Spread.of(totals["nothing"])
     expected_s = theirs.median + Spread.of(loads_s).median
     bars = [
@@ -83,69 +75,12 @@ def main() -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """Where a cluster listens on the loopback."""
-
-    http: int
-    grpc: int
-
-
-@contextmanager
-def cluster(config: dict) -> Iterator[tuple[Ports, dict[str, float]]]:
-    """Run `quire serve`; yields its ports and the seconds of start-up by phase."""
-    config = json.loads(json.dumps(config))
-    ports = free_ports(4)
-    config["http_options"]["port"], config["grpc_options"]["port"] = ports[:2]
-    variables = config["controller_options"]["runtime_env"]["env_vars"]
-    for name, port in zip(("STATS", "METRICS"), ports[2:], strict=True):
-        variables[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(port)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "cluster.yaml")
-        path.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "quire.cluster.cli", "serve", str(path)]
-        command += ["--log-file", str(Path(folder, "serve.log"))]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        try:
-            lines = []
-            for line in process.stdout:
-                lines.append(line)
-                if line.startswith("ready: "):
-                    break
-            else:
-                raise RuntimeError("".join(lines))
-            startup = next(line for line in lines if line.startswith("start-up "))
-            total_s, parts = re.match(r"start-up ([\d.]+) s: (.*)", startup).groups()
-            phases = re.findall(r"(Ray|imports|checkpoint|load|warm up) ([\d.]+) s", parts)
-            yield (
-                Ports(config["http_options"]["port"], config["grpc_options"]["port"]),
-                {"total": float(total_s), **{name: float(s) for name, s in phases}},
-            )
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-
-
-def idle_percent(seconds: float) -> list[float]:
+def idle_percent(cluster: LiveCluster, seconds: float) -> list[float]:
     """CPU time of each replica process over wall time, in percent of one core."""
-    before = replica_cpu_s()
+    pids = list(cluster.replicas("quire", "Replica").values())
+    before = [cpu_s([pid]) for pid in pids]
     time.sleep(seconds)
-    after = replica_cpu_s()
-    return [100 * (after[pid] - before[pid]) / seconds for pid in before]
-
-
-def replica_cpu_s() -> dict[int, float]:
-    """User and system seconds of every replica process so far, all its threads together."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        try:
-            if b"ray::ServeReplica:quire:Replica" not in (folder / "cmdline").read_bytes():
-                continue
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # not a process, or gone
-            continue
-        found[int(folder.name)] = (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
-    return found
+    return [100 * (cpu_s([pid]) - s) / seconds for pid, s in zip(pids, before, strict=True)]
 
 
 async def measure_answers(port: int) -> dict[str, dict]:

@@ -23,10 +23,10 @@ from quire.bench.checkpoints import VOCAB_SIZE
 from quire.bench.clients import OpenAIClient
 from quire.bench.compare import spread
 from quire.bench.engine_process import EngineProcess, EngineSpec
+from quire.bench.live_cluster import live_cluster
 from quire.bench.load import closed_loop
 from quire.bench.measures import Slo, summarise
 from quire.bench.report import ROOT, Bar
-from quire.bench.serving import cluster
 from quire.bench.workloads import TimedRequest, Workload, batches
 
 GOAL_PERCENT = 90.0
@@ -86,19 +86,21 @@ def main() -> None:
     alone: dict[str, list[float]] = {w.name: [] for w in workloads}
     whole: dict[str, list[dict[str, Any]]] = {w.name: [] for w in workloads}
     config = serve_config(options.checkpoint, options.dtype, engine)
-    with open(os.devnull, "w") as log, cluster(config) as (ports, _):
+    with open(os.devnull, "w") as log, live_cluster(config) as cluster:
         process = EngineProcess(spec, log)
         try:
             process.generate(_WARM_UP.prompts("alone", VOCAB_SIZE), _WARM_UP.output_tokens)
             process.stop()
-            asyncio.run(over_http(ports.http, _WARM_UP, "whole"))
+            asyncio.run(over_http(cluster.http_port, _WARM_UP, "whole"))
             for i in range(options.rounds):
                 for workload in workloads:
                     with process.awake():
                         prompts = workload.prompts(i, VOCAB_SIZE)
                         answer = process.generate(prompts, workload.output_tokens)
                     alone[workload.name].append(answer["seconds"])
-                    whole[workload.name].append(asyncio.run(over_http(ports.http, workload, i)))
+                    whole[workload.name].append(
+                        asyncio.run(over_http(cluster.http_port, workload, i))
+                    )
                     print(
                         f"{workload.name}: alone {answer['seconds']:.2f} s, whole "
                         f"{whole[workload.name][-1]['duration_s']:.2f} s",

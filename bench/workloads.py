@@ -7,6 +7,7 @@ carries nothing over from one repetition to the next; whoever wants a warm cache
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -220,10 +221,47 @@ def sessions(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class TraceScale:
+    """A trace in small, for a small model: what its prompts share is the same part of them."""
+
+    block_tokens: int = 512  # that one of `hash_ids` stands for, instead of 512
+    output_share: float = 1.0  # of the recorded output tokens; one at least
+    max_tokens: int | None = None  # requests that are longer then, prompt and answer, are left out
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_tokens <= _TRACE_BLOCK_TOKENS:
+            raise ValueError(
+                f"block_tokens: must be from 1 to {_TRACE_BLOCK_TOKENS}, got {self.block_tokens}"
+            )
+        if not 0 < self.output_share <= 1:
+            raise ValueError(
+                f"output_share: must be above 0 and at most 1, got {self.output_share:g}"
+            )
+
+    def prompt_tokens(self, recorded: int) -> int:
+        return max(1, recorded * self.block_tokens // _TRACE_BLOCK_TOKENS)
+
+    def output_tokens(self, recorded: int) -> int:
+        return max(1, round(recorded * self.output_share))
+
+    def fits(self, num_tokens: int) -> bool:
+        return self.max_tokens is None or num_tokens <= self.max_tokens
+
+
+_TRACE_BLOCK_TOKENS = 512  # of the prompt behind one of `hash_ids`
+_AS_RECORDED = TraceScale()
+
+
 def read_trace(
-    path: Path, vocab_size: int, *, speed: float = 1.0, limit: int | None = None
+    path: Path,
+    vocab_size: int,
+    *,
+    speed: float = 1.0,
+    limit: int | None = None,
+    scale: TraceScale = _AS_RECORDED,
 ) -> list[TimedRequest]:
-    """Requests of a JSON-lines trace, in order of time.
+    """Requests of a JSON-lines trace, plain or `.gz`, in order of time.
 
     A line is `{"at_s": 0.2, "prompt_tokens": 120, "output_tokens": 40}`, or has `timestamp` in milliseconds,
     `input_length` and `output_length` as the public Mooncake traces do, with `hash_ids`: one id for each 512
@@ -235,6 +273,8 @@ def read_trace(
         2 replays twice as fast.
     limit
         Only so many requests.
+    scale
+        How much smaller the prompts and answers are than recorded.
 
     Raises
     ------
@@ -243,44 +283,63 @@ def read_trace(
     """
     if speed <= 0:
         raise ValueError(f"speed: must be > 0, got {speed:g}")
-    requests = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    rows = []
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            requests.append(_of_trace(json.loads(line), number, vocab_size, speed))
+            row = _TraceRow.parse(json.loads(line), number, scale)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path.name}, line {number}: {error!r}") from None
-    if not requests:
+        if scale.fits(row.prompt_tokens + row.output_tokens):
+            rows.append(row)
+    if not rows:
         raise ValueError(f"{path.name}: no requests")
-    requests.sort(key=lambda request: request.at_s)
-    first_s = requests[0].at_s
-    return [dataclasses.replace(r, at_s=r.at_s - first_s) for r in requests[:limit]]
+    rows.sort(key=lambda row: row.at_s)
+    first_s = rows[0].at_s
+    return [
+        TimedRequest((row.at_s - first_s) / speed, row.prompt(vocab_size, scale), row.output_tokens)
+        for row in rows[:limit]
+    ]
 
 
-_TRACE_BLOCK_TOKENS = 512  # of the prompt behind one of `hash_ids`
+@dataclass(frozen=True, slots=True)
+class _TraceRow:
+    """A line of a trace, as large as it is replayed."""
 
+    number: int  # of the line
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: Sequence[int] | None
 
-def _of_trace(row: dict, number: int, vocab_size: int, speed: float) -> TimedRequest:
-    at_s = row["at_s"] if "at_s" in row else row["timestamp"] / 1000
-    length = int(row["prompt_tokens"] if "prompt_tokens" in row else row["input_length"])
-    output = int(row["output_tokens"] if "output_tokens" in row else row["output_length"])
-    if at_s < 0 or length < 1 or output < 1:
-        raise ValueError(f"at_s >= 0 and lengths >= 1 wanted, got {at_s:g}, {length}, {output}")
-    hash_ids = row.get("hash_ids")
-    if hash_ids is None:
-        prompt = _token_ids(random.Random(f"trace/{number}"), length, vocab_size)
-    else:
-        prompt = [
-            token
-            for block in hash_ids
-            for token in _token_ids(
-                random.Random(f"trace-block/{block}"), _TRACE_BLOCK_TOKENS, vocab_size
-            )
-        ][:length]
-        if len(prompt) < length:
+    @classmethod
+    def parse(cls, row: dict, number: int, scale: TraceScale) -> _TraceRow:
+        at_s = row["at_s"] if "at_s" in row else row["timestamp"] / 1000
+        length = int(row["prompt_tokens"] if "prompt_tokens" in row else row["input_length"])
+        output = int(row["output_tokens"] if "output_tokens" in row else row["output_length"])
+        if at_s < 0 or length < 1 or output < 1:
+            raise ValueError(f"at_s >= 0 and lengths >= 1 wanted, got {at_s:g}, {length}, {output}")
+        hash_ids = row.get("hash_ids")
+        if hash_ids is not None and len(hash_ids) * _TRACE_BLOCK_TOKENS < length:
             raise ValueError(f"hash_ids: {len(hash_ids)} blocks for {length} tokens")
-    return TimedRequest(at_s / speed, tuple(prompt), output)
+        return cls(number, at_s, scale.prompt_tokens(length), scale.output_tokens(output), hash_ids)
+
+    def prompt(self, vocab_size: int, scale: TraceScale) -> tuple[int, ...]:
+        """Its token ids."""
+        if self.hash_ids is None:
+            rng = random.Random(f"trace/{self.number}")
+            return tuple(_token_ids(rng, self.prompt_tokens, vocab_size))
+        tokens = [
+            token
+            for block in self.hash_ids
+            for token in _token_ids(
+                random.Random(f"trace-block/{block}"), scale.block_tokens, vocab_size
+            )
+        ]
+        return tuple(tokens[: self.prompt_tokens])
 
 
 class _PromptMaker:

@@ -41,6 +41,11 @@ def build(args: dict[str, Any]) -> Application:
         With every problem of `args`.
     """
     config = AppConfig.from_args(args)
+    return application(config, _replica_class(config))
+
+
+def application(config: AppConfig, replica_class: type[Replica]) -> Application:
+    """The application with replicas of this class, which benchmarks replace."""
     device = _device(config)
     max_calls = (
         config.engine.max_running_requests
@@ -48,7 +53,7 @@ def build(args: dict[str, Any]) -> Application:
         + CONTROL_CALLS_PER_ROUTER * config.routers
     )
     replica = serve.deployment(
-        _replica_class(config),
+        replica_class,
         name="Replica",
         **_num_replicas(config),
         max_ongoing_requests=max_calls,

@@ -154,13 +154,24 @@ def ray_auth_header(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
 
 
-def application_status(dashboard_url: str, timeout_s: float = 5.0) -> dict[str, tuple[str, str]]:
-    """Status and message of each application, from Ray's REST API; empty while Ray cannot say."""
+def serve_details(dashboard_url: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    """What Ray's REST API says of Serve and its applications.
+
+    Raises
+    ------
+    OSError, HTTPException, ValueError
+        It does not answer, or not with JSON.
+    """
     url = f"{dashboard_url.rstrip('/')}/api/serve/applications/"
     request = urllib.request.Request(url, headers=ray_auth_header(os.environ))
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return json.load(response)
+
+
+def application_status(dashboard_url: str, timeout_s: float = 5.0) -> dict[str, tuple[str, str]]:
+    """Status and message of each application, from Ray's REST API; empty while Ray cannot say."""
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            details = json.load(response)
+        details = serve_details(dashboard_url, timeout_s)
     except _NO_ANSWER:  # the dashboard answers some seconds after its URL is printed
         return {}
     status = {}

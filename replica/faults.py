@@ -19,8 +19,10 @@ with `!` in every one, so that it follows the request from replica to replica.
 | `fail` | | the step raises |
 | `oom` | | an allocation fails in the step |
 | `drag` | milliseconds | this step and every one after it, whoever is in it, takes so much longer |
+| `crawl` | milliseconds | as `drag`, and the engine measures it as the time of its steps: a slower device |
 | `leak` | KiB | this step and every one after it, whoever is in it, keeps so much memory for ever |
 | `clock` | seconds | the engine's clock jumps, also back |
+| `forget` | seconds | so long after the step began the cache is cleared, whether or not anything runs |
 | `drop` | | the frame with the token is not sent |
 | `lose` | | the frame is sent without the request's token, but with those of the others |
 | `duplicate` | | it is sent twice, and the one before it once more |
@@ -35,6 +37,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -48,7 +51,19 @@ from quire.replica.loop import StepRunner
 from quire.replica.plan import StepPlan, StepResult
 
 logger = logging.getLogger("ray.serve")
-IN_STEP = ("kill", "crash", "hang", "slow", "fail", "oom", "drag", "leak", "clock")
+IN_STEP = (
+    "kill",
+    "crash",
+    "hang",
+    "slow",
+    "fail",
+    "oom",
+    "drag",
+    "crawl",
+    "leak",
+    "clock",
+    "forget",
+)
 IN_STREAM = ("drop", "lose", "duplicate", "delay", "corrupt")
 _LABEL = re.compile(r"fault:([a-z]+)(?::(-?[0-9.]+))?(!?)@([0-9]+)")
 
@@ -109,6 +124,7 @@ class Faults:
     waiting: list[Fault] = field(default_factory=list)
     clock_offset_s: float = 0.0
     drag_s: float = 0.0  # of each step
+    crawl_s: float = 0.0  # of each step, and counted as such
     leak_bytes: int = 0  # in each step
     leaked: list[bytes] = field(default_factory=list)
 
@@ -139,11 +155,18 @@ class Faults:
 
 
 class FaultyRunner:
-    """A `StepRunner` to which faults happen."""
+    """A `StepRunner` to which faults happen.
 
-    def __init__(self, runner: StepRunner, faults: Faults):
+    Parameters
+    ----------
+    clear_cache
+        Called in a thread of its own for `forget`.
+    """
+
+    def __init__(self, runner: StepRunner, faults: Faults, clear_cache: Callable[[], None]):
         self._runner = runner
         self._faults = faults
+        self._clear_cache = clear_cache
 
     @property
     def num_compiles(self) -> int:
@@ -166,8 +189,12 @@ class FaultyRunner:
                 raise MemoryError("a fault was asked for")
             elif fault.kind == "drag":
                 self._faults.drag_s = fault.number / 1000
+            elif fault.kind == "crawl":
+                self._faults.crawl_s = fault.number / 1000
             elif fault.kind == "leak":
                 self._faults.leak_bytes = int(fault.number * 1024)
+            elif fault.kind == "forget":
+                threading.Timer(fault.number, self._clear_cache).start()
             else:
                 self._faults.clock_offset_s += fault.number
         if self._faults.drag_s:
@@ -178,7 +205,12 @@ class FaultyRunner:
         return self._runner.launch(plan)
 
     def collect(self, in_flight: Any) -> StepResult:
-        return self._runner.collect(in_flight)
+        result = self._runner.collect(in_flight)
+        crawl_s = self._faults.crawl_s
+        if crawl_s:
+            time.sleep(crawl_s)
+            result = dataclasses.replace(result, duration_s=result.duration_s + crawl_s)
+        return result
 
     def use_idle(self) -> bool:
         return self._runner.use_idle()
@@ -192,7 +224,10 @@ class FaultyEngine(Engine):
 
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
         self.faults = Faults()
-        return FaultyRunner(runner, self.faults), self.faults.now_s
+        return FaultyRunner(runner, self.faults, self._forget), self.faults.now_s
+
+    def _forget(self) -> None:
+        self.call(lambda scheduler: scheduler.clear_cache()).result()
 
 
 def disturbed(fault: Fault, data: bytes, before: bytes) -> list[bytes]:

@@ -52,7 +52,10 @@ STREAM = (
     + event(choices=[], usage=USAGE)
     + b"data: [DONE]\n\n"
 )
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-Quire-Replica: r1\r\n\r\n"
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-Quire-Replica: r1\r\n"
+    b"X-Quire-Predicted-Cached-Tokens: 64\r\n\r\n"
+)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 10_000])
@@ -63,7 +66,7 @@ def test_a_stream_is_read_however_it_is_cut(size):
     answer, body = asyncio.run(answered([*pieces, b"0\r\n\r\n"], CHUNKED))
     assert (answer.tokens, answer.token_ids) == ([1, 2, 1], [1, 2, 3, 4])
     assert (answer.prompt_tokens, answer.cached_tokens) == (3, 2)
-    assert answer.replica == "r1"
+    assert (answer.replica, answer.predicted_tokens) == ("r1", 64)
     assert answer.arrivals_s == sorted(answer.arrivals_s)
     assert body["prompt"] == [5, 6, 7] and body["max_tokens"] == 4 and body["stream"] is True
     assert body["ignore_eos"] is True and body["prompt_cache_key"] == "talk"
@@ -81,6 +84,7 @@ def test_tokens_that_the_usage_counts_are_counted():
     text = event(choices=[{"text": "abc"}]) + event(choices=[], usage=USAGE)
     answer, _ = asyncio.run(answered([text], b"HTTP/1.1 200 OK\r\n\r\n"))
     assert answer.num_tokens == 4
+    assert answer.predicted_tokens is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import statistics
 
@@ -12,6 +13,7 @@ from quire.bench.workloads import (
     WORKLOADS,
     Lengths,
     PrefixMix,
+    TraceScale,
     Workload,
     closed,
     poisson,
@@ -89,6 +91,27 @@ def test_a_trace_is_replayed_at_its_speed_and_shares_what_was_shared(tmp_path):
     assert first.prompt_ids[:512] == second.prompt_ids[:512]
     assert first.prompt_ids[512:] != second.prompt_ids[512:600]
     assert len(read_trace(path, 400, limit=2)) == 2
+
+
+def test_a_trace_in_small_shares_the_same_part_of_its_prompts(tmp_path):
+    path = tmp_path / "trace.jsonl.gz"
+    rows = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 30, "hash_ids": [1, 2]},
+        {"timestamp": 1, "input_length": 1300, "output_length": 3, "hash_ids": [1, 2, 3]},
+        {"timestamp": 2, "input_length": 5120, "output_length": 3, "hash_ids": list(range(10))},
+        {"timestamp": 3, "input_length": 2, "output_length": 3, "hash_ids": [4]},
+    ]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    scale = TraceScale(block_tokens=64, output_share=0.1, max_tokens=200)
+    requests = read_trace(path, 400, scale=scale)
+    assert [(len(r.prompt_ids), r.output_tokens) for r in requests] == [(128, 3), (162, 1), (1, 1)]
+    assert requests[0].prompt_ids == requests[1].prompt_ids[:128]
+    assert len(read_trace(path, 400, limit=2, scale=TraceScale(64))) == 2
+    assert len(read_trace(path, 400)) == 4
+    with pytest.raises(ValueError, match="block_tokens: must be from 1 to 512, got 513"):
+        TraceScale(513)
+    with pytest.raises(ValueError, match="output_share: must be above 0 and at most 1, got 0"):
+        TraceScale(output_share=0.0)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,34 @@ def test_a_drag_and_a_leak_are_for_all_steps_from_then_on(engine):
     engine.faults.waiting.clear()
 
 
+def test_a_crawl_is_time_that_the_engine_knows_of(engine):
+    arm(engine, "crawl", 50, 0)
+    engine.generate([PROMPT], PARAMS, progress=False)
+    others = dataclasses.replace(PARAMS, seed=1, max_tokens=50)
+    engine.generate([PROMPT], others, progress=False)
+    # What it knew before has a share of 0.9 to the number of steps: below a hundredth.
+    assert engine.load().decode_step_s > 0.99 * 0.05
+    engine.faults.crawl_s = 0.0
+    engine.faults.waiting.clear()
+
+
+def test_an_idle_engine_forgets_what_it_has_cached_and_says_so(engine):
+    prompt = list(range(300, 370))
+    whole = engine.generate([prompt], PARAMS, progress=False)[0].token_ids
+    seq = engine.call(lambda scheduler: scheduler.events.seq).result()
+    engine.faults.arm(Fault("forget", 0.3, 11, "router", 7, PARAMS.seed, len(prompt) + 11))
+    assert engine.generate([prompt], PARAMS, progress=False)[0].token_ids == whole
+    assert engine.load().blocks_cached > 0, "the fault comes when nothing runs"
+    until_s = time.monotonic() + 10
+    while engine.load().blocks_cached and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert engine.load().blocks_cached == 0
+    last = engine.call(lambda scheduler: scheduler.events.since(seq)[-1]).result()
+    assert last.cleared and not len(last.stored)
+    engine.check()
+    assert engine.generate([prompt], PARAMS, progress=False)[0].token_ids == whole
+
+
 def test_a_frame_is_found_by_its_token():
     faults = Faults()
     faults.arm(parse(submit("fault:drop@9")))

@@ -1,0 +1,225 @@
+"""Streams read as cheaply as this language can, for a load that shares its two cores with the server.
+
+While a stream runs, what comes is put aside with the time of its arrival, and nothing else is done; what it says is
+found out afterwards. (`clients` reads along, since its callers want to see how far they are.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import orjson
+
+from quire.protos import generation_pb2 as pb
+
+Piece = tuple[float, bytes]  # time.perf_counter of its arrival, and what came
+
+
+@dataclass(slots=True)
+class TokenStream:
+    """What came of one request."""
+
+    sent_s: float  # time.perf_counter
+    arrivals_s: list[float] = field(default_factory=list)  # of every token
+    num_tokens: int = 0  # by the server's own count
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals_s[0] - self.sent_s
+
+    @property
+    def gaps_s(self) -> Iterator[float]:
+        """Between the tokens."""
+        later = iter(self.arrivals_s)
+        next(later, None)
+        return (b - a for a, b in zip(self.arrivals_s, later, strict=False))
+
+
+class StreamFailed(Exception):
+    """The server refused or broke off; the message has its words."""
+
+
+class SseStreams:
+    """`POST /v1/completions`, streamed; a connection for each.
+
+    Parameters
+    ----------
+    port
+        On the loopback.
+    model
+        The name in the request.
+    """
+
+    def __init__(self, port: int, model: str):
+        self._port, self._model = port, model
+
+    async def read(self, prompt_ids: Iterable[int], num_tokens: int) -> TokenStream:
+        """Ask for `num_tokens` tokens, whatever the model says; returns when the last one is here.
+
+        Raises
+        ------
+        StreamFailed
+            Another status than 200, an error event, or an end without [DONE].
+        """
+        body = {
+            "model": self._model,
+            "prompt": list(prompt_ids),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        data = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\n"
+            "Content-Type: application/json\r\nConnection: close\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
+        sent_s = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        transport, reader = await loop.create_connection(_Reader, "127.0.0.1", self._port)
+        try:
+            transport.write(head.encode() + data)
+            pieces = await reader.ended
+        finally:
+            transport.close()
+        return parse_sse(sent_s, pieces)
+
+    async def close(self) -> None:
+        pass
+
+
+class _Reader(asyncio.Protocol):
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self.ended: asyncio.Future[list[Piece]] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self._pieces.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(self._pieces)
+
+
+def parse_sse(sent_s: float, pieces: list[Piece]) -> TokenStream:
+    """A whole HTTP/1.1 response of server-sent events, each with the time at which its last byte came."""
+    stream, done = TokenStream(sent_s), False
+    for arrival_s, event in _events(pieces):
+        data = event.partition(b"data: ")[2]
+        if data == b"[DONE]":
+            done = True
+            continue
+        chunk = orjson.loads(data)
+        if "error" in chunk:
+            raise StreamFailed(str(chunk["error"])[:300])
+        if any(choice["text"] for choice in chunk["choices"]):
+            stream.arrivals_s.append(arrival_s)
+        if usage := chunk.get("usage"):
+            stream.num_tokens = usage["completion_tokens"]
+    if not done:
+        raise StreamFailed(f"the stream ended after {len(stream.arrivals_s)} tokens")
+    return stream
+
+
+def _events(pieces: list[Piece]) -> Iterator[Piece]:
+    """The events of a chunked body."""
+    rest = b""
+    for arrival_s, data in _payloads(pieces):
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            yield arrival_s, event
+
+
+def _payloads(pieces: list[Piece]) -> Iterator[Piece]:
+    """What is in the chunks (RFC 9112, section 7.1), as far as it is there; each with its arrival."""
+    buffer, in_body, left = b"", False, 0  # of the chunk, with the end of its line
+    for arrival_s, data in pieces:
+        buffer += data
+        if not in_body:
+            head, blank, rest = buffer.partition(b"\r\n\r\n")
+            if not blank:
+                continue
+            _check_head(head, rest)
+            buffer, in_body = rest, True
+        payload = b""
+        while buffer:
+            if left:
+                taken, buffer = buffer[:left], buffer[left:]
+                payload += taken[: max(0, left - 2)]
+                left -= len(taken)
+                continue
+            line, end, rest = buffer.partition(b"\r\n")
+            if not end:
+                break
+            left, buffer = int(line.split(b";")[0], 16) + 2, rest
+        if payload:
+            yield arrival_s, payload
+
+
+def _check_head(head: bytes, rest: bytes) -> None:
+    if not head.startswith(b"HTTP/1.1 200 "):
+        raise StreamFailed(f"{head[:60]!r}: {rest[:300]!r}")
+    if b"transfer-encoding: chunked" not in head.lower():
+        raise StreamFailed(f"not chunked: {head[:300]!r}")
+
+
+class GrpcStreams:
+    """`quire.v1.Generation/Generate`, all of them over one channel; messages are not decoded while they come.
+
+    Parameters
+    ----------
+    port
+        On the loopback.
+    model
+        The name in the request.
+    """
+
+    def __init__(self, port: int, model: str):
+        import grpc
+
+        self._model = model
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        self._generate = self._channel.unary_stream(
+            "/quire.v1.Generation/Generate",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=bytes,
+        )
+
+    async def read(self, prompt_ids: Iterable[int], num_tokens: int) -> TokenStream:
+        """See `SseStreams.read`."""
+        import grpc
+
+        request = pb.GenerateRequest(
+            model=self._model,
+            token_ids=pb.TokenIds(ids=prompt_ids),
+            sampling=pb.SamplingOptions(max_tokens=num_tokens, temperature=0.0),
+            ignore_eos=True,
+        )
+        pieces: list[Piece] = []
+        sent_s = time.perf_counter()
+        try:
+            async for data in self._generate(request):
+                pieces.append((time.perf_counter(), data))
+        except grpc.aio.AioRpcError as error:
+            raise StreamFailed(f"{error.code().name}: {error.details()}") from None
+        return parse_grpc(sent_s, pieces)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def parse_grpc(sent_s: float, pieces: list[Piece]) -> TokenStream:
+    """The messages of one call, `GenerateResponse` each."""
+    stream = TokenStream(sent_s)
+    for arrival_s, data in pieces:
+        response = pb.GenerateResponse.FromString(data)
+        stream.arrivals_s += [arrival_s] * len(response.token_ids)
+        if response.HasField("usage"):
+            stream.num_tokens = response.usage.completion_tokens
+    return stream
