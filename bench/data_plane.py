@@ -235,7 +235,7 @@ def bars_of(found: Mapping[str, Any]) -> list[Bar]:
     for (protocol, num_streams), run in found["runs"].items():
         if num_streams != NUM_BARRED:
             continue
-        name = f"data_plane/{protocol}_{num_streams}"
+        name = f"router/data_plane_{protocol}_{num_streams}"
         bars.append(
             Bar(f"{name}_percent_of_ideal", 100 * run.share_of_ideal, "%", 90.0, at_most=False)
         )
@@ -248,7 +248,7 @@ def bars_of(found: Mapping[str, Any]) -> list[Bar]:
     for protocol, seconds in found["lone_s"].items():
         bars.append(
             Bar(
-                f"data_plane/{protocol}_first_token_p99",
+                f"router/data_plane_{protocol}_first_token_p99",
                 percentile(seconds, 99) / STEP_S,
                 "steps",
                 2.0,

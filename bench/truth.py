@@ -268,9 +268,15 @@ def bars_of(
         "pooled_hit_percent": round(100 * num_pooled / num_asked, 2),
     }
     bars = [
-        Bar("truth/over_predicted", 100 * len(over) / len(records), "%", 1.0, details=predictions),
         Bar(
-            "truth/hit_rate_of_pooled",
+            "router/truth_over_predicted",
+            100 * len(over) / len(records),
+            "%",
+            1.0,
+            details=predictions,
+        ),
+        Bar(
+            "router/truth_hit_rate_of_pooled",
             num_cached / num_pooled,
             "x",
             0.95,
@@ -282,7 +288,7 @@ def bars_of(
         worst = max((each.seconds for each in found), default=None)
         bars.append(
             Bar(
-                f"truth/wrong_credit_after_{how}",
+                f"router/truth_wrong_credit_after_{how}",
                 None if worst is None else 1e3 * worst,
                 "ms",
                 150.0,

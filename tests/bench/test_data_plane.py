@@ -145,13 +145,13 @@ def test_cpu_time_is_of_the_tokens_in_the_window_and_less_what_idling_takes():
     }
     bars = {bar.name: bar for bar in data_plane.bars_of(found)}
     assert {name: bar.holds for name, bar in bars.items()} == {
-        "data_plane/sse_128_percent_of_ideal": True,
-        "data_plane/sse_128_inter_token_p99": True,
-        "data_plane/sse_128_replica_us_per_token": True,
-        "data_plane/sse_128_router_us_per_token": False,
-        "data_plane/sse_first_token_p99": False,
+        "router/data_plane_sse_128_percent_of_ideal": True,
+        "router/data_plane_sse_128_inter_token_p99": True,
+        "router/data_plane_sse_128_replica_us_per_token": True,
+        "router/data_plane_sse_128_router_us_per_token": False,
+        "router/data_plane_sse_first_token_p99": False,
     }
-    assert bars["data_plane/sse_128_router_us_per_token"].value == pytest.approx(100.0)
+    assert bars["router/data_plane_sse_128_router_us_per_token"].value == pytest.approx(100.0)
 
 
 def test_streams_that_are_not_whole_end_the_run():

@@ -121,13 +121,13 @@ def test_bars_count_what_was_expected_and_not_there():
             records, 6500, {"clear": [found, WrongCredit(0.0, 0, 5, 0.1)], "kill": []}
         )
     }
-    over = bars["truth/over_predicted"]
+    over = bars["router/truth_over_predicted"]
     assert (over.value, over.holds) == (1.0, True)
     assert over.details["over_predicted_tokens"] == 32 and over.details["under_predicted"] == 1
-    assert bars["truth/hit_rate_of_pooled"].value == pytest.approx(6400 / 6500)
-    assert bars["truth/wrong_credit_after_clear"].value == 200.0
-    assert bars["truth/wrong_credit_after_clear"].holds is False
-    assert bars["truth/wrong_credit_after_kill"].holds is None
+    assert bars["router/truth_hit_rate_of_pooled"].value == pytest.approx(6400 / 6500)
+    assert bars["router/truth_wrong_credit_after_clear"].value == 200.0
+    assert bars["router/truth_wrong_credit_after_clear"].holds is False
+    assert bars["router/truth_wrong_credit_after_kill"].holds is None
 
 
 def test_the_cluster_of_the_benchmark_is_one_that_quire_takes(tmp_path):

@@ -349,9 +349,11 @@ def test_deadlines_fire_while_others_keep_the_loop_busy(harness):
     begun_s = time.monotonic()
     waiting = harness.submit(deadline_s=begun_s + 0.1)
     delta = harness.last_delta(waiting)
-    assert 0.1 <= time.monotonic() - begun_s < 0.39
+    assert time.monotonic() - begun_s >= 0.1
     assert delta.finish_reason == "abort"
     assert isinstance(delta.error, DeadlineExceeded)
+    deltas = [delta for output in harness.outputs for delta in output.deltas]
+    assert not {delta.key for delta in deltas if delta.finish_reason} & set(busy), "they are busy"
     for key in busy:
         harness.loop.post(lambda scheduler, key=key: scheduler.abort(key))
 
