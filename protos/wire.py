@@ -577,6 +577,8 @@ class Load(NamedTuple):
     stalled_s: float = 0.0  # since the last step ended, while there is one to run; 0 when idle
     num_places: int | None = None  # requests that it takes before it refuses one; None = no bound
     num_routers: int = 1  # that are attached, and share these places
+    # Waiting requests that the next steps start: rows that are free, none where the first in line lacks memory.
+    num_startable: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,7 @@ class Scheduler:
         # A head of the queue is looked at again only after something that could let it in.
         self._num_changes = 0
         self._blocked = (-1, -1)  # its arrival, and the changes up to then
+        self._lacks_blocks = False  # whoever is first in line
 
     def reconfigure(self, config: EngineConfig) -> None:
         """Take on a configuration that differs in `LIGHT_FIELDS` only; requests go on under it."""
@@ -469,6 +470,8 @@ class Scheduler:
             self._continue_prefills(step, may_admit, now_s)
         if may_admit:
             self._admit(step, now_s)
+        else:
+            self._lacks_blocks = True
         return step, decodes
 
     def _compose_alone(self, now_s: float) -> tuple[Step, DecodeRows] | None:
@@ -639,6 +642,7 @@ class Scheduler:
             offer = self._find_offer(request)
             if offer is None:
                 self._blocked = (request.arrival_index, self._num_changes)
+                self._lacks_blocks = True
                 return
             start = self._num_known(request, offer)
             if not step.budget.grant(start, request.num_tokens - start):
@@ -662,6 +666,7 @@ class Scheduler:
                 self.num_restores += 1
             request.enter(Phase.PREFILLING)
             request.is_victim = False
+            self._lacks_blocks = False
             self._prefilling[request.key] = request
             self._started.add(request.key)
             # A fork's copies belong to this step, so its one token does.
@@ -930,6 +935,7 @@ class Scheduler:
             num_restores=self.num_restores,
             stalled_s=stalled_s,
             num_places=max(0, self.config.max_waiting_requests - self.num_waiting),
+            num_startable=0 if self._lacks_blocks else self.rows.num_free,
         )
 
     def clear_cache(self) -> None:

@@ -60,8 +60,8 @@ class AdmissionLimits:
         Prefill that a replica has queued while requests go there at once. What waits there is served in the
         replica's order, what waits here in the fair one; so it is as small as keeps the replica busy.
     max_replica_waiting_requests
-        Requests that wait at a replica, by its last report, while others still go there. Bounds what
-        `dispatch_window_s` does not: short prompts that wait for memory.
+        Requests that wait at a replica for a row or for memory, by its last report, while others still go there.
+        Bounds what `dispatch_window_s` does not: short prompts that wait for those.
     quantum_tokens
         See `FairQueue`.
     """
@@ -128,11 +128,18 @@ class Turnover:
         self._held_s.append(held_s)
         self._sum_s += held_s
 
-    def rate(self) -> float | None:
-        """Places in a second; None while none came free."""
+    def rate(self, num_starting: float = 0.0) -> float | None:
+        """Places in a second; None while none came free.
+
+        Parameters
+        ----------
+        num_starting
+            Requests without a first token that have a place already: of a burst that finds all places empty that is
+            everyone, and what comes free later is what they hold.
+        """
         if self._sum_s <= 0:
             return None
-        return max(1, self.num_held) * len(self._held_s) / self._sum_s
+        return max(1.0, self.num_held + num_starting) * len(self._held_s) / self._sum_s
 
 
 class Shortfall:

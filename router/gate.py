@@ -100,6 +100,7 @@ class _View:
     prefill_s: float  # P on the best
     num_replicas: int
     lacks_places: bool  # and not only time, where no replica is open
+    num_waiting: float  # for a place at the replicas, of this router and of others
 
 
 class AdmissionGate:
@@ -128,7 +129,7 @@ class AdmissionGate:
         self._num_unanswered = 0  # of those let through
         self._turnover = Turnover()
         self._shortfall = Shortfall()
-        self._last = _View(True, 0.0, 0.0, 1, False)
+        self._last = _View(True, 0.0, 0.0, 1, False, 0.0)
         self._pump: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
 
@@ -155,7 +156,7 @@ class AdmissionGate:
         last = self._last
         if last.lacks_places:
             num = len(self._queue) + self._num_unanswered
-            return num / self._request_rate.request_rate(self._turnover.rate())
+            return num / self._place_rate(last)
         return last.queued_s + self._queue.prefill_s / self._rate.rate(last.num_replicas)
 
     def check(self, tenant: str, priority: int) -> None:
@@ -236,12 +237,13 @@ class AdmissionGate:
             prefill_s=prefill_s,
             rate=self._rate.rate(view.num_replicas),
             num_unanswered=self._num_unanswered,
-            request_rate=(
-                self._request_rate.request_rate(self._turnover.rate())
-                if view.lacks_places
-                else None
-            ),
+            request_rate=self._place_rate(view) if view.lacks_places else None,
         )
+
+    def _place_rate(self, view: _View) -> float:
+        """Places that come free in a second."""
+        num_starting = max(0.0, self._num_unanswered - view.num_waiting)
+        return self._request_rate.request_rate(self._turnover.rate(num_starting))
 
     def _refusal(
         self, tenant: str, tokens: int, wait_s: float, prefill_s: float, view: _View
@@ -361,4 +363,11 @@ class AdmissionGate:
         # What an open replica lacked is what the others before lacked. Where there are many short prompts and no
         # places for them their prefill looks like much.
         lacks_places = self._last.lacks_places if is_open else not few.all()
-        return _View(is_open, float(wait_s.min()), best.prefill_s, len(fleet), lacks_places)
+        return _View(
+            is_open,
+            float(wait_s.min()),
+            best.prefill_s,
+            len(fleet),
+            lacks_places,
+            float(fleet.num_waiting.sum()),
+        )

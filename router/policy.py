@@ -70,7 +70,7 @@ class Fleet:
     cache_age_s: np.ndarray  # [n] float64, for how long a block stays cached; inf: nothing evicted
     free_tokens: np.ndarray  # [n] float64, of KV memory, evictable ones included; inf: not known
     used_tokens: np.ndarray  # [n] float64, of KV memory of running requests
-    num_waiting: np.ndarray  # [n] float64, requests that wait there, by the last report
+    num_waiting: np.ndarray  # [n] float64, requests that wait there for a place, by the last report
     num_places: (
         np.ndarray
     )  # [n] float64, further requests of ours until it refuses one; inf: no bound

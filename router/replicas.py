@@ -609,7 +609,8 @@ class ReplicaTable:
             free if block else math.inf,
             load.blocks_in_use * block,
             self._host_copy_s_per_token,
-            load.num_waiting,
+            # What came during a step waits for its end, not for a place.
+            max(0, load.num_waiting - load.num_startable),
             entry.mean_requests,
             entry.mean_kv_tokens,
             _num_places(entry),

@@ -174,10 +174,13 @@ def test_no_more_rows_than_allowed_run():
     scheduler = make_scheduler(max_running_requests=3)
     for i in range(8):
         submit(scheduler, i, [100 + i], max_tokens=2)
+    assert scheduler.load().num_startable == 3, "they came during a step"
     plan, _ = step(scheduler)
     assert plan.num_rows == 3
     assert (scheduler.num_running, scheduler.num_waiting) == (3, 5)
+    assert scheduler.load().num_startable == 0
     assert set(run(scheduler)) == set(range(8))
+    assert scheduler.load().num_startable == 3
 
 
 def test_nothing_is_admitted_into_the_margin_while_anything_runs():
@@ -190,6 +193,19 @@ def test_nothing_is_admitted_into_the_margin_while_anything_runs():
     assert plan.num_rows == 1
     submit(scheduler, "c", range(300, 370), max_tokens=2)  # 9 blocks: alone it may
     assert run(scheduler)["c"][1].finish_reason == "length"
+
+
+def test_rows_are_free_but_not_for_who_lacks_memory():
+    scheduler = make_scheduler(num_blocks=10, max_running_requests=4)
+    submit(scheduler, "a", range(100, 148), max_tokens=20)  # 6 of 10 blocks, and more to come
+    submit(scheduler, "b", range(200, 248), max_tokens=2)
+    step(scheduler)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert scheduler.load().num_startable == 0
+    run(scheduler)
+    submit(scheduler, "c", [1, 2], max_tokens=2)
+    assert scheduler.load().num_startable == 4
+    run(scheduler)
 
 
 def test_a_later_request_that_would_fit_does_not_overtake():

@@ -138,6 +138,7 @@ def test_before_anybody_has_waited_the_rate_is_that_of_little():
     assert rate.request_rate(turnover.rate()) == pytest.approx(4, rel=0.05), "what was measured"
     turnover.num_held = 0
     assert turnover.rate() > 0
+    assert turnover.rate(num_starting=20.0) == 20 / 4.0, "they hold places, though none has a token"
 
 
 class Fleet:
@@ -263,6 +264,30 @@ def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
+
+
+def test_a_burst_that_finds_the_places_empty_does_not_wait_for_as_long_as_one_request_takes_each():
+    """Requests came one at a time, of 5 s each; then 60 at once start on 60 rows, and 40 wait for these."""
+
+    async def run() -> list[Entry]:
+        fleet = Fleet()
+        fleet.rows = [Fleet.row()]
+        gate = fleet.gate(max_wait_s=20.0)
+        for _ in range(20):
+            entry = await gate.enter(fleet.arrival(0, tokens=10))
+            entry.answered()
+            fleet.now_s += 5.0
+            entry.left()
+        burst = [await gate.enter(fleet.arrival(i, tokens=10)) for i in range(100)]
+        fleet.rows = [Fleet.row(num_waiting=40)]
+        waiting = asyncio.create_task(gate.enter(fleet.arrival(0, tokens=10)))
+        await turns()
+        assert len(gate.queue) == 1, "it was let wait: 12 places come free in a second"
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return burst
+
+    assert len(asyncio.run(run())) == 100
 
 
 def test_what_the_estimates_lack_is_learnt():

@@ -227,6 +227,13 @@ def test_unknown_replicas_are_ignored():
     table.remove("x")
 
 
+@pytest.mark.parametrize(("startable", "waiting"), [(0, 40), (30, 10), (64, 0)])
+def test_who_only_waits_for_the_next_step_does_not_wait_for_a_place(startable, waiting):
+    table, _ = attached(FakeReplica(load=Load(num_waiting=40, num_startable=startable)))
+    fleet = table.fleet([], 1, 1.0)
+    assert (fleet.num_waiting[0], fleet.num_requests[0]) == (waiting, 40)
+
+
 def test_load_is_the_report_and_the_bookings_it_cannot_contain():
     load = Load(num_running=2, num_waiting=1, queued_prefill_tokens=500, prefill_s_per_token=1e-4)
     table, replica = attached(
