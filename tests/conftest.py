@@ -35,6 +35,25 @@ def fatal_errors_reach_the_terminal(pytestconfig: pytest.Config) -> Iterator[Non
     faulthandler.enable(file=pytestconfig.stash[fault_handler_stderr_fd_key])
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton reads this variable where a kernel is defined, so before any test module is imported.
+
+    Without a GPU the kernels run in Triton's interpreter; `pytest -m gpu`, or `--device cuda`, runs them on the GPU.
+    """
+    marks = config.getoption("markexpr")
+    device = config.getoption("device") or (
+        "cuda" if "gpu" in marks and "not gpu" not in marks else "cpu"
+    )
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("device: cuda was asked for, and torch finds no GPU")
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the folders' own conftest files: pytest wants them here."""
     parser.addoption(

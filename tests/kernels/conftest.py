@@ -1,6 +1,6 @@
 """What the kernel tests share. Without a GPU the kernels run in Triton's interpreter, on CPU tensors.
 
-`pytest -m gpu`, or `--device cuda`, runs them on the GPU instead: there every test of a kernel is a `gpu` test.
+Where they run on the GPU instead (the root conftest chooses) every test of a kernel is a `gpu` test.
 """
 
 from __future__ import annotations
@@ -15,20 +15,11 @@ from quire.kernels import reference
 
 
 def pytest_configure(config):
-    """Before any test module defines a kernel: Triton reads the variable then."""
-    marks = config.getoption("markexpr")
-    device = config.getoption("device") or (
-        "cuda" if "gpu" in marks and "not gpu" not in marks else "cpu"
-    )
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise pytest.UsageError("device: cuda was asked for, and torch finds no GPU")
-        os.environ.pop("TRITON_INTERPRET", None)
-        return
-    os.environ["TRITON_INTERPRET"] = "1"
-    from quire.kernels.interpreter import repair_interpreter
+    """The root conftest has chosen where kernels run."""
+    if "TRITON_INTERPRET" in os.environ:
+        from quire.kernels.interpreter import repair_interpreter
 
-    repair_interpreter()
+        repair_interpreter()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
