@@ -35,6 +35,7 @@ def fatal_errors_reach_the_terminal(pytestconfig: pytest.Config) -> Iterator[Non
     faulthandler.enable(file=pytestconfig.stash[fault_handler_stderr_fd_key])
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Triton reads this variable where a kernel is defined, so before any test module is imported.
 
