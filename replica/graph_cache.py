@@ -201,7 +201,7 @@ class GraphCache:
             self.shelf.refuse(key)
             logger.warning("%s cannot be captured: the device has no memory left for it", key)
         except Exception as error:
-            if self._graphs:
+            if self._graphs or self._serves:
                 self.shelf.refuse(key)
                 logger.warning("%s", _failure(key, error))
             else:
@@ -224,9 +224,10 @@ class GraphCache:
         num_blocks = -(-key.kv_tokens // self._block_size) or None
         work = partial(body, inputs, num_blocks)
         memory = dict(reads=inputs, writes=(written,))
-        device.run(Stream.COMPUTE, work, name=f"warm up {key}", **memory)
-        self._inputs.release(device.record(Stream.COMPUTE, "step done"))
-        device.synchronize()
+        try:
+            device.run(Stream.COMPUTE, work, name=f"warm up {key}", **memory)
+        finally:  # what was queued before it failed reads the inputs as well
+            device.synchronize()
         graph = device.capture(work, name=str(key), **memory)
         places = _places(self._buffers()) if self._checks_addresses else {}
         self._graphs[key] = CachedGraph(key, graph, places)

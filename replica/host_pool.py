@@ -112,7 +112,8 @@ class HostPool:
         begun = device.record(Stream.OFFLOAD, "restore begins", timed=True)
         for host_block, block in restores.tolist():
             device.copy(Stream.OFFLOAD, pool[block], tier[host_block], "restore")
-        ended = device.record(Stream.OFFLOAD, "blocks restored", timed=True)
+        name = "blocks restored" if used_now else "blocks restored ahead"
+        ended = device.record(Stream.OFFLOAD, name, timed=True)
         if device.is_immediate:
             self._measured.append((len(restores), time.perf_counter() - began_s))
         else:

@@ -192,7 +192,6 @@ class QueuedSteps:
             logits.append(self._ragged.logits(plan, inputs, tables).float())
 
         self._device.run(Stream.COMPUTE, compute, name="forward", reads=(*inputs, *new))
-        self.inputs.release(self._device.record(Stream.COMPUTE, "step done"))
         self._device.synchronize()
         return logits[0]
 
@@ -215,7 +214,7 @@ class QueuedSteps:
         for piece in before:
             new = self.inputs.send_differences(piece)
             self._apply(new)
-            self.inputs.release(self._device.record(Stream.COMPUTE, "step done"))
+            self.inputs.release(self._device.record(Stream.COMPUTE, "differences applied"))
         return last
 
     def _apply(self, new: Differences) -> None:

@@ -182,6 +182,14 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Start a step; on a GPU it returns before the step is done. Bounds were checked by the scheduler."""
+        try:
+            return self._launch(plan)
+        except Exception:
+            # No event tells when what it has queued is over: nothing it uses may change hands before.
+            self._device.synchronize()
+            raise
+
+    def _launch(self, plan: StepPlan) -> InFlight:
         slot = self._outputs.take(len(plan.sampling.token_index))
         in_flight = InFlight(slot, time.perf_counter())
         self.host_pool.move(plan.saves, plan.restores, used_now=plan.uses_restores)
@@ -197,12 +205,16 @@ class Runner:
 
     def sample(self, in_flight: InFlight, sampling: SamplingBatch) -> None:
         """The second half of a step whose plan awaited tokens: `Scheduler.complete` says what its rows may sample."""
-        masks = self._sampler.begin(sampling)
-        if masks is not None:
-            masks.result()  # the draw waits for them anyway, and would be taken to have begun
-        if self.queued is not None:
-            self.queued.go_on(in_flight)
-        self._draw(in_flight, sampling, masks)
+        try:
+            masks = self._sampler.begin(sampling)
+            if masks is not None:
+                masks.result()  # the draw waits for them anyway, and would be taken to have begun
+            if self.queued is not None:
+                self.queued.go_on(in_flight)
+            self._draw(in_flight, sampling, masks)
+        except Exception:
+            self._device.synchronize()  # as in `launch`
+            raise
 
     def _draw(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
         in_flight.draw(sampling, masks)

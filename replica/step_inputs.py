@@ -221,7 +221,7 @@ class InputRing:
     ) -> tuple[StepInputs, Differences]:
         """Stage a step and queue its copy; the compute stream waits for it.
 
-        `release` must follow before the next call of this or one of the others.
+        `release` must follow before the next call of this or one of the others, unless the device has been idle since.
 
         Raises
         ------

@@ -6,15 +6,21 @@ whatever of it is needed must show in the tokens or as a poisoned read.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 from device_harness import Harness, Told, config_of, crowd, long_crowd, tight
 from fake_device import HOST, FakeDevice
 
-from quire.replica import copy_speed
+from quire.replica import copy_speed, queued_steps
 from quire.replica.config import EngineConfig
 from quire.replica.device import CpuDevice
 from quire.replica.host_pool import HostPool
 from quire.replica.quarantine import Quarantine
+from quire.replica.queued_steps import QueuedSteps
+from quire.replica.request import Request
+from quire.replica.runner import Runner
 from quire.replica.step_inputs import InputRing
 from quire.replica.step_outputs import StepOutputs
 
@@ -51,8 +57,14 @@ WAITS = {
     ("compute", "inputs copied"): "a step reads inputs that are not there yet",
     ("compute", "blocks saved"): "a step writes a block before it is saved",
     ("compute", "blocks restored"): "a step reads a block before it is restored",
+    ("compute", "blocks restored ahead"): "the step after the next reads a block before it is restored",
     ("d2h", "step done"): "the tokens are copied before they are sampled",
     (HOST, "tokens arrived"): "the host reads tokens before they arrive",
+}
+# Of differences that are too many for one upload: the ring of two turns more than once in a step.
+WAITS_OF_PIECES = {
+    ("h2d", "differences applied"): "differences are overwritten before they are in the table",
+    (HOST, "inputs copied"): "a staging buffer is written again before it has been copied",
 }
 
 
@@ -61,20 +73,65 @@ def in_which_it_shows(wait: tuple[str, str]) -> dict[str, bool]:
     return {"prefix_caching": wait != ("compute", "blocks restored")}
 
 
+def by_whom_it_shows(wait: tuple[str, str]) -> Callable[[], list[Request]]:
+    """What is copied ahead must be read by a step that waits for no other copy: many have to return."""
+    return long_crowd if wait == ("compute", "blocks restored ahead") else crowd
+
+
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: "-".join(wait).replace(" ", "_"))
 def test_each_wait_is_needed_and_its_lack_is_found(harness, wait):
     model = harness("llama")
-    config = tight(model.spec, **in_which_it_shows(wait))
-    expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
-    assert shows(model, config, expected, ignored_waits=[wait]), WAITS[wait]
+    config, requests = tight(model.spec, **in_which_it_shows(wait)), by_whom_it_shows(wait)
+    expected = model.serve(config, CpuDevice(), requests(), plans_ahead=False)
+    assert shows(model, config, expected, requests, ignored_waits=[wait]), WAITS[wait]
 
 
-def test_there_is_no_other_wait(harness):
-    """But one: the ring of two is not written again before the step that used it has been collected."""
+@pytest.mark.parametrize(
+    "wait", WAITS_OF_PIECES, ids=lambda wait: "-".join(wait).replace(" ", "_")
+)
+def test_each_wait_between_pieces_of_an_upload_is_needed_too(harness, monkeypatch, wait):
+    monkeypatch.setattr(queued_steps, "MAX_CHANGES", 1)
     model = harness("llama")
-    device = FakeDevice(0)
-    model.serve(tight(model.spec), device, crowd(), plans_ahead=True)
-    assert device.waits == {*WAITS, (HOST, "inputs copied")}
+    config = tight(model.spec)
+    expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
+    assert model.serve(config, FakeDevice(0), crowd(), plans_ahead=True) == expected
+    assert shows(model, config, expected, ignored_waits=[wait]), WAITS_OF_PIECES[wait]
+
+
+def test_there_is_no_other_wait(harness, monkeypatch):
+    """Nor in warm-up and capture, in rows that await tokens, in a draw of the host's or in small pieces."""
+    monkeypatch.setattr(queued_steps, "MAX_CHANGES", 1)
+    model = harness("llama")
+    waits = set()
+    for seed in range(2):
+        device = FakeDevice(seed)
+        config = tight(model.spec, prefix_caching=seed == 0)
+        model.serve(config, device, crowd(), plans_ahead=True, prepare=Runner.warm_up)
+        waits |= device.waits
+    assert waits == {*WAITS, *WAITS_OF_PIECES}
+
+
+def test_a_step_that_fails_half_queued_disturbs_no_other(harness, monkeypatch):
+    """No event marks its end, so the next step would overwrite the inputs that it still reads."""
+    model = harness("llama")
+    real = QueuedSteps.end
+    for make in (config_of, tight):
+        config = make(model.spec)
+        expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
+        for seed in range(8):
+            count = itertools.count()
+
+            def end(self, in_flight, count=count):
+                if next(count) == 11:
+                    raise RuntimeError("its draw is queued, its end is not")
+                real(self, in_flight)
+
+            monkeypatch.setattr(QueuedSteps, "end", end)
+            told = model.serve(config, FakeDevice(seed), crowd(), plans_ahead=True)
+            errors = {error for _, _, _, error in told.values() if error is not None}
+            assert errors == {"the engine failed in step 12 (RuntimeError)"}, (make, seed)
+            for key, answer in told.items():
+                assert answer[2] == "error" or answer == expected[key], (make, seed)
 
 
 def test_staging_that_is_written_again_too_early_is_found(harness, monkeypatch):

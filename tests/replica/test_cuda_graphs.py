@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from device_harness import BLOCK_SIZE, Harness, Told, config_of, crowd, prompt, tight
 from fake_device import HOST, FakeDevice
-from test_async_steps import WAITS, in_which_it_shows
+from test_async_steps import WAITS, by_whom_it_shows, in_which_it_shows
 
 from quire.protos.wire import SamplingParams
 from quire.replica import queued_steps
@@ -245,7 +245,8 @@ def test_with_graphs_each_wait_is_needed_too(harness, wait):
         runner._device.ignore([wait])
 
     model = harness("llama")
-    assert shows(model, tight(model.spec, **in_which_it_shows(wait)), prepare), WAITS[wait]
+    config = tight(model.spec, **in_which_it_shows(wait))
+    assert shows(model, config, prepare, by_whom_it_shows(wait)), WAITS[wait]
 
 
 def move_inputs(runner: Runner) -> None:
