@@ -13,7 +13,7 @@ or prefilled again, for which the decode kernel's splits are given up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -117,6 +117,15 @@ class PagedAttention:
                 window=window,
                 chunk=chunk,
             )
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Device memory of its own, by name; it stays where it is."""
+        if self._workspace is None:
+            return {}
+        held = {
+            field.name: getattr(self._workspace, field.name) for field in fields(self._workspace)
+        }
+        return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
 
     def plan(
         self,

@@ -57,8 +57,13 @@ class FixedStep:
         self._logits_dtype = logits_dtype
         self._device = device
         self.logits: torch.Tensor | None = None  # [max_rows, vocab], once a graph ends there
-        self._cu_q = device.empty((max_rows + 1,), torch.int32)
+        self._cu_q = device.empty((max_rows + 1,), torch.int32)  # where one token a row begins
         self._cu_q.copy_(torch.arange(max_rows + 1, dtype=torch.int32))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What it owns, by name."""
+        own = {"sampled tokens": self.sampled, "the rows' places": self._cu_q}
+        return own if self.logits is None else {**own, "logits": self.logits}
 
     def reserve_logits(self) -> None:
         """Allocate what graphs that end at the logits share."""

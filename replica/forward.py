@@ -10,6 +10,7 @@ from torch import nn
 
 from quire.kernels.paged_attention import PagedAttention
 from quire.replica.attention import StepContext
+from quire.replica.fused import FusedAttention, FusedNorm
 from quire.replica.kv_pool import KVPool
 from quire.replica.logprobs import StepPromptLogprobs, score_prompt
 from quire.replica.output_head import split_model
@@ -89,14 +90,21 @@ class Forward:
         )
         return output.last_hidden_state[0]
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The parameters by name, the head's too."""
-        parts = {"decoder": self._decoder, "head": self._head}
-        return {
-            f"{part}.{name}": weight
-            for part, module in parts.items()
-            for name, weight in module.named_parameters()
-        }
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What passes read and write and what outlives them, by name, but the KV pool."""
+        found: dict[str, torch.Tensor] = {}
+        for part, root in (("decoder", self._decoder), ("head", self._head)):
+            for prefix, module in root.named_modules(prefix=part):
+                own = [
+                    *module.named_parameters(recurse=False),
+                    *module.named_buffers(recurse=False),
+                ]
+                if isinstance(module, (FusedNorm, FusedAttention)):
+                    own += module.constants().items()
+                found |= {f"{prefix}.{name}": tensor for name, tensor in own}
+        for g, attention in enumerate(self._attentions):
+            found |= {f"attention {g}.{name}": x for name, x in attention.buffers().items()}
+        return found
 
     def score_prompts(
         self, hidden: torch.Tensor, prompts: Sequence[PromptTargets]

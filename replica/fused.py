@@ -137,6 +137,10 @@ class FusedNorm(nn.Module):
         self.weight = weight
         self.backend = backend
 
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What it reads and has not registered as a parameter."""
+        return {"weight": self.weight.weight}
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., columns] to the same."""
         rows = x.reshape(-1, x.shape[-1])
@@ -221,6 +225,12 @@ class FusedAttention(nn.Module):
         self.output = output
         self.norms = norms
         self.backend = backend
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What it reads and has not registered as a parameter."""
+        q_norm, k_norm = (None, None) if self.norms is None else (n.weight for n in self.norms)
+        given = {"q_norm": q_norm, "k_norm": k_norm, "sinks": self.facts.sinks}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     def forward(
         self,

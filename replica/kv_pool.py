@@ -126,6 +126,15 @@ class KVPool:
         """Of the layer's keys and values, [kv_heads] float32; None unless the pool holds float8_e4m3fn."""
         return self._scales.get(layer, (None, None))
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """All its memory, by name."""
+        scales = {
+            f"{what} of layer {layer}": scale
+            for layer, pair in self._scales.items()
+            for what, scale in zip(("key scales", "value scales"), pair, strict=True)
+        }
+        return {"the KV pool": self.data, **scales}
+
     def rows_of(self, g: int, slots: torch.Tensor) -> torch.Tensor:
         """Where the slots' keys of the group's first layer lie, for `write`; computed once a step.
 

@@ -105,18 +105,15 @@ class QueuedSteps:
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """What captured steps read and write, as it is now."""
-        buffers = {
+        return {
             "the step's inputs": self.inputs.inputs,
             "block tables": self.table.blocks,
             "sampling columns": self.table.columns,
             "last tokens": self._outputs.last_token,
-            "sampled tokens": self._fixed.sampled,
-            "the KV pool": self._pool.data,
-            **self._forward.weights(),
+            **self._fixed.buffers(),
+            **self._pool.buffers(),
+            **self._forward.buffers(),
         }
-        if self._fixed.logits is not None:
-            buffers["logits"] = self._fixed.logits
-        return buffers
 
     def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
         """Queue a step but its draw, which the result does; then `end` must follow before the next step."""

@@ -57,7 +57,10 @@ WAITS = {
     ("compute", "inputs copied"): "a step reads inputs that are not there yet",
     ("compute", "blocks saved"): "a step writes a block before it is saved",
     ("compute", "blocks restored"): "a step reads a block before it is restored",
-    ("compute", "blocks restored ahead"): "the step after the next reads a block before it is restored",
+    (
+        "compute",
+        "blocks restored ahead",
+    ): "the step after the next reads a block before it is restored",
     ("d2h", "step done"): "the tokens are copied before they are sampled",
     (HOST, "tokens arrived"): "the host reads tokens before they arrive",
 }
@@ -86,9 +89,7 @@ def test_each_wait_is_needed_and_its_lack_is_found(harness, wait):
     assert shows(model, config, expected, requests, ignored_waits=[wait]), WAITS[wait]
 
 
-@pytest.mark.parametrize(
-    "wait", WAITS_OF_PIECES, ids=lambda wait: "-".join(wait).replace(" ", "_")
-)
+@pytest.mark.parametrize("wait", WAITS_OF_PIECES, ids=lambda wait: "-".join(wait).replace(" ", "_"))
 def test_each_wait_between_pieces_of_an_upload_is_needed_too(harness, monkeypatch, wait):
     monkeypatch.setattr(queued_steps, "MAX_CHANGES", 1)
     model = harness("llama")

@@ -5,6 +5,7 @@ The real loop, scheduler and runner serve a crowd; then defects are put in, each
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 
@@ -13,11 +14,13 @@ from device_harness import BLOCK_SIZE, Harness, Told, config_of, crowd, prompt, 
 from fake_device import HOST, FakeDevice
 from test_async_steps import WAITS, by_whom_it_shows, in_which_it_shows
 
+from quire.kernels.cpu_attention import has_native
 from quire.protos.wire import SamplingParams
 from quire.replica import queued_steps
 from quire.replica.config import EngineConfig
-from quire.replica.device import CpuDevice
+from quire.replica.device import CpuDevice, Stream
 from quire.replica.device_table import DeviceTable
+from quire.replica.fused import NormWeight
 from quire.replica.graph_cache import GraphCache, StaleGraph
 from quire.replica.graph_key import GraphKey, GraphPart
 from quire.replica.request import Request
@@ -178,6 +181,46 @@ def test_off_is_off_and_on_needs_a_device_that_has_them(harness):
         model.serve(config_of(model.spec, cuda_graphs="on"), device, plain(), plans_ahead=True)
 
 
+def test_a_size_that_cannot_be_captured_later_is_not_tried_again(harness, monkeypatch, caplog):
+    """Though the only graph has given way for it: an idle engine must come to rest."""
+
+    def refuse(self, work, *, name, reads=(), writes=()):
+        raise RuntimeError("not this one")
+
+    def prepare(runner: Runner) -> None:
+        runner.warm_up()
+        for _ in range(20):
+            runner.graphs.find(2, GraphPart.FORWARD)
+        monkeypatch.setattr(FakeDevice, "capture", refuse)
+        assert runner.graphs.use_idle() and not runner.graphs.use_idle()
+        assert len(runner.graphs) == 0 and runner.graphs.off_because is None
+
+    model = harness("llama")
+    config = config_of(model.spec, max_cached_graphs=1)
+    told = model.serve(config, FakeDevice(0), plain(), plans_ahead=True, prepare=prepare)
+    assert told == expected_of(model, config, plain)
+    messages = told_by_graph_cache(caplog)
+    assert (
+        messages[0] == "a decode forward of 2 rows cannot be captured: RuntimeError: not this one"
+    )
+    assert len(set(messages)) == len(messages)
+
+
+def test_a_graph_gives_way_only_when_nothing_is_in_flight(harness):
+    """As blocks on their way from the host tier may be, when no step is."""
+
+    def prepare(runner: Runner) -> None:
+        runner.warm_up()
+        runner._device._pace.eagerness = 0.0
+        runner._device.run(Stream.OFFLOAD, lambda: None, name="restore")
+        runner.graphs.capture(GraphKey(2, GraphPart.FORWARD))
+        assert len(runner.graphs) == 2
+
+    model = harness("llama")
+    config = config_of(model.spec, max_cached_graphs=2)
+    model.serve(config, FakeDevice(0), plain()[:1], plans_ahead=True, prepare=prepare)
+
+
 # -- when they are captured ----------------------------------------------------------------------------------
 
 
@@ -261,27 +304,55 @@ def test_a_graph_of_inputs_that_have_moved_is_found_out(harness):
     assert shows(model, config_of(model.spec), move_inputs)
 
 
-@pytest.mark.parametrize("what", ["inputs", "KV pool", "block tables", "weights"])
+MOVED = {
+    "the step's inputs": "the step's inputs",
+    "the KV pool": "the KV pool",
+    "block tables": "block tables",
+    "the rows' places": "the rows' places",
+    "a weight": "decoder.layers.0.input_layernorm.weight",
+    "a table of the model": "decoder.rotary_emb.inv_freq",
+    "a fused norm's weight": "decoder.norm.weight",
+    "a fused norm of heads": "decoder.layers.0.attention.q_norm",
+}
+
+
+@pytest.mark.parametrize("what", MOVED)
 def test_the_guard_names_the_buffer_that_has_moved(harness, what, caplog):
+    fuse = "auto" if "fused" in what else "off"
+    if fuse == "auto" and not has_native():
+        pytest.skip("installed without a C compiler")
+
     def prepare(runner: Runner) -> None:
         capture_all(runner)
-        if what == "inputs":
-            runner.queued.inputs.inputs = runner.queued.inputs.inputs.clone()
-        elif what == "KV pool":
+        queued, decoder = runner.queued, runner.model.model
+        if what == "the step's inputs":
+            queued.inputs.inputs = queued.inputs.inputs.clone()
+        elif what == "the KV pool":
             runner.pool.data = runner.pool.data.clone()
         elif what == "block tables":
-            runner.queued.table.blocks = runner.queued.table.blocks.clone()
-        else:
-            weight = next(p for n, p in runner.model.named_parameters() if "norm" in n)
+            queued.table.blocks = queued.table.blocks.clone()
+        elif what == "the rows' places":
+            queued._fixed._cu_q = queued._fixed._cu_q.clone()
+        elif what == "a weight":
+            weight = decoder.layers[0].input_layernorm.weight
             weight.data = weight.data.clone()
+        elif what == "a table of the model":
+            decoder.rotary_emb.inv_freq = decoder.rotary_emb.inv_freq.clone()
+        elif what == "a fused norm's weight":
+            decoder.norm.weight = moved(decoder.norm.weight)
+        else:
+            attention = decoder.layers[0].attention
+            attention.norms = tuple(map(moved, attention.norms))
 
-    model = harness("llama")
-    config = config_of(model.spec, check_graphs=True, fuse="off")
+    def moved(norm: NormWeight) -> NormWeight:
+        return dataclasses.replace(norm, weight=norm.weight.clone())
+
+    model = harness("qwen3")
+    config = config_of(model.spec, check_graphs=True, fuse=fuse)
     told = model.serve(config, FakeDevice(0), plain(), plans_ahead=False, prepare=prepare)
     assert "error" in {reason for _, _, reason, _ in told.values()}
     message = str(next(r.exc_info[1] for r in caplog.records if r.exc_info))
-    assert "was captured with" in message
-    assert {"weights": "norm"}.get(what, what) in message
+    assert f"was captured with {MOVED[what]} at address" in message
 
 
 def test_padding_that_writes_to_a_live_block_is_found(harness):
