@@ -117,9 +117,8 @@ class CudaDevice:
         assert isinstance(graph, CudaGraph), f"a graph of another device: {graph!r}"
         graph.graph.reset()
         self._num_graphs -= 1
-        if (
-            not self._num_graphs
-        ):  # torch lets nobody capture into a pool that its last graph has left
+        # torch lets nobody capture into a pool that its last graph has left.
+        if not self._num_graphs:
             self._graph_pool = torch.cuda.graph_pool_handle()
 
     def synchronize(self) -> None:

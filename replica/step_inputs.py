@@ -44,9 +44,8 @@ Typed = tuple[np.ndarray, type]
 class StepInputs(NamedTuple):
     """A step's arrays on the device; n rows, T tokens, S rows that sample."""
 
-    token_ids: (
-        torch.Tensor
-    )  # [T] int64; -1 - r: what was last sampled in row r of the request table
+    # [T] int64; -1 - r: what was last sampled in row r of the request table
+    token_ids: torch.Tensor
     positions: torch.Tensor  # [T] int64
     cu_q: torch.Tensor  # [n + 1] int32
     kv_len: torch.Tensor  # [n] int32
@@ -70,9 +69,8 @@ class DecodeInputs(NamedTuple):
 class MixedInputs(NamedTuple):
     """Arrays of a mixed step, padded, on the device; n rows, T tokens. Some rows may have no token."""
 
-    token_ids: (
-        torch.Tensor
-    )  # [T] int64; -1 - r: what was last sampled in row r of the request table
+    # [T] int64; -1 - r: what was last sampled in row r of the request table
+    token_ids: torch.Tensor
     positions: torch.Tensor  # [T] int64
     cu_q: torch.Tensor  # [n + 1] int32
     kv_len: torch.Tensor  # [n] int32

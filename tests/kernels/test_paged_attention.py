@@ -27,6 +27,18 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+def test_buffers_are_all_the_memory_that_outlives_a_call(uniform):
+    k_cache = torch.zeros(4, 2, 16, 64, device=DEVICE)
+    attention = PagedAttention(k_cache, 4, max_rows=3, uniform=uniform, backend="triton")
+    held = attention.buffers()
+    assert bool(held) != uniform  # rows of one token have a kernel of their own
+    workspace = vars(attention)["_workspace"]
+    for name, tensor in held.items():
+        assert getattr(workspace, name).data_ptr() == tensor.data_ptr()
+    assert uniform or {"items", "partial_acc", "partial_ml"} <= held.keys()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("kind", OPTIONS)

@@ -77,7 +77,7 @@ class FakeEvent:
 
 @dataclass(slots=True)
 class FakeGraph:
-    """Captured work."""
+    """Captured work. A replay calls it again: unlike a real one it follows a buffer that was replaced since."""
 
     name: str
     work: Work

@@ -15,6 +15,7 @@ from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.device import CpuDevice
 from quire.replica.loop import EngineLoop
+from quire.replica.queued_steps import QueuedSteps
 from quire.replica.request import Request
 from quire.replica.runner import Runner
 from quire.replica.scheduler import Scheduler
@@ -189,13 +190,18 @@ def test_words_that_are_looked_up_a_token_too_early_are_found(harness, monkeypat
     assert shows(model, config_of(model.spec), capture_all)
 
 
-@pytest.mark.parametrize("broken", ["the step before", "the masks"])
-def test_a_failure_between_the_halves_ends_their_rows_and_no_others(harness, monkeypatch, broken):
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("broken", ["the step before", "the masks", "the draw"])
+def test_a_failure_between_the_halves_ends_their_rows_and_no_others(
+    harness, monkeypatch, broken, seed
+):
+    """The half that is abandoned may still read its inputs."""
     model = harness("llama")
     config = config_of(model.spec)
     expected = expected_of(model, config)
     failed: list[set[object]] = []
     real_collect, real_complete = Runner.collect, Scheduler.complete
+    real_end = QueuedSteps.end
 
     def keys_in_flight(scheduler: Scheduler) -> set[object]:
         rows = np.unique(np.concatenate([step.rows for step in scheduler._steps]))
@@ -223,13 +229,22 @@ def test_a_failure_between_the_halves_ends_their_rows_and_no_others(harness, mon
             raise RuntimeError("a grammar failed")
         return sampling
 
+    def end(self, in_flight):
+        if not failed and in_flight.draw_begun is not None:
+            failed.append(keys_in_flight(loops[-1]._scheduler))
+            raise RuntimeError("the draw is queued, its end is not")
+        real_end(self, in_flight)
+
     monkeypatch.setattr(EngineLoop, "__init__", init)
     if broken == "the masks":
         monkeypatch.setattr(Scheduler, "complete", complete)
+    elif broken == "the draw":
+        monkeypatch.setattr(QueuedSteps, "end", end)
     else:
         monkeypatch.setattr(Runner, "collect", collect)
-    told = model.serve(config, FakeDevice(2), crowd(), plans_ahead=True, prepare=capture_all)
+    told = model.serve(config, FakeDevice(seed), crowd(), plans_ahead=True, prepare=capture_all)
     ended = {key for key, (_, _, reason, _) in told.items() if reason == "error"}
     assert ended and ended <= failed[0] and len(ended) < len(told)
+    assert len({told[key][3] for key in ended}) == 1, "no other step has failed"
     for key in told.keys() - ended:
         assert told[key] == expected[key]

@@ -73,6 +73,17 @@ def test_keys_and_values_are_written_by_their_heads_scales():
 def test_a_pool_of_another_type_has_no_scales():
     pool = KVPool(2, scaled_pool().groups, 8, torch.float32)
     assert pool.scales(0) == (None, None)
+    assert pool.buffers().keys() == {"the KV pool"}
+
+
+def test_scales_are_among_what_a_guard_watches():
+    pool = scaled_pool()
+    k_scale, v_scale = pool.scales(0)
+    held = {name: tensor.data_ptr() for name, tensor in pool.buffers().items()}
+    assert held["the KV pool"] == pool.data.data_ptr()
+    assert held["key scales of layer 0"] == k_scale.data_ptr()
+    assert held["value scales of layer 0"] == v_scale.data_ptr()
+    assert len(held) == 1 + 2 * sum(len(group.layers) for group in pool.groups)
 
 
 def test_blocks_cross_the_tiers_and_are_copied_byte_for_byte():

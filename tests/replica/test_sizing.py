@@ -244,6 +244,19 @@ def test_defaults_on_the_cpu(spec):
     assert not resolve(EngineArgs(device="cpu", deterministic=False), spec).deterministic
 
 
+@pytest.mark.parametrize("device, by_default", [("cpu", False), ("cuda", True)])
+def test_a_step_is_in_flight_by_default_only_beside_a_device_that_queues(
+    spec, monkeypatch, device, by_default
+):
+    monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sizing.torch.cuda, "mem_get_info", lambda: (8 * GIB, 8 * GIB))
+    found = {
+        asked: resolve(EngineArgs(device=device, async_batching=asked), spec).async_batching
+        for asked in ("auto", "on", "off")
+    }
+    assert found == {"auto": by_default, "on": True, "off": False}
+
+
 def test_a_length_left_open_is_cut_to_the_cache(spec):
     assert resolve(EngineArgs(device="cpu", num_blocks=4), spec).max_model_len == 4 * 32
 
