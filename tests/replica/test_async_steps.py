@@ -6,16 +6,19 @@ whatever of it is needed must show in the tokens or as a poisoned read.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 
 import pytest
-from device_harness import Harness, Told, config_of, crowd, long_crowd, tight
+import torch
+from device_harness import Harness, Told, config_of, crowd, long_crowd, prompt, tight
 from fake_device import HOST, FakeDevice
+from step_driver import Driver
 
 from quire.replica import copy_speed, queued_steps
 from quire.replica.config import EngineConfig
-from quire.replica.device import CpuDevice
+from quire.replica.device import CpuDevice, Device
 from quire.replica.host_pool import HostPool
 from quire.replica.quarantine import Quarantine
 from quire.replica.queued_steps import QueuedSteps
@@ -39,6 +42,25 @@ def test_a_step_in_flight_changes_no_token(harness, name, cache):
         for plans_ahead in (False, True):
             device = FakeDevice(seed)
             assert model.serve(config, device, crowd(), plans_ahead=plans_ahead) == expected, seed
+
+
+def test_logits_of_plans_without_a_request_table_are_those_of_the_cpu(harness):
+    model = harness("llama")
+    config = config_of(model.spec)
+
+    def logits_on(device: Device) -> list[torch.Tensor]:
+        runner = Runner.with_pool(config, model.spec, copy.deepcopy(model.model), device=device)
+        driver = Driver(runner)
+        sequences = [driver.add(prompt(n, n), 1) for n in (9, 4)]
+        return [
+            runner.forward(driver.plan([(s, len(s.tokens))])[0]).clone()
+            for s in (*sequences, *sequences)
+        ]
+
+    expected = logits_on(CpuDevice())
+    for seed in range(6):
+        for found, right in zip(logits_on(FakeDevice(seed)), expected, strict=True):
+            assert torch.equal(found, right), seed
 
 
 # -- defects -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from fake_device import HOST, FakeDevice, FakeEvent, PoisonedRead, is_poisoned, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.replica.cuda_device import CudaEvent
 from quire.replica.device import CpuDevice, Device, Event, Stream, open_device
 
 SEEDS = range(40)
@@ -99,6 +100,22 @@ def test_work_runs_without_gradients_whoever_queued_it(device):
     device.run(Stream.COMPUTE, lambda: seen.append((weight * 2).requires_grad), name="double")
     device.synchronize()
     assert seen == [False]
+
+
+def test_who_waits_for_a_gpu_sleeps(monkeypatch):
+    """By default an event's wait spins, on a core that others need."""
+    made: list[dict[str, bool]] = []
+
+    class Recorded:
+        def __init__(self, **options: bool):
+            made.append(options)
+
+        def record(self, stream: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    CudaEvent(None, timed=False)
+    assert made == [dict(blocking=True, enable_timing=False)]
 
 
 @pytest.mark.parametrize(

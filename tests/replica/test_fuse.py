@@ -121,6 +121,18 @@ def test_merged_weights_replace_the_original_ones(zoo):
     ) <= sum(p.numel() for p in load(zoo("llama_tied")).parameters())
 
 
+def test_products_of_a_gpu_are_views_of_the_loaded_weights(zoo):
+    layer = load(zoo("qwen3"), "bfloat16").model.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    for parts in (
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [mlp.gate_proj, mlp.up_proj],
+    ):
+        product = Product(parts, "triton")
+        assert product.weight.data_ptr() == parts[0].weight.data_ptr()
+        assert torch.equal(product.weight, torch.cat([part.weight for part in parts]))
+
+
 def load(path, dtype="float32"):
     return load_model(ModelSpec.from_checkpoint(path), "cpu", dtype)
 
