@@ -79,10 +79,7 @@ WAITS = {
     ("compute", "inputs copied"): "a step reads inputs that are not there yet",
     ("compute", "blocks saved"): "a step writes a block before it is saved",
     ("compute", "blocks restored"): "a step reads a block before it is restored",
-    (
-        "compute",
-        "blocks restored ahead",
-    ): "the step after the next reads a block before it is restored",
+    ("compute", "blocks restored ahead"): "the same of a step after the next one",
     ("d2h", "step done"): "the tokens are copied before they are sampled",
     (HOST, "tokens arrived"): "the host reads tokens before they arrive",
 }

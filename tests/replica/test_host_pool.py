@@ -38,7 +38,7 @@ def test_what_is_restored_for_later_is_there_after_the_next_call(seed):
     device.run(Stream.COMPUTE, lambda: seen.extend(pool.data[:, 0].tolist()), name="read")
     device.record(Stream.COMPUTE, "read").wait()
     assert seen == [1.0, -1.0, -1.0, 2.0, 4.0]
-    assert (Stream.COMPUTE.value, "blocks restored") in device.waits
+    assert (Stream.COMPUTE.value, "blocks restored ahead") in device.waits
     assert HOST not in {who for who, name in device.waits if name != "read"}
 
 
