@@ -72,9 +72,14 @@ def test_each_wait_is_needed_and_its_lack_is_found(harness, wait):
 def test_there_is_no_other_wait(harness):
     """But one: the ring of two is not written again before the step that used it has been collected."""
     model = harness("llama")
-    device = FakeDevice(0)
-    model.serve(tight(model.spec), device, crowd(), plans_ahead=True)
-    assert device.waits == {*WAITS, (HOST, "inputs copied")}
+    waits: set[tuple[str, str]] = set()
+    for seed in range(3):
+        for prefix_caching in (True, False):
+            device = FakeDevice(seed)
+            config = tight(model.spec, prefix_caching=prefix_caching)
+            model.serve(config, device, crowd(), plans_ahead=True)
+            waits |= device.waits
+    assert waits == {*WAITS, (HOST, "inputs copied")}
 
 
 def test_staging_that_is_written_again_too_early_is_found(harness, monkeypatch):
@@ -122,12 +127,20 @@ def test_a_step_that_does_not_wait_for_the_blocks_it_reads_is_found(harness, mon
     expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
     real = HostPool.move
 
-    def move(self, saves, restores, *, used_now=True):
-        real(self, saves, restores, used_now=False)
-        self._restoring = None  # nor does the next one
+    def move(self, saves, restores, **options):
+        real(self, saves, restores, **{**options, "used_now": False})
 
     monkeypatch.setattr(HostPool, "move", move)
     assert shows(model, config, expected)
+
+
+def test_blocks_that_are_written_while_they_are_saved_behind_a_step_are_found(harness, monkeypatch):
+    """Saves that a step does not need, and that a later one must wait for."""
+    model = harness("llama")
+    config = tight(model.spec, prefix_caching=False)
+    expected = model.serve(config, CpuDevice(), long_crowd(), plans_ahead=False)
+    monkeypatch.setattr(HostPool, "_wait_for_saves", lambda self, written: None)
+    assert shows(model, config, expected, long_crowd)
 
 
 @pytest.mark.parametrize("restore", ["auto", "always"])
