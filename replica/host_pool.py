@@ -13,8 +13,8 @@ that steps read.
 
 from __future__ import annotations
 
+import logging
 import mmap
-import resource
 import time
 from collections import deque
 from typing import NamedTuple
@@ -24,7 +24,9 @@ import torch
 
 from quire.replica.device import CpuDevice, Device, Event, Stream
 from quire.replica.kv_pool import KVPool
-from quire.replica.sizing import SizingError
+from quire.replica.sizing import SizingError, lock_limit_bytes
+
+logger = logging.getLogger(__name__)
 
 NONE = np.empty((0, 2), np.int64)
 NONE.setflags(write=False)
@@ -83,12 +85,20 @@ class HostPool:
             self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _pinned(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = shape[0] * shape[1] * dtype.itemsize
+        limit_bytes = lock_limit_bytes()
+        limit = "unlimited" if limit_bytes is None else f"{limit_bytes} bytes"
+        if limit_bytes is not None and num_bytes > limit_bytes:
+            # No error: NVIDIA's driver for Linux pins pages without counting them against the limit, and containers
+            # come with one of 64 KiB or 8 MiB. Whether this one does, the next lines find out, before anything serves.
+            logger.warning(
+                "cpu_offload_gib: %d bytes are to be pinned, the process may lock %s (ulimit -l)",
+                num_bytes,
+                limit,
+            )
         try:
             return self._device.pinned(shape, dtype)
         except RuntimeError as error:
-            num_bytes = shape[0] * shape[1] * dtype.itemsize
-            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-            limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
             raise SizingError(
                 f"cpu_offload_gib: {num_bytes} bytes of the host's memory cannot be pinned; the process may lock "
                 f"{limit} (ulimit -l): {error}"
