@@ -53,6 +53,9 @@ class CudaDevice:
     no_graphs_because = None
 
     def __init__(self, device: torch.device, *, use_nvtx: bool = False):
+        # Pinned memory of a megabyte and more is as large as asked for. Otherwise torch rounds up to a power of two: a
+        # host tier of 5 GiB, checked against the cgroup's limit, would pin 8.
+        torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
         self.torch_device = device
         self._use_nvtx = use_nvtx
         self._streams = {name: torch.cuda.Stream(device) for name in Stream}

@@ -17,7 +17,7 @@ restored stays retained until its step has run: nothing else may be saved there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,6 +88,11 @@ class HostTier:
         if unneeded is not None:
             self.blocks.release([unneeded])
         self._planned.restores[block] = host_block
+
+    @property
+    def planned_restores(self) -> Collection[int]:
+        """Blocks of the device that the next step restores."""
+        return self._planned.restores.keys()
 
     def launch(self) -> Transfers:
         """The copies of the step being planned; they are in flight until `land`."""

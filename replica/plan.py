@@ -140,7 +140,8 @@ class StepPlan(NamedTuple):
     # Whole blocks copied between the tiers before that: first the saves, then the restores.
     saves: np.ndarray = _NO_PAIRS  # [k, 2] int64, (device block, host block)
     restores: np.ndarray = _NO_PAIRS  # [k, 2] int64, (host block, device block)
-    uses_restores: bool = True  # or only steps behind this one read what is restored
+    # Whether the step uses blocks that it, or a step before it, restores and that may not be there yet
+    uses_restores: bool = True
     # [D] int64, places in the row table of the first D rows: each computes what was last sampled there; D is
     # `num_decode_rows`, or 0 where `token_ids` has all tokens
     decode_rows: np.ndarray = _NO_ROWS
@@ -159,6 +160,11 @@ class StepPlan(NamedTuple):
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def written_blocks(self, block_size: int) -> np.ndarray:
+        """[m] int64, the blocks whose content the step changes, each once."""
+        targets = np.array([target for _, target in self.copies], np.int64)
+        return np.unique(np.concatenate([self.slots.ravel() // block_size, targets]))
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -170,6 +176,8 @@ class StepResult:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index in [0, S), if asked
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # aligned with `StepPlan.prompts`
     restores: tuple[tuple[int, float], ...] = ()  # (blocks, seconds) of copies that have ended
+    # What the plans up to that of this step restore is there; None: what all plans made so far do
+    restored_step: int | None = None
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ returns; step N+1 may be launched while step N runs, and gathers the tokens that
 ```
  host     plan N+1 ▸ stage ▸ launch        collect N (sleeps) ▸ commit N ▸ plan N+2 ...
  h2d                 [inputs of N+1] after "step done" N
- offload             [blocks of N+1]                          nobody uses them in N: `quarantine.py`
+ offload             [blocks of N+1 ....................]     nobody uses them in N: `quarantine.py`
  compute  [ step N ......................] after both [ step N+1 .....................
  d2h                                      [tokens of N] after "step done" N
 ```
@@ -51,6 +51,8 @@ from quire.replica.step_inputs import direct_inputs
 from quire.replica.step_outputs import InFlight, StepOutputs
 from quire.replica.step_sampler import Masks, StepSampler
 from quire.replica.telemetry import DeviceTime
+
+_NO_BLOCKS = np.empty(0, np.int64)
 
 
 class Runner:
@@ -192,7 +194,7 @@ class Runner:
     def _launch(self, plan: StepPlan) -> InFlight:
         slot = self._outputs.take(len(plan.sampling.token_index))
         in_flight = InFlight(slot, time.perf_counter())
-        self.host_pool.move(plan.saves, plan.restores, used_now=plan.uses_restores)
+        self._move_blocks(plan)
         # Before the forward pass: they have its time.
         masks = None if plan.awaits_tokens else self._sampler.begin(plan.sampling)
         forward = self._forward_now if self.queued is None else self.queued.forward
@@ -201,7 +203,21 @@ class Runner:
             self._draw(in_flight, plan.sampling, masks)
         elif self.queued is not None:
             self.queued.hold(in_flight)
+        self.host_pool.move_rest()
         return in_flight
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Queue the copies between the tiers that must come before the step."""
+        written = _NO_BLOCKS
+        if len(plan.saves) or self.host_pool.is_saving:
+            written = plan.written_blocks(self.config.block_size)
+        self.host_pool.move(
+            plan.saves,
+            plan.restores,
+            step=plan.step,
+            written=written,
+            used_now=plan.uses_restores,
+        )
 
     def sample(self, in_flight: InFlight, sampling: SamplingBatch) -> None:
         """The second half of a step whose plan awaited tokens: `Scheduler.complete` says what its rows may sample."""
@@ -268,7 +284,9 @@ class Runner:
         duration_s = finished_s - max(in_flight.started_s, self._busy_until_s)
         self._busy_until_s = finished_s
         restores = self.host_pool.take_measured()
-        return StepResult(tokens, duration_s, logprobs, prompts, restores)
+        return StepResult(
+            tokens, duration_s, logprobs, prompts, restores, self.host_pool.restored_step
+        )
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Write the step's KV and return the logits of the rows that sample: [S, vocab] float32."""

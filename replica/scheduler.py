@@ -67,18 +67,9 @@ _NO_ROWS = np.empty(0, np.int64)
 MAX_STEPS_IN_FLIGHT = 2
 
 
-def _restores(offer: Offer | Return | Share) -> bool:
-    """Whether blocks must be copied back from the host tier."""
-    if isinstance(offer, Return):
-        return None in offer.known
-    return isinstance(offer, Offer) and bool(offer.hit.to_restore())
-
-
-def _reads(plan: StepPlan, restored: Collection[int]) -> bool:
-    """Whether the step's rows have any of these blocks."""
-    if not restored:
-        return False
-    copied = any(source in restored for source, _ in plan.copies)
+def _uses(plan: StepPlan, restored: set[int]) -> bool:
+    """Whether the step reads or writes any of these blocks."""
+    copied = any(not restored.isdisjoint(pair) for pair in plan.copies)
     return copied or bool(np.isin(plan.block_tables, list(restored)).any())
 
 
@@ -163,7 +154,9 @@ class Scheduler:
         self._started: set[Hashable] = (
             set()
         )  # since the last step: their blocks are yet to be filled
-        self._restoring: list[int] = []  # rows that the step planned last gave their blocks back
+        # Steps whose blocks may still be on their way back from the host tier, the oldest first, with the blocks
+        self._restoring: deque[tuple[int, Collection[int]]] = deque()
+        self._arriving: dict[Hashable, int] = {}  # prefills that wait for those of this step
         self._deadlines = Deadlines()
         self._num_submitted = 0
         self._steps: deque[Step] = deque()  # in flight, the oldest first
@@ -373,6 +366,7 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         """Give back a running request's row and blocks; its full blocks stay cached."""
         self._prefilling.pop(request.key, None)
+        self._arriving.pop(request.key, None)
         self._give_back(reversed(self.rows.vacate(request.row)))
         self._num_changes += 1
 
@@ -430,6 +424,9 @@ class Scheduler:
                 break
             if self._steps:
                 return None
+            if self._arriving:  # there is nothing else to do: the step waits for their blocks
+                self._arriving.clear()
+                continue
             if not self._is_blocked():
                 self.prefix.hash_new()
                 return None
@@ -448,17 +445,17 @@ class Scheduler:
         self._fresh_parents = []
         transfers = step.transfers = self.host.launch()
         if transfers:
-            plan = plan._replace(
-                saves=transfers.save_pairs(),
-                restores=transfers.restore_pairs(),
-                uses_restores=_reads(plan, transfers.restores.keys()),
-            )
+            plan = plan._replace(saves=transfers.save_pairs(), restores=transfers.restore_pairs())
+        if transfers.restores:
+            self._restoring.append((step.number, transfers.restores.keys()))
+        if self._restoring:
+            restored = set().union(*(blocks for _, blocks in self._restoring))
+            plan = plan._replace(uses_restores=_uses(plan, restored))
         step.decodes = None if step.chunks else decodes
         gathered = self.prefix.num_unhashed >= _HASH_BLOCKS
         if gathered or step.chunks or step.number % _HASH_STEPS == 0:
             self.prefix.hash_new()
         self._steps.append(step)
-        self._restoring = step.restoring
         self._adopt(step)
         self.num_steps = step.number
         return plan
@@ -558,7 +555,7 @@ class Scheduler:
     def _leaves_out_decodes(self) -> bool:
         if not self._chunking.prefill_first or not self._prefilling:
             return False
-        rows = [r.row for r in self._prefilling.values() if not r.is_paused]
+        rows = [request.row for request in self._ready_prefills()]
         if not rows:
             return False
         computed = self.rows.num_computed[rows]
@@ -568,15 +565,21 @@ class Scheduler:
 
     def _continue_prefills(self, step: Step, may_admit: bool, now_s: float) -> None:
         """Plan chunks of the running prefills, and of more urgent requests that start before them."""
-        running, by_urgency = self._prefill_order.sort(
-            request for request in self._prefilling.values() if not request.is_paused
-        )
+        running, by_urgency = self._prefill_order.sort(self._ready_prefills())
         for request in running:
             if by_urgency and may_admit:
                 self._admit(step, now_s, before=request)
             if step.budget.tokens <= 0:
                 return
             self._schedule_chunk(step, request)
+
+    def _ready_prefills(self) -> list[Request]:
+        """Running prefills that may have a chunk in this step."""
+        return [
+            request
+            for request in self._prefilling.values()
+            if not request.is_paused and request.key not in self._arriving
+        ]
 
     def _grow_decodes(self) -> tuple[DecodeRows, bool] | None:
         """Give a block of each group to every decoding row that needs one, if it must be from other requests.
@@ -615,8 +618,9 @@ class Scheduler:
 
     def _choose_victim(self) -> Request:
         rows = np.flatnonzero(self.rows.active)
-        # A row whose blocks have just been copied back has yet to use them: it gives way last.
-        others = rows[~np.isin(rows, self._restoring)]
+        # A row whose blocks are being copied back has yet to use them: it gives way last.
+        arriving = [self._requests[key].row for key in self._arriving]
+        others = rows[~np.isin(rows, arriving)]
         rows = others if len(others) else rows
         victim = choose_victim(
             self.rows.arrival_index[rows], self.rows.paused[rows], len(self._returning) > 0
@@ -713,11 +717,24 @@ class Scheduler:
             self._lacks_blocks = False
             self._prefilling[request.key] = request
             self._started.add(request.key)
-            if _restores(offer) and (len(step.chunks) or step.num_decodes):
-                step.restoring.append(request.row)  # while this step runs; it is in the next
+            has_others = bool(step.chunks) or step.num_decodes > 0
+            arrives_with = self._arrives_with(request, step.number) if has_others else None
+            if arrives_with is not None and not isinstance(offer, Share):
+                self._arriving[request.key] = arrives_with  # while the others' steps run
                 continue
             # A fork's copies belong to this step, so its one token does.
             self._schedule_chunk(step, request, at_least=isinstance(offer, Share))
+
+    def _arrives_with(self, request: Request, number: int) -> int | None:
+        """The newest step that copies blocks of the request's row back, of those that may still be at it and step
+        `number`, which is being planned; None where all blocks are there."""
+        if not self._restoring and not self.host.planned_restores:
+            return None
+        blocks = set(self.rows.blocks(request.row))
+        if not blocks.isdisjoint(self.host.planned_restores):
+            return number
+        copying = (step for step, copied in self._restoring if not blocks.isdisjoint(copied))
+        return max(copying, default=None)
 
     @staticmethod
     def _num_known(request: Request, offer: Offer | Return | Share) -> int:
@@ -780,8 +797,7 @@ class Scheduler:
         if error is not None:
             return DeltaBatch(self.fail_step(plan, error))
         self._land(self._steps.popleft())
-        for num_blocks, seconds in result.restores:
-            self.copies.observe(num_blocks, seconds)
+        self._note_restored(result)
         scored = self._tell_scores(step, plan, result)  # before any of these rows ends
         table, rows, decodes = self.rows, step.sample_rows, step.decodes
         if decodes is not None and not has_stuck and table.are_unchanged(decodes):
@@ -829,6 +845,15 @@ class Scheduler:
         )
         batch = DeltaBatch([*scored, *self.take_ended(), *complete.values()], *columns)
         return batch.without(complete) if complete else batch
+
+    def _note_restored(self, result: StepResult) -> None:
+        """Blocks have come back from the host tier: who waited for no others is in the next plan."""
+        for num_blocks, seconds in result.restores:
+            self.copies.observe(num_blocks, seconds)
+        through = self.num_steps if result.restored_step is None else result.restored_step
+        while self._restoring and self._restoring[0][0] <= through:
+            self._restoring.popleft()
+        self._arriving = {key: step for key, step in self._arriving.items() if step > through}
 
     def _land(self, step: Step) -> None:
         """The step is over, whether it failed or not: what was held for it is given back."""

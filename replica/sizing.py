@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -298,7 +299,8 @@ def memory_table(
     The host tier has `cpu_offload_gib`. On the CPU it is off by default: there it takes the memory of a larger pool,
     which holds as much without copies.
 
-    `native_attention` is `native_attention_bytes`; None for the torch path, whose workspace grows with the request.
+    `native_attention` is `native_attention_bytes`; None on a GPU, and on the CPU for the torch path, whose workspace
+    grows with the request.
     `measured` stands in for all terms but the caches'.
 
     Raises
@@ -315,15 +317,14 @@ def memory_table(
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     width = 2 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)
 
-    # `cpu_attention_torch` widens K and V of a request to float32 and holds scores and weights of one query tile.
+    # `cpu_attention_torch` widens K and V of a request to float32 and holds scores and weights of one query tile. A
+    # GPU's kernels read pages where they lie, and what they keep of split sequences is measured.
     per_token = spec.num_kv_heads * (2 * spec.head_dim * (element + 4) + 2 * PREFILL_ROWS * 4)
-    workspace = per_token * args.block_size if native_attention is None else 0  # a block
+    on_torch_path = device == "cpu" and native_attention is None
+    workspace = per_token * args.block_size if on_torch_path else 0  # a block
     # One group's layer attends at a time; a request of full length has blocks in all of them.
     longest = -(-max_model_len // args.block_size)  # blocks of one group
     request = sequence_blocks(spec.groups, max_model_len, max_batch_tokens, args.block_size)
-
-    if measured is not None:
-        workspace = 0
 
     def table(num_blocks: int) -> MemoryTable:
         if measured is not None:
@@ -390,7 +391,7 @@ def memory_table(
 def native_attention_bytes(
     spec: ModelSpec, device: str, block_size: int, num_threads: int
 ) -> int | None:
-    """Workspace of the compiled attention, or None where some layers need the torch path."""
+    """Workspace of the compiled attention on the CPU, or None where some layers need the torch path."""
     if device != "cpu" or not cpu_attention.has_native():
         return None
     for group in spec.groups:
@@ -534,6 +535,12 @@ def available_bytes(device: str, root: Path = Path("/")) -> int:
     for folder in _cgroup_folders(root, "memory"):
         limits += _cgroup_room(folder)
     return max(min(limits), 0)
+
+
+def lock_limit_bytes() -> int | None:
+    """Bytes that this process may lock in memory (RLIMIT_MEMLOCK); None: as many as there are."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _cgroup_room(folder: Path) -> list[int]:

@@ -46,9 +46,6 @@ class Step:
     transfers: Transfers = field(default_factory=Transfers)
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to) blocks, of forks
-    restoring: list[int] = field(
-        default_factory=list
-    )  # rows that it copies blocks for, and that are not in it
     registered: list[int] = field(default_factory=list)  # blocks, parents before children
     # (group, row, index in its table, its own block, the block that is indexed for the same content)
     duplicates: list[tuple[int, int, int, int, int]] = field(default_factory=list)

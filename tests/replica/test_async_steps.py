@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from quire.replica.device import CpuDevice, Device
 from quire.replica.host_pool import HostPool
 from quire.replica.quarantine import Quarantine
 from quire.replica.queued_steps import QueuedSteps
-from quire.replica.request import Request
 from quire.replica.runner import Runner
 from quire.replica.step_inputs import InputRing
 from quire.replica.step_outputs import StepOutputs
@@ -79,7 +77,6 @@ WAITS = {
     ("compute", "inputs copied"): "a step reads inputs that are not there yet",
     ("compute", "blocks saved"): "a step writes a block before it is saved",
     ("compute", "blocks restored"): "a step reads a block before it is restored",
-    ("compute", "blocks restored ahead"): "the same of a step after the next one",
     ("d2h", "step done"): "the tokens are copied before they are sampled",
     (HOST, "tokens arrived"): "the host reads tokens before they arrive",
 }
@@ -95,17 +92,12 @@ def in_which_it_shows(wait: tuple[str, str]) -> dict[str, bool]:
     return {"prefix_caching": wait != ("compute", "blocks restored")}
 
 
-def by_whom_it_shows(wait: tuple[str, str]) -> Callable[[], list[Request]]:
-    """What is copied ahead must be read by a step that waits for no other copy: many have to return."""
-    return long_crowd if wait == ("compute", "blocks restored ahead") else crowd
-
-
 @pytest.mark.parametrize("wait", WAITS, ids=lambda wait: "-".join(wait).replace(" ", "_"))
 def test_each_wait_is_needed_and_its_lack_is_found(harness, wait):
     model = harness("llama")
-    config, requests = tight(model.spec, **in_which_it_shows(wait)), by_whom_it_shows(wait)
-    expected = model.serve(config, CpuDevice(), requests(), plans_ahead=False)
-    assert shows(model, config, expected, requests, ignored_waits=[wait]), WAITS[wait]
+    config = tight(model.spec, **in_which_it_shows(wait))
+    expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
+    assert shows(model, config, expected, ignored_waits=[wait]), WAITS[wait]
 
 
 @pytest.mark.parametrize("wait", WAITS_OF_PIECES, ids=lambda wait: "-".join(wait).replace(" ", "_"))
@@ -122,12 +114,13 @@ def test_there_is_no_other_wait(harness, monkeypatch):
     """Nor in warm-up and capture, in rows that await tokens, in a draw of the host's or in small pieces."""
     monkeypatch.setattr(queued_steps, "MAX_CHANGES", 1)
     model = harness("llama")
-    waits = set()
-    for seed in range(2):
-        device = FakeDevice(seed)
-        config = tight(model.spec, prefix_caching=seed == 0)
-        model.serve(config, device, crowd(), plans_ahead=True, prepare=Runner.warm_up)
-        waits |= device.waits
+    waits: set[tuple[str, str]] = set()
+    for seed in range(3):
+        for prefix_caching in (True, False):
+            device = FakeDevice(seed)
+            config = tight(model.spec, prefix_caching=prefix_caching)
+            model.serve(config, device, crowd(), plans_ahead=True, prepare=Runner.warm_up)
+            waits |= device.waits
     assert waits == {*WAITS, *WAITS_OF_PIECES}
 
 
@@ -199,12 +192,20 @@ def test_a_step_that_does_not_wait_for_the_blocks_it_reads_is_found(harness, mon
     expected = model.serve(config, CpuDevice(), crowd(), plans_ahead=False)
     real = HostPool.move
 
-    def move(self, saves, restores, *, used_now=True):
-        real(self, saves, restores, used_now=False)
-        self._restoring = None  # nor does the next one
+    def move(self, saves, restores, **options):
+        real(self, saves, restores, **{**options, "used_now": False})
 
     monkeypatch.setattr(HostPool, "move", move)
     assert shows(model, config, expected)
+
+
+def test_blocks_that_are_written_while_they_are_saved_behind_a_step_are_found(harness, monkeypatch):
+    """Saves that a step does not need, and that a later one must wait for."""
+    model = harness("llama")
+    config = tight(model.spec, prefix_caching=False)
+    expected = model.serve(config, CpuDevice(), long_crowd(), plans_ahead=False)
+    monkeypatch.setattr(HostPool, "_wait_for_saves", lambda self, written: None)
+    assert shows(model, config, expected, long_crowd)
 
 
 @pytest.mark.parametrize("restore", ["auto", "always"])

@@ -314,6 +314,68 @@ def test_blocks_are_copied_while_a_step_runs_that_does_not_use_them():
     assert not len(plan.restores)
 
 
+def commit(scheduler, plan, restored_step):
+    tokens = np.full(len(plan.sampling.token_index), 7)
+    result = StepResult(tokens, 0.01, restored_step=restored_step)
+    deltas = {d.key: d for d in scheduler.commit(plan, result, 0.0)}
+    scheduler.check()
+    return deltas
+
+
+def until_returning(scheduler):
+    """A victim beside others, and the plan that copies its blocks back."""
+    requests, _ = until_offloaded(scheduler, "a", "b", "c")
+    victim = requests["a"]
+    while True:
+        plan = scheduler.plan(0.0)
+        if victim.phase is not Phase.OFFLOADED:
+            return victim, plan
+        commit(scheduler, plan, None)
+
+
+def test_others_decode_until_a_victims_blocks_are_there():
+    scheduler = make_scheduler()
+    victim, plan = until_returning(scheduler)
+    first = plan.step
+    for _ in range(4):
+        assert not plan.uses_restores and victim.row not in plan.rows.tolist()
+        assert plan.num_decode_rows == plan.num_rows > 0
+        commit(scheduler, plan, first - 1)
+        plan = scheduler.plan(0.0)
+    commit(scheduler, plan, first)
+    plan = scheduler.plan(0.0)
+    assert victim.row in plan.rows.tolist()
+    assert "a" in commit(scheduler, plan, plan.step)
+    assert run(scheduler)["a"].num_output_tokens == 40
+
+
+def test_with_nobody_else_to_run_a_step_waits_for_the_blocks():
+    scheduler = make_scheduler()
+    victim, plan = until_returning(scheduler)
+    first = plan.step
+    commit(scheduler, plan, first - 1)
+    for key in ("b", "c"):
+        scheduler.abort(key)
+    plan = scheduler.plan(0.0)
+    assert plan.rows.tolist() == [victim.row] and plan.uses_restores
+    assert "a" in commit(scheduler, plan, plan.step)
+
+
+def test_whoever_gets_a_block_that_is_still_copied_to_waits_for_that():
+    """Its owner is gone: another must not write there before the copy does."""
+    scheduler = make_scheduler(prefix_caching=False)
+    _, plan = until_returning(scheduler)
+    first, copied = plan.step, set(plan.restores[:, 1].tolist())
+    commit(scheduler, plan, first - 1)
+    for key in ("a", "b", "c"):
+        scheduler.abort(key)
+    submit(scheduler, "new", range(900, 960), 4)  # needs the whole cache
+    plan = scheduler.plan(0.0)
+    assert copied & set(plan.block_tables.ravel().tolist()) and plan.uses_restores
+    commit(scheduler, plan, plan.step)
+    assert not scheduler.plan(0.0).restores.size
+
+
 def test_alone_it_does_not_wait_for_another_step():
     scheduler = make_scheduler(num_blocks=5)
     submit(scheduler, "a", range(100, 117), max_tokens=9)

@@ -89,7 +89,8 @@ class ModelDevice:
         self.seeds = np.zeros(max_rows, np.uint64)
         # [host blocks, 2, block_size]: `before` and `after` of the blocks copied there
         self.host = np.full((num_host_blocks, 2, block_size), None, dtype=object)
-        self.late = []  # restores that the step launched last said not to need
+        self.late = []  # (step, restores) that no step has needed so far, the oldest first
+        self.newest_step = 0
 
     def slots_of(self, block):
         return slice(block * self.block_size, (block + 1) * self.block_size)
@@ -98,22 +99,37 @@ class ModelDevice:
         saves, restores = plan.saves.tolist(), plan.restores.tolist()
         targets = [[pair[1] for pair in pairs] for pairs in (saves, restores)]
         assert all(len(set(of_kind)) == len(of_kind) for of_kind in targets)
-        for pair in self.late:
-            self.restore(*pair)
-        self.late = [] if plan.uses_restores else restores
+        self.newest_step = plan.step
+        # A block's save must not find what was to be restored there earlier: the copies have one order.
+        if plan.uses_restores or {block for block, _ in saves} & self.late_blocks():
+            self.restore_late()
         for block, host_block in saves:
             slots = self.slots_of(block)
             self.host[host_block] = self.before[slots], self.after[slots]
-        for host_block, block in restores:
-            if plan.uses_restores:
-                self.restore(host_block, block)
-            else:
-                slots = self.slots_of(block)
-                self.before[slots] = self.after[slots] = None
+        for _, block in restores:
+            slots = self.slots_of(block)
+            self.before[slots] = self.after[slots] = None
+        if restores:  # what the host's blocks hold now, whatever is saved there meanwhile
+            self.late.append(
+                (plan.step, [(block, self.host[copy].copy()) for copy, block in restores])
+            )
+        if plan.uses_restores:
+            self.restore_late()
 
-    def restore(self, host_block, block):
-        slots = self.slots_of(block)
-        self.before[slots], self.after[slots] = self.host[host_block]
+    def late_blocks(self):
+        return {block for _, restores in self.late for block, _ in restores}
+
+    def restore_late(self, count=None):
+        """The oldest steps' restores arrive; all of them by default."""
+        for _, restores in self.late[:count]:
+            for block, (before, after) in restores:
+                slots = self.slots_of(block)
+                self.before[slots], self.after[slots] = before, after
+        self.late = self.late[len(self.late) if count is None else count :]
+
+    @property
+    def restored_step(self):
+        return self.late[0][0] - 1 if self.late else self.newest_step
 
     def run(self, plan: StepPlan) -> StepResult:
         token_ids = plan.token_ids.copy()
@@ -164,7 +180,13 @@ class ModelDevice:
             assert position == plan.kv_len[row]
             tokens.append(choose(heads[row], int(sampling.seed[i]), position, banned.get(i, ())))
         self.last_token[sampling.rows] = tokens
-        return StepResult(np.array(tokens, np.int64), 0.001 * plan.num_tokens)
+        if self.late and self.late[0][0] + plan.step % 4 <= plan.step:  # after up to three steps
+            self.restore_late(1)
+        return StepResult(
+            np.array(tokens, np.int64),
+            0.001 * plan.num_tokens,
+            restored_step=self.restored_step,
+        )
 
     def take_changes(self, plan, starts):
         """What the differences have made of the table is what the plan's rows see."""
@@ -474,7 +496,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         snapshot = self.scheduler.snapshot()
         pinned = {h for plan in self.plans for h, _ in plan.restores.tolist()}
         pinned |= {h for plan in self.plans for _, h in plan.saves.tolist()}
-        pinned |= {h for h, _ in self.device.late}
         for queue in ("returning", "paused"):
             pinned |= {h for entry in snapshot[queue] for h in entry.get("host_blocks", ())}
         for block in set(range(self.config.num_host_blocks)) - pinned:
@@ -521,6 +542,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             deltas = self.scheduler.fail_step(failed[0], EngineError("the device is gone"))
         assert self.scheduler.num_in_flight == 0
         # What the steps wrote must not be trusted: no later row may read it. Their copies may have failed too.
+        steps = {plan.step for plan in failed}
+        self.device.late = [late for late in self.device.late if late[0] not in steps]
         for plan in failed:
             self.device.before[plan.slots.ravel()] = None
             for _, block in plan.restores.tolist():

@@ -63,6 +63,7 @@ def test_the_pool_is_never_larger_than_all_requests_can_use(spec):
 def test_a_gpu_gets_all_that_is_left(spec):
     table = solve(big(spec), available=64 * GIB, device="cuda", max_model_len=10**6)
     assert table.kv_cache > 50 * GIB and 0 <= table.remainder < table.block
+    assert table.attention == 0, "the CPU's tiles are not on the device"
 
 
 @settings(
