@@ -157,10 +157,12 @@ class StepIndexer:
         return [own for _, _, _, own, _ in duplicates]
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """The step failed: what it would have written to these blocks is unknown."""
-        indexed = [
-            block for block in blocks if block in self._prefix
-        ]  # but if the cache was cleared
+        """The step failed: what it would have written to these blocks is unknown.
+
+        A block may be named twice: it was copied back and then filled.
+        """
+        # Without those of a cache that was cleared meanwhile.
+        indexed = [block for block in dict.fromkeys(blocks) if block in self._prefix]
         for block in sorted(indexed, key=lambda b: -self._prefix.place_of(b)[0].depth):
             self._prefix.forget(block)
             self._blocks.forget_content(block)

@@ -402,3 +402,22 @@ def test_what_was_restored_for_a_step_that_failed_is_computed_again():
     assert "a" not in ended and victim.phase is Phase.PENDING and victim.row < 0
     scheduler.check()
     assert run(scheduler)["a"].num_output_tokens == 40
+
+
+@pytest.mark.parametrize("length", range(14, 24))
+def test_what_was_restored_and_filled_in_a_step_that_failed_is_forgotten_once(length):
+    """Alone it returns and computes in one step: its last block is copied back half full, and may be filled."""
+    scheduler = make_scheduler(num_blocks=5)
+    submit(scheduler, "a", range(100, 100 + length), max_tokens=9)
+    step(scheduler)
+    submit(scheduler, "b", range(200, 215), max_tokens=4)
+    while True:
+        plan = scheduler.plan(0.0)
+        if scheduler.num_restores:
+            break
+        scheduler.commit(plan, StepResult(np.full(len(plan.sampling.token_index), 7), 0.01), 0.0)
+    assert plan.uses_restores
+    (failed,) = scheduler.fail_step(plan, EngineError("the device is gone"))
+    scheduler.check()
+    assert failed.key == "a"
+    assert not any(block in scheduler.prefix for block in plan.restores[:, 1].tolist())

@@ -36,6 +36,9 @@ from quire.replica.plan import StepPlan, StepResult
 from quire.replica.request import Request
 from quire.replica.scheduler import Scheduler
 
+# Whoever finds a failure may look for a smaller one for 300 s: cut off before, it would be told as a timeout.
+pytestmark = pytest.mark.timeout(600)
+
 VOCAB = 11
 EOS = 3
 START = 17  # the chain before the first token
