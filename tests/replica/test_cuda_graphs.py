@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from device_harness import BLOCK_SIZE, Harness, Told, config_of, crowd, prompt, tight
 from fake_device import HOST, FakeDevice
-from test_async_steps import WAITS, by_whom_it_shows, in_which_it_shows
+from test_async_steps import WAITS, in_which_it_shows
 
 from quire.kernels.cpu_attention import has_native
 from quire.protos.wire import SamplingParams
@@ -289,7 +289,7 @@ def test_with_graphs_each_wait_is_needed_too(harness, wait):
 
     model = harness("llama")
     config = tight(model.spec, **in_which_it_shows(wait))
-    assert shows(model, config, prepare, by_whom_it_shows(wait)), WAITS[wait]
+    assert shows(model, config, prepare), WAITS[wait]
 
 
 def move_inputs(runner: Runner) -> None:

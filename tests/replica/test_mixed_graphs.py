@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from device_harness import BLOCK_SIZE, Harness, config_of, crowd, prompt, tight
 from fake_device import FakeDevice
-from test_async_steps import WAITS, by_whom_it_shows, in_which_it_shows
+from test_async_steps import WAITS, in_which_it_shows
 from test_cuda_graphs import expected_of, plain
 
 from quire.protos.wire import SamplingParams
@@ -220,7 +220,7 @@ def test_each_wait_is_needed(harness, wait):
 
     model = harness("llama")
     config = mixed_config(model, tight, **in_which_it_shows(wait))
-    assert shows(model, config, prepare, by_whom_it_shows(wait)), WAITS[wait]
+    assert shows(model, config, prepare), WAITS[wait]
 
 
 @pytest.mark.parametrize("what", ["writes to a live block", "answers for a live row"])
