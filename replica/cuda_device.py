@@ -7,6 +7,7 @@ no stream needs `record_stream`. What work allocates comes from the compute stre
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,26 @@ from dataclasses import dataclass
 import torch
 
 from quire.replica.device import NO_MARK, Event, Graph, Stream, Tensors, Work
+
+logger = logging.getLogger(__name__)
+
+
+def pin_what_is_asked_for() -> None:
+    """From a megabyte on torch shall not round pinned memory up to a power of two.
+
+    Otherwise a host tier of 5 GiB, checked against the cgroup's limit, pins 8.
+    """
+    try:
+        torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
+    except (
+        AttributeError,
+        RuntimeError,
+    ) as error:  # no public interface, so it may go, or not be there yet
+        logger.warning(
+            "torch %s rounds pinned memory up to a power of two, cpu_offload_gib too: %s",
+            torch.__version__,
+            error,
+        )
 
 
 class CudaEvent:
@@ -53,9 +74,7 @@ class CudaDevice:
     no_graphs_because = None
 
     def __init__(self, device: torch.device, *, use_nvtx: bool = False):
-        # Pinned memory of a megabyte and more is as large as asked for. Otherwise torch rounds up to a power of two: a
-        # host tier of 5 GiB, checked against the cgroup's limit, would pin 8.
-        torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
+        pin_what_is_asked_for()
         self.torch_device = device
         self._use_nvtx = use_nvtx
         self._streams = {name: torch.cuda.Stream(device) for name in Stream}

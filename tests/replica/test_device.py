@@ -11,7 +11,7 @@ from fake_device import HOST, FakeDevice, FakeEvent, PoisonedRead, is_poisoned, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.replica.cuda_device import CudaEvent
+from quire.replica.cuda_device import CudaEvent, pin_what_is_asked_for
 from quire.replica.device import CpuDevice, Device, Event, Stream, open_device
 
 SEEDS = range(40)
@@ -263,3 +263,16 @@ def test_an_ignored_wait_of_the_host_reads_what_has_not_come():
 
     assert all(read(seed) == 1 for seed in SEEDS)
     assert any(read(seed, ignored_waits=[(HOST, "result")]) != 1 for seed in SEEDS)
+
+
+def test_a_torch_that_cannot_pin_exactly_is_told_of_once_and_serves(caplog, monkeypatch):
+    pin_what_is_asked_for()
+    assert not caplog.records
+
+    def refuse(settings: str) -> None:
+        raise RuntimeError(f"Unrecognized key in {settings}")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse)
+    pin_what_is_asked_for()
+    (record,) = caplog.records
+    assert "cpu_offload_gib" in record.message and "Unrecognized key" in record.message
