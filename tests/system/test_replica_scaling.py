@@ -1,26 +1,37 @@
-"""The number of replicas follows the load, and nobody's stream notices. Real Ray."""
+"""The number of replicas follows the load, and nobody's stream notices. Real Ray.
+
+```
+ streams  12 ──────────────┐ 15 ┌─ 6 ─────────────────┐ 4 ──▶ 0
+ replicas  1 ──▶ 2 starts ─┘    └─ 1 drains ──────────┘ its streams end; it has gone
+ steps     slow ──────────────────────────────────────┐ fast
+```
+
+What the load is made of are long streams, so that each replica has as much of it at any moment, however the machine
+shares its cores between replicas, routers and clients.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import httpx
 import openai
 import pytest
 from live import Cluster, start_cluster, wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
-TARGET_REQUESTS = 10.0  # of one replica
-NUM_USERS = 20  # two replicas' worth
-NUM_LONG_EACH, LONG_TOKENS = 2, 500  # with the brakes, six requests: less than one replica's worth
-# While a brake is in a replica's steps no long stream there ends within 75 s, however fast the machine is.
-BRAKE_MS, BRAKE_TOKENS = 150, 1000
-DOWN_TIMEOUT_S = 60.0
+# Of one replica. Serve's own policy counts calls, wants one replica for every two, and would take none away below.
+TARGET_REQUESTS = 10.0
+NUM_CROWD = 9  # streams that leave when two replicas run
+# Of the two that are read to their ends on each replica. One that drains can be granted no more: the short one has what
+# it needs from the start and ends there, the long one moves when half of its credit of 256 is used up.
+SHORT_TOKENS, LONG_TOKENS = 100, 400
+# A brake is a stream that makes the steps it is in so much longer: no reader beside one ends within 100 s, however fast
+# the machine is.
+BRAKE_TOKENS, BRAKE_MS = 1000, 1000
+CHANGE_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +40,7 @@ def elastic(tmp_path_factory) -> Iterator[Cluster]:
 
     def change(config: dict) -> None:
         args = config["applications"][0]["args"]
-        # Streams shall come to both: prices may prefer the one that this machine held up less.
+        # The second replica shall get what comes next, whatever prices say of a machine that is shared.
         args["router"] = {"drain_timeout_s": 240.0, "policy": "least_loaded"}
         args["replicas"] = 1
         args["engine"] = {"fault_injection": True}
@@ -53,133 +64,125 @@ def replicas(cluster: Cluster) -> dict[str, str]:
     return {r["replica_id"]: r["state"] for r in details["replicas"]}
 
 
-def num_running(cluster: Cluster) -> int:
-    return sum(state == "RUNNING" for state in replicas(cluster).values())
+def running(cluster: Cluster) -> set[str]:
+    return {name for name, state in replicas(cluster).items() if state == "RUNNING"}
+
+
+def every_router_knows(cluster: Cluster, names: set[str]) -> bool:
+    """HAProxy gives the next connection to the other router."""
+    return all({load.replica for load in cluster.loads()} == names for _ in range(4))
 
 
 @dataclass(slots=True)
-class Reader:
-    """Reads a long answer."""
+class Stream:
+    """One long answer."""
 
     seed: int
-    replica: str = ""  # known with the first token
-    task: asyncio.Task[list[int]] | None = None
+    max_tokens: int = LONG_TOKENS
+    label: str = ""
+    ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    replica: str = ""  # where its first token came from
+    request_id: str = ""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
 
-    async def read(
-        self, client: openai.AsyncOpenAI, label: str = "", max_tokens: int = LONG_TOKENS
-    ) -> list[int]:
-        """Its token ids."""
+    async def read(self, client: openai.AsyncOpenAI) -> None:
+        """To its end."""
         response = await client.completions.with_raw_response.create(
             model="embedded",
             prompt=f"Story {self.seed}",
-            max_tokens=max_tokens,
+            max_tokens=self.max_tokens,
             seed=self.seed,
             stream=True,
             extra_body={"ignore_eos": True, "return_token_ids": True},
-            extra_headers={"x-request-id": label} if label else None,
+            extra_headers={"x-request-id": self.label} if self.label else None,
         )
-        ids: list[int] = []
         async with response.parse() as chunks:
             async for chunk in chunks:
-                ids += getattr(chunk.choices[0], "token_ids", None) or []
+                (choice,) = chunk.choices
+                self.ids += getattr(choice, "token_ids", None) or []
+                self.finish_reason = choice.finish_reason or self.finish_reason
                 self.replica = response.headers["x-quire-replica"]
-        return ids
-
-    async def stop(self) -> None:
-        """Leave, as a client does that wants no more."""
-        self.task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.task
+                self.request_id = response.headers["x-request-id"]
+                self.begun.set()
 
 
-async def on_each(
-    names: set[str],
-    num_each: int,
-    seeds: Iterator[int],
-    read: Callable[[Reader], asyncio.Task[list[int]]],
-) -> list[Reader]:
-    """So many readers on each of these replicas; who finds another place leaves again."""
-    kept: list[Reader] = []
-    num_on: Counter[str] = Counter()
-    async with asyncio.timeout(90):
-        while set(num_on) != names or min(num_on.values()) < num_each:
-            reader = Reader(next(seeds))
-            reader.task = read(reader)
-            while not reader.replica:
-                assert not reader.task.done(), reader.task.exception()
-                await asyncio.sleep(0.02)
-            if num_on[reader.replica] < num_each:
-                num_on[reader.replica] += 1
-                kept.append(reader)
-            else:
-                await reader.stop()
-    return kept
+async def once(condition: Callable[[], bool], what: str) -> float:
+    """Seconds until it holds; streams go on meanwhile."""
+    return await asyncio.to_thread(wait_until, condition, CHANGE_TIMEOUT_S, what)
 
 
-async def press(client: openai.AsyncOpenAI, number: int) -> None:
-    """One user who asks again and again."""
-    for i in itertools.count():
-        await client.completions.create(
-            model="embedded",
-            prompt=f"User {number} asks {i}",
-            max_tokens=60,
-            extra_body={"ignore_eos": True},
-        )
+async def end(streams: list[Stream]) -> None:
+    """Leave, as a client does that wants no more."""
+    for stream in streams:
+        stream.task.cancel()
+    await asyncio.wait([stream.task for stream in streams])
+
+
+def num_attempts(cluster: Cluster, stream: Stream) -> int:
+    """Replicas to which it was sent, one after the other."""
+    query = {"request_id": stream.request_id}
+    told = httpx.get(f"{cluster.url}/v1/router/explain", params=query, timeout=30)
+    return len(told.json()["data"])
+
+
+async def undisturbed(cluster: Cluster, streams: list[Stream]) -> list[list[int]]:
+    """Token ids of such streams when nothing happens."""
+    again = [Stream(stream.seed, stream.max_tokens) for stream in streams]
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        await asyncio.gather(*(stream.read(client) for stream in again))
+    return [stream.ids for stream in again]
 
 
 def test_replicas_come_with_the_load_and_drain_when_it_goes(elastic):
-    assert num_running(elastic) == 1
+    (first,) = running(elastic)
     seconds: dict[str, float] = {}
+    brakes = [Stream(i, BRAKE_TOKENS, f"fault:slow:{BRAKE_MS}@0") for i in range(2)]
+    crowd = [Stream(100 + i) for i in range(NUM_CROWD)]
+    there = [Stream(200, SHORT_TOKENS), Stream(201, LONG_TOKENS)]
+    here = [Stream(202, SHORT_TOKENS), Stream(203, LONG_TOKENS)]
+    readers = [*there, *here]
 
-    async def run() -> tuple[list[Reader], list[list[int]], set[str]]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{elastic.url}/v1", api_key="none", max_retries=0, timeout=300
-        ) as client:
-            users = [asyncio.create_task(press(client, n)) for n in range(NUM_USERS)]
-            began_s = time.monotonic()
-            await asyncio.to_thread(wait_until, lambda: num_running(elastic) == 2, 120, "a second")
-            seconds["up"] = time.monotonic() - began_s
-            for user in users:
-                assert not user.done(), user.exception()
-            both = set(replicas(elastic))
-            seeds = itertools.count()
+    async def run() -> None:
+        async with (
+            openai.AsyncOpenAI(
+                base_url=f"{elastic.url}/v1", api_key="none", max_retries=0, timeout=300
+            ) as client,
+            asyncio.TaskGroup() as group,  # the first stream that fails ends the test
+        ):
 
-            def brake(reader: Reader) -> asyncio.Task[list[int]]:
-                label = f"fault:slow:{BRAKE_MS}@0"
-                return asyncio.create_task(reader.read(client, label, BRAKE_TOKENS))
+            async def begin(*streams: Stream) -> None:
+                for stream in streams:
+                    stream.task = group.create_task(stream.read(client))
+                for stream in streams:
+                    await stream.begun.wait()
 
-            def tell(reader: Reader) -> asyncio.Task[list[int]]:
-                return asyncio.create_task(reader.read(client))
+            await begin(brakes[0])
+            await begin(*there, *crowd)
+            seconds["up"] = await once(lambda: len(running(elastic)) == 2, "a second replica")
+            both = running(elastic)
+            await once(lambda: every_router_knows(elastic, both), "routers know it")
+            await begin(brakes[1])
+            await begin(*here)
+            (second,) = both - {first}
+            assert {stream.replica for stream in [brakes[0], *there, *crowd]} == {first}
+            assert {stream.replica for stream in [brakes[1], *here]} == {second}
 
-            brakes = await on_each(both, 1, seeds, brake)
-            longs = await on_each(both, NUM_LONG_EACH, seeds, tell)
-            for user in users:
-                user.cancel()
-            await asyncio.gather(*users, return_exceptions=True)
-            began_s = time.monotonic()
-            await asyncio.to_thread(
-                wait_until, lambda: num_running(elastic) == 1, DOWN_TIMEOUT_S, "one goes"
-            )
-            seconds["down"] = time.monotonic() - began_s
-            assert not any(reader.task.done() for reader in [*brakes, *longs])
-            for reader in brakes:
-                await reader.stop()
-            answers = await asyncio.gather(*(reader.task for reader in longs))
-            seconds["rest"] = time.monotonic() - began_s - seconds["down"]
-            return longs, answers, both
+            await end(crowd)
+            seconds["down"] = await once(lambda: len(running(elastic)) == 1, "one drains")
+            assert set(replicas(elastic)) == both, "it waits for its streams"
+            assert not any(stream.task.done() for stream in [*brakes, *readers])
+            await end(brakes)
 
-    longs, answers, both = asyncio.run(run())
-    wait_until(lambda: len(replicas(elastic)) == 1, 120, "the other has drained")
-    print({name: round(s, 1) for name, s in seconds.items()}, [reader.replica for reader in longs])
+    asyncio.run(run())
+    seconds["gone"] = wait_until(lambda: len(replicas(elastic)) == 1, 120, "the other has gone")
     (left,) = replicas(elastic)
-    assert left in both
-    assert [len(ids) for ids in answers] == [LONG_TOKENS] * len(longs)
-    drained = [i for i, reader in enumerate(longs) if reader.replica != left]
-    assert len(drained) == NUM_LONG_EACH
-
-    async def again(seed: int) -> list[int]:
-        async with openai.AsyncOpenAI(base_url=f"{elastic.url}/v1", api_key="none") as client:
-            return await Reader(seed).read(client)
-
-    first = drained[0]
-    assert asyncio.run(again(longs[first].seed)) == answers[first]
+    print({name: round(s, 1) for name, s in seconds.items()}, "the first stays:", left == first)
+    for stream in readers:
+        assert (len(stream.ids), stream.finish_reason) == (stream.max_tokens, "length")
+    assert asyncio.run(undisturbed(elastic, readers)) == [stream.ids for stream in readers]
+    stayed, drained = (there, here) if left == first else (here, there)
+    assert [num_attempts(elastic, stream) for stream in stayed] == [1, 1]
+    assert [num_attempts(elastic, stream) for stream in drained] == [1, 2]
+    assert running(elastic) == {left}
