@@ -145,8 +145,8 @@ def from_both_routers(ask_one: Callable[[], httpx.Response]) -> list[httpx.Respo
 def test_a_cache_that_is_cleared_while_idle_is_counted_by_no_router(eventful):
     """Under the policy that goes where the cache is, whatever that saves.
 
-    The 128 tokens are worth 4 ms here. With prices a single step that the machine holds up for 0.4 s makes its
-    replica look a hundred times slower, and the next request prefers to compute them elsewhere.
+    The 128 tokens are worth 4 ms here. With prices a single step that is held up for 0.9 s makes its replica look so
+    slow that the next request prefers to compute them elsewhere.
     """
     names = sorted(load.replica for load in eventful.loads())
     none = dict.fromkeys(names, 0)
@@ -263,7 +263,12 @@ def test_a_replica_that_is_slower_by_two_gets_fewer_requests(eventful):
 
 
 def test_work_beyond_the_bound_is_refused_with_a_time_and_the_rest_is_served(eventful):
-    """Prompts of seconds, all at once, where a first token may take one."""
+    """Prompts of most of a second each, all at once, where a first token may take one.
+
+    Nothing is asserted of how long the accepted ones take, which is up to five seconds. Of a burst each router sends
+    its first ones at once, before a report tells it of the other's. And what it expects of the next ones is a price of
+    a token, averaged over the last half minute, of steps that take as long here however many tokens they compute.
+    """
     ends: Counter[str] = Counter()
     waits_s: list[float] = []
 
