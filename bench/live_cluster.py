@@ -115,11 +115,13 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 def _take_ports(config: dict[str, Any]) -> None:
     """Give every listener of a Serve config a port of its own."""
-    ports = free_ports(4)
+    ports = free_ports(6)
     config["http_options"]["port"], config["grpc_options"]["port"] = ports[:2]
     variables = config["controller_options"]["runtime_env"]["env_vars"]
-    for name, port in zip(("STATS", "METRICS"), ports[2:], strict=True):
+    for name, port in zip(("STATS", "METRICS"), ports[2:4], strict=True):
         variables[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(port)
+    for protocol, port in zip(("HTTP", "GRPC"), ports[4:], strict=True):
+        variables[f"RAY_SERVE_FALLBACK_PROXY_{protocol}_PORT"] = str(port)
     offset = os.getpid() % 16 * _WINDOW
     for protocol, lowest in (("HTTP", 31_000), ("GRPC", 41_000)):
         first = lowest + offset

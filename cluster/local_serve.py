@@ -39,8 +39,15 @@ LOG_TAIL_LINES = 40
 POLL_S = 0.25
 TERMINATE_S = 15.0
 
-# HAProxy's own statistics and metrics; it does not start without them (Ray's defaults).
-_HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": 8404, "RAY_SERVE_HAPROXY_METRICS_PORT": 9101}
+# What else listens in HAProxy mode (Ray's defaults): HAProxy's statistics and metrics, without which it does not start,
+# and the Python proxies to which it sends what comes while it knows of no router. Ray's proxies share a port that is
+# taken, so with two clusters on one machine each would get a part of what is meant for the other's.
+_HAPROXY_PORTS = {
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
+}
 # Refused, reset, a status other than 2xx; not HTTP; not JSON.
 _NO_ANSWER = (OSError, HTTPException, ValueError)
 _DASHBOARD = re.compile(r"View the dashboard at \W*(?:\x1b\[\d+m)*(https?://[^\s\x1b]+)")
@@ -72,7 +79,8 @@ class Endpoint:
 def check_ports(config: ServeConfig) -> None:
     """Refuse a port that another process holds, which Ray would report only in a proxy's log.
 
-    Two clusters in HAProxy mode on one machine need statistics and metrics ports of their own.
+    Two clusters in HAProxy mode on one machine need ports of their own for HAProxy's statistics and metrics and for the
+    proxies that it falls back to.
 
     Raises
     ------
@@ -88,6 +96,8 @@ def check_ports(config: ServeConfig) -> None:
     env_vars = ((options and options.runtime_env) or {}).get("env_vars", {})
     if env_vars.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         for name, default in _HAPROXY_PORTS.items():
+            if name.endswith("_GRPC_PORT") and "grpc_options.port" not in listeners:
+                continue
             path = f"controller_options.runtime_env.env_vars.{name}"
             port = env_vars.get(name, str(default))
             if port.isdecimal() and 1 <= int(port) <= 65535:

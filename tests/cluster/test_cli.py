@@ -158,18 +158,37 @@ def test_a_port_in_use_is_refused_by_name(free_ports, which: int):
             local_serve.check_ports(checked(*free_ports))
 
 
-@pytest.mark.parametrize("name", ["STATS", "METRICS"])
-def test_haproxys_own_ports_are_checked_in_haproxy_mode(free_ports, name: str):
+HAPROXY_PORTS = ("HAPROXY_STATS", "HAPROXY_METRICS", "FALLBACK_PROXY_HTTP", "FALLBACK_PROXY_GRPC")
+
+
+@pytest.mark.parametrize("name", HAPROXY_PORTS)
+def test_what_else_listens_in_haproxy_mode_needs_free_ports(free_ports, name: str):
     with socket.create_server(("127.0.0.1", 0)) as holder, socket.create_server(("", 0)) as other:
         spare = other.getsockname()[1]
         other.close()
-        env_vars = {f"RAY_SERVE_HAPROXY_{n}_PORT": str(spare) for n in ("STATS", "METRICS")}
-        env_vars[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(holder.getsockname()[1])
+        env_vars = {f"RAY_SERVE_{n}_PORT": str(spare) for n in HAPROXY_PORTS}
+        env_vars[f"RAY_SERVE_{name}_PORT"] = str(holder.getsockname()[1])
         options = {"runtime_env": {"env_vars": env_vars}}
         local_serve.check_ports(checked(*free_ports, controller_options=options))
         env_vars["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
-        with pytest.raises(ConfigError, match=rf"env_vars\.RAY_SERVE_HAPROXY_{name}_PORT: cannot"):
+        with pytest.raises(ConfigError, match=rf"env_vars\.RAY_SERVE_{name}_PORT: cannot"):
             local_serve.check_ports(checked(*free_ports, controller_options=options))
+
+
+def test_a_port_that_another_clusters_proxy_shares_is_refused(free_ports):
+    """Ray's proxies would listen on it together."""
+    with socket.socket() as theirs:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        theirs.bind(("127.0.0.1", 0))
+        theirs.listen()
+        env_vars = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+        for name, port in zip(HAPROXY_PORTS, local_serve.free_ports(4), strict=True):
+            env_vars[f"RAY_SERVE_{name}_PORT"] = str(port)
+        config = checked(*free_ports, controller_options={"runtime_env": {"env_vars": env_vars}})
+        local_serve.check_ports(config)
+        env_vars["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(theirs.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT: .*in use"):
+            local_serve.check_ports(config)
 
 
 @pytest.mark.parametrize(

@@ -114,11 +114,14 @@ def write_bars(name: str, bars: list[Bar]) -> None:
 def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:
     """Run `quire serve` on cluster.yaml as changed by `change`, until the fixture ends."""
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    ports = free_ports(4)
+    ports = free_ports(6)
     config["http_options"]["port"], config["grpc_options"]["port"] = ports[:2]
     haproxy = config["controller_options"]["runtime_env"]["env_vars"]
-    for name, port in zip(("STATS", "METRICS"), ports[2:], strict=True):
+    for name, port in zip(("STATS", "METRICS"), ports[2:4], strict=True):
         haproxy[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(port)
+    # Where HAProxy sends what comes while it knows of no router: another cluster's proxy would answer there.
+    for protocol, port in zip(("HTTP", "GRPC"), ports[4:], strict=True):
+        haproxy[f"RAY_SERVE_FALLBACK_PROXY_{protocol}_PORT"] = str(port)
     # The proxy's way to the routers. Several processes may listen on one of these ports: those of another cluster
     # that took the same would get a part of this one's requests.
     first = next(_windows) % 20 * 50
