@@ -131,6 +131,9 @@ class OpenAIClient:
             missing = usage["completion_tokens"] - answer.num_tokens
             if missing > 0 and answer.tokens:  # pieces of several tokens
                 answer.tokens[-1] += missing
+            elif missing > 0:  # they have no text: control tokens, or the beginning of a character
+                answer.arrivals_s.append(now_s)
+                answer.tokens.append(missing)
 
     async def close(self) -> None:
         pass

@@ -298,12 +298,22 @@ def bars_of(
     return bars
 
 
+def tokens_elsewhere(decisions: Iterable[LoggedDecision]) -> int:
+    """Prompt tokens that another replica held than the one chosen, which held fewer: what load was worth."""
+    elsewhere = 0.0
+    for decision in decisions:
+        fleet = decision.fleet
+        held = fleet.gpu_tokens + fleet.host_tokens
+        elsewhere += held.max() - held[list(fleet.replicas).index(decision.chosen)]
+    return int(elsewhere)
+
+
 async def measure(
     cluster: LiveCluster, requests: list[TimedRequest], log_folder: Path, events: dict[str, int]
 ) -> tuple[list[Record], dict[str, Any], dict[str, list[WrongCredit]], int]:
     """Records and summary of the replay, what became of vanished caches, and probes that failed."""
     url = f"http://127.0.0.1:{cluster.http_port}"
-    run = await open_loop(OpenAIClient(url, MODEL), requests)
+    run = await open_loop(OpenAIClient(url, MODEL, {"return_token_ids": True}), requests)
     summary = summarise(run, Slo())
     if summary["num_failed"]:
         raise RuntimeError(f"{summary['num_failed']} failed: {summary['first_error']}")
@@ -311,6 +321,9 @@ async def measure(
 
     def decisions() -> list[LoggedDecision]:
         return [decision for path in log_folder.glob("*.jsonl") for decision in read(path)]
+
+    await asyncio.sleep(0.5)  # the log is written by a thread
+    summary["held_elsewhere_tokens"] = tokens_elsewhere(decisions())
 
     vanished: dict[str, list[WrongCredit]] = {how: [] for how in events}
     for how, count in events.items():

@@ -87,6 +87,13 @@ def test_tokens_that_the_usage_counts_are_counted():
     assert answer.predicted_tokens is None
 
 
+def test_tokens_without_text_come_with_the_usage():
+    """An answer of control tokens alone is one all the same."""
+    text = event(choices=[{"text": ""}]) + event(choices=[], usage=USAGE)
+    answer, _ = asyncio.run(answered([text], b"HTTP/1.1 200 OK\r\n\r\n"))
+    assert answer.num_tokens == 4 and len(answer.arrivals_s) == 1
+
+
 @pytest.mark.parametrize(
     ("head", "pieces", "message"),
     [

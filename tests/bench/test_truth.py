@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -83,6 +84,16 @@ def test_what_was_forgotten_in_time_is_no_wrong_credit(router):
     router.decide(EVENT_S + 0.01)
     found = WrongCredit.of(router.decisions(), "a", EVENT_S)
     assert (found.seconds, found.num_wrong, found.num_decisions) == (0.0, 0, 1)
+
+
+def test_tokens_elsewhere_are_those_that_the_chosen_replica_lacks(router):
+    router.decide(EVENT_S)
+    (decision,) = router.decisions()
+    held = float(decision.fleet.gpu_tokens.max())
+    for chosen, elsewhere in (("a", 0), ("b", held)):
+        decisions = [dataclasses.replace(decision, chosen=chosen)] * 2
+        assert truth.tokens_elsewhere(decisions) == 2 * elsewhere
+    assert held == 128
 
 
 def test_without_credit_before_or_decisions_after_nothing_was_measured(router):
