@@ -125,6 +125,12 @@ def _stream(
     device: torch.device,
 ) -> None:
     memory = ModelMemory(model, device)
+    filled = dict.fromkeys(place.name for place in places.values())
+    # All that stays comes first: between what is given back again it would leave holes in the heap.
+    for name in filled:
+        memory.tensor(name)
+        if memory.state[name].dtype == fp8.CODES:
+            memory.tensor(f"{name}_scale")
 
     def is_read_elsewhere(tensor: StoredTensor) -> bool:
         """Scales are looked at by the host, and what is quantised is read first."""
@@ -132,12 +138,17 @@ def _stream(
         to_codes = memory.state[place.name].dtype == fp8.CODES and tensor.dtype != fp8.CODES
         return to_codes or is_scale(place, memory.state)
 
+    # What is quantised is read to one place, one after the other.
+    largest = max((t.num_bytes for t in stored.values() if is_read_elsewhere(t)), default=0)
+    elsewhere = torch.empty(largest, dtype=torch.uint8, device=device)
+
     def make_target(tensor: StoredTensor) -> torch.Tensor:
         place = places[tensor.name]
         if not is_read_elsewhere(tensor):
             return memory.tensor(place.name)[place.index]
-        there = "cpu" if is_scale(place, memory.state) else device
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=there)
+        if is_scale(place, memory.state):
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return elsewhere[: tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
 
     total_bytes = sum(t.num_bytes for t in stored.values())
     with load_progress(total_bytes) as on_bytes:
@@ -159,8 +170,7 @@ def _stream(
     for name in model.all_tied_weights_keys:
         model.get_parameter(name)._is_hf_initialized = True
     model.initialize_weights()
-    filled = {place.name for place in places.values()}
-    model.tie_weights(missing_keys=set(memory.state) - filled, recompute_mapping=False)
+    model.tie_weights(missing_keys=set(memory.state) - filled.keys(), recompute_mapping=False)
     empty = [n for n, p in model.state_dict().items() if p.device.type == "meta"]
     if empty:
         raise CheckpointError(f"no stored tensor for {empty[0]!r} and {len(empty) - 1} more")
