@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from device_harness import BLOCK_SIZE, Harness, config_of, crowd, prompt, tight
 from fake_device import FakeDevice
 from test_async_steps import WAITS, in_which_it_shows
-from test_cuda_graphs import expected_of, plain
+from test_cuda_graphs import expected_of, plain, shows
 
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
@@ -17,7 +15,6 @@ from quire.replica.graph_key import GraphKey, GraphPart
 from quire.replica.request import Request
 from quire.replica.runner import Runner
 
-SEEDS = 20
 Q_PADDING = 6
 TOKENS, ROWS = (6, 12, 18, 24), (2, 4, 7)  # of steps of at most 24 tokens and 6 rows
 
@@ -192,20 +189,6 @@ def test_a_shape_that_steps_miss_is_captured_when_idle(harness, monkeypatch):
 
 
 # -- defects -------------------------------------------------------------------------------------------------
-
-
-def shows(
-    model: Harness,
-    config: EngineConfig,
-    prepare: Callable[[Runner], None],
-    requests: Callable[[], list[Request]] = crowd,
-) -> bool:
-    expected = expected_of(model, config, requests)
-    return any(
-        model.serve(config, FakeDevice(seed), requests(), plans_ahead=True, prepare=prepare)
-        != expected
-        for seed in range(SEEDS)
-    )
 
 
 @pytest.mark.parametrize(
