@@ -24,7 +24,8 @@ import torch
 
 from quire.replica.device import CpuDevice, Device, Event, Stream
 from quire.replica.kv_pool import KVPool
-from quire.replica.sizing import SizingError, lock_limit_bytes
+from quire.replica.machine import lock_limit_bytes
+from quire.replica.sizing import SizingError
 
 logger = logging.getLogger(__name__)
 

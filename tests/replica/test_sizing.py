@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from quire.kernels import cpu_attention, cpu_attention_native
 from quire.replica import sizing
 from quire.replica.config import EngineArgs
+from quire.replica.machine import available_bytes, cpu_flags, physical_cores
 from quire.replica.sizing import (
     GIB,
     SizingError,
-    available_bytes,
     choose_dtype,
-    cpu_flags,
     memory_table,
-    physical_cores,
     resolve,
 )
 from quire.replica.spec import ModelSpec

@@ -1,0 +1,100 @@
+"""What the machine still has to give this process: memory, cores, instruction sets, within its cgroups."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+
+def available_bytes(device: str, root: Path = Path("/")) -> int:
+    """Bytes that can still be allocated: of the GPU, or of the machine within this process's cgroups."""
+    if device == "cuda":
+        import torch  # the other questions are asked without it
+
+        return torch.cuda.mem_get_info()[0]
+    fields = dict(
+        line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line
+    )
+    limits = [int(fields["MemAvailable"].split()[0]) * 1024]
+    for folder in _cgroup_folders(root, "memory"):
+        limits += _cgroup_room(folder)
+    return max(min(limits), 0)
+
+
+def lock_limit_bytes() -> int | None:
+    """Bytes that this process may lock in memory (RLIMIT_MEMLOCK); None: as many as there are."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _cgroup_room(folder: Path) -> list[int]:
+    """Bytes between a cgroup's limit and its use, page cache that can be dropped not counted; [] if unlimited."""
+    for limit_name, usage_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),  # version 2
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+    ):
+        limit, usage = _read(folder / limit_name), _read(folder / usage_name)
+        if limit.isdigit() and usage.isdigit():
+            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+            return [int(limit) - int(usage) + int(stat.get(cache_name, 0))]
+    return []
+
+
+def physical_cores(root: Path = Path("/"), allowed: frozenset[int] | None = None) -> int:
+    """Cores this process may use: hardware threads of one core count once, cgroup quotas are honoured."""
+    if allowed is None:
+        allowed = frozenset(os.sched_getaffinity(0))
+    topology = root / "sys/devices/system/cpu"
+    siblings = {
+        _read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed
+    }
+    cores = len(siblings)
+    for folder in _cgroup_folders(root, "cpu"):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
+        if not quota:
+            quota = _read(folder / "cpu.cfs_quota_us")  # version 1, -1 = none
+            period = _read(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period):
+            cores = min(cores, -(-int(quota) // int(period)))
+    return max(cores, 1)
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """Instruction sets of the first processor."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[Path]:
+    """Folders that hold this process's limits, innermost first, for both cgroup versions.
+
+    Inside a container the path in /proc/self/cgroup may be the host's: what does not exist is passed over, and
+    the mount point itself, which is then the container's own cgroup, always counts.
+    """
+    folders: list[Path] = []
+    base = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount = base
+        elif controller in controllers.split(","):
+            mount = base / controllers if (base / controllers).is_dir() else base / controller
+        else:
+            continue
+        inner = mount / path.lstrip("/")
+        while inner != mount and mount in inner.parents:
+            folders.append(inner)
+            inner = inner.parent
+        folders.append(mount)
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
