@@ -35,7 +35,7 @@ class _NormCall(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
         ("eps", ctypes.c_float),
-        ("next_row", ctypes.c_int64),
+        ("team", ctypes.c_void_p),
     ]
 
 
@@ -49,7 +49,7 @@ class _GatedCall(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
         ("gelu", ctypes.c_int64),
-        ("next_row", ctypes.c_int64),
+        ("team", ctypes.c_void_p),
     ]
 
 
@@ -75,7 +75,7 @@ class _RotateCall(ctypes.Structure):
         ("rotary", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
         ("eps", ctypes.c_float),
-        ("next_row", ctypes.c_int64),
+        ("team", ctypes.c_void_p),
         ("outside", ctypes.c_int64),
     ]
 

@@ -49,7 +49,7 @@ class _LinearCall(ctypes.Structure):
         ("steps", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
-        ("next_unit", ctypes.c_int64),
+        ("team", ctypes.c_void_p),
     ]
 
 

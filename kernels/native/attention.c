@@ -1,8 +1,6 @@
 /* The library's entry points: which instruction sets the processor has, and a call over a team of threads. */
 #include "attention.h"
-
-/* `GOMP_parallel` of whatever OpenMP runtime the process has: run `function` on a team of threads. */
-typedef void parallel_function(void (*function)(void *), void *argument, unsigned num_threads, unsigned flags);
+#include "team.h"
 
 int64_t quire_abi(void) { return QUIRE_ABI; }
 
@@ -43,11 +41,7 @@ void quire_attention(struct attention_call *call, int64_t isa, parallel_function
             call->missing[t * call->kv_heads + head] = (int32_t)(end - begin);
     }
     call->next_unit = call->next_thread = 0;
-    if (parallel && num_threads > 1) {
-        parallel(worker, call, (unsigned)num_threads, 0);
-    } else {
-        worker(call);
-    }
+    team_run(worker, call, parallel, num_threads);
 }
 
 /* y[i] = 2^x[i] as the softmax computes it, to measure its error; count is a multiple of LANES. */

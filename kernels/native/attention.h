@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define QUIRE_ABI 4
+#define QUIRE_ABI 5
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */

@@ -1,18 +1,16 @@
 /* Entry points of what lies between a layer's matrix products. */
 #include "layer.h"
 
-/* `GOMP_parallel` of whatever OpenMP runtime the process has: run `function` on a team of threads. */
-typedef void parallel_function(void (*function)(void *), void *argument, unsigned num_threads, unsigned flags);
-
 /* A team costs a few microseconds to start: fewer elements than this are not worth it. */
 enum { MIN_PARALLEL_ELEMENTS = 32768 };
 
-static void run(void (*worker)(void *), void *call, int64_t elements, parallel_function *parallel, int64_t num_threads) {
-    if (parallel && num_threads > 1 && elements >= MIN_PARALLEL_ELEMENTS) {
-        parallel(worker, call, (unsigned)num_threads, 0);
-    } else {
-        worker(call);
-    }
+static void run(void (*worker)(void *), void *call, struct team **team, int64_t rows, int64_t elements,
+                parallel_function *parallel, int64_t num_threads) {
+    struct team own;
+    if (elements < MIN_PARALLEL_ELEMENTS) num_threads = 1;
+    team_divide(&own, (rows + UNIT_ROWS - 1) / UNIT_ROWS, num_threads);
+    *team = &own;
+    team_run(worker, call, parallel, num_threads);
 }
 
 #if defined(__x86_64__)
@@ -29,17 +27,15 @@ int64_t quire_rotate_bytes(void) { return sizeof(struct rotate_call); }
 
 /* Arguments of the three as of quire_attention. */
 void quire_norm(struct norm_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
-    call->next_row = 0;
-    run(BEST(quire_norm, isa), call, call->rows * call->columns, parallel, num_threads);
+    run(BEST(quire_norm, isa), call, &call->team, call->rows, call->rows * call->columns, parallel, num_threads);
 }
 
 void quire_gated(struct gated_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
-    call->next_row = 0;
-    run(BEST(quire_gated, isa), call, call->rows * call->columns, parallel, num_threads);
+    run(BEST(quire_gated, isa), call, &call->team, call->rows, call->rows * call->columns, parallel, num_threads);
 }
 
 void quire_rotate(struct rotate_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
-    call->next_row = call->outside = 0;
+    call->outside = 0;
     int64_t elements = call->tokens * (call->heads + 2 * call->kv_heads) * call->head_dim;
-    run(BEST(quire_rotate, isa), call, elements, parallel, num_threads);
+    run(BEST(quire_rotate, isa), call, &call->team, call->tokens, elements, parallel, num_threads);
 }

@@ -9,8 +9,9 @@
 #include <stdint.h>
 
 #include "attention.h" /* enum dtype, enum isa, LANES, MAX_HEAD_DIM */
+#include "team.h"
 
-enum { ROWS_PER_CLAIM = 4 };
+enum { UNIT_ROWS = 4 };
 
 /* out = x / rms(x) * weight */
 struct norm_call {
@@ -20,7 +21,7 @@ struct norm_call {
     const float *weight;    /* [columns rounded up to LANES] */
     int64_t rows, columns, dtype;
     float eps;
-    int64_t next_row;       /* counter of the threads; set by the library */
+    struct team *team;      /* of units of UNIT_ROWS rows; set by the library */
 };
 
 /* out = act(x[:, :columns]) * x[:, columns:] */
@@ -29,7 +30,7 @@ struct gated_call {
     char *out;              /* [rows, columns], contiguous */
     int64_t rows, columns, dtype;
     int64_t gelu;           /* 0: SiLU, 1: GELU by tanh */
-    int64_t next_row;
+    struct team *team;
 };
 
 /* Norm and rotate the heads of q and k, and write k and v into their pages. */
@@ -43,7 +44,7 @@ struct rotate_call {
     const float *q_norm, *k_norm; /* [head_dim] or NULL */
     int64_t page_rows, tokens, heads, kv_heads, head_dim, rotary, dtype;
     float eps;
-    int64_t next_row;
+    struct team *team;
     int64_t outside;        /* rows that the pages do not have, which are not written */
 };
 

@@ -30,13 +30,6 @@ FN void store_part(char *row, int64_t first, int64_t columns, int dtype, v16 x) 
     memcpy(row + first * bytes, whole, (columns - first) * bytes);
 }
 
-/* The next rows of a thread, [*begin, *end); 0 when none is left. */
-static inline int claim_rows(int64_t *next, int64_t rows, int64_t *begin, int64_t *end) {
-    *begin = __atomic_fetch_add(next, ROWS_PER_CLAIM, __ATOMIC_RELAXED);
-    *end = *begin + ROWS_PER_CLAIM < rows ? *begin + ROWS_PER_CLAIM : rows;
-    return *begin < rows;
-}
-
 FN float inverse_rms(v16 squares, int64_t columns, float eps) { return 1.0f / sqrtf(v_sum(squares) / (float)columns + eps); }
 
 FN void norm_rows(const struct norm_call *c, int64_t begin, int64_t end, int dtype) {
@@ -135,11 +128,12 @@ FN void rotate_tokens(struct rotate_call *c, int64_t begin, int64_t end, int dty
     }
 }
 
-#define WORKER_OF(function, call_struct, rows_of, rows_field) \
+#define WORKER_OF(function, call_struct, rows_of, num_rows) \
     TARGETED void NAME(function)(void *argument) { \
         struct call_struct *c = argument; \
-        int64_t begin, end; \
-        while (claim_rows(&c->next_row, c->rows_field, &begin, &end)) { \
+        struct member member = team_join(c->team); \
+        for (int64_t unit; (unit = team_take(c->team, &member)) >= 0;) { \
+            int64_t begin = unit * UNIT_ROWS, end = begin + UNIT_ROWS < c->num_rows ? begin + UNIT_ROWS : c->num_rows; \
             if (c->dtype == FLOAT32) rows_of(c, begin, end, FLOAT32); \
             if (c->dtype == FLOAT16) rows_of(c, begin, end, FLOAT16); \
             if (c->dtype == BFLOAT16) rows_of(c, begin, end, BFLOAT16); \

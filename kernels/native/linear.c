@@ -3,9 +3,6 @@
 
 #include "linear.h"
 
-/* `GOMP_parallel` of whatever OpenMP runtime the process has: run `function` on a team of threads. */
-typedef void parallel_function(void (*function)(void *), void *argument, unsigned num_threads, unsigned flags);
-
 enum { BLOCK_STEPS = 16 }; /* a cache line of a source row */
 
 /* Mirrored in `quire/kernels/cpu_linear.py`, as linear_call is. */
@@ -47,11 +44,7 @@ int64_t quire_pack_bytes(void) { return sizeof(struct pack_call); }
 /* `parallel` as in quire_attention. */
 void quire_pack(struct pack_call *call, parallel_function *parallel, int64_t num_threads) {
     call->next_panel = 0;
-    if (parallel && num_threads > 1) {
-        parallel(pack_worker, call, (unsigned)num_threads, 0);
-    } else {
-        pack_worker(call);
-    }
+    team_run(pack_worker, call, parallel, num_threads);
 }
 
 /* rows[i] = the weight's row ids[i]; `rows` [count, steps] of 32 bits, contiguous; ids are not checked. */
@@ -72,11 +65,10 @@ void quire_linear(struct linear_call *call, int64_t isa, parallel_function *para
 #else
     (void)isa;
 #endif
-    int64_t panels = (call->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
-    call->next_unit = 0;
-    if (parallel && num_threads > 1 && panels > 1) {
-        parallel(worker, call, (unsigned)num_threads, 0);
-    } else {
-        worker(call);
-    }
+    int64_t panels = linear_panels(call);
+    if (panels < 2) num_threads = 1;
+    struct team team;
+    team_divide(&team, panels * linear_row_blocks(call), num_threads);
+    call->team = &team;
+    team_run(worker, call, parallel, num_threads);
 }

@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "attention.h" /* enum dtype, LANES */
+#include "team.h"
 
 enum {
     PANEL_COLUMNS = 64, /* of the output, that lie together */
@@ -27,8 +28,12 @@ struct linear_call {
     const char *residual;   /* [rows, columns], rows contiguous, dtype of x; may be `out`; or NULL */
     int64_t residual_stride; /* bytes between rows */
     int64_t rows, steps, columns, dtype;
-    int64_t next_unit;      /* counter of the threads; set by the library */
+    struct team *team;      /* of units, panels times blocks of rows; set by the library */
 };
+
+static inline int64_t linear_row_blocks(const struct linear_call *c) { return (c->rows + MAX_UNIT_ROWS - 1) / MAX_UNIT_ROWS; }
+
+static inline int64_t linear_panels(const struct linear_call *c) { return (c->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
 
 /* A step of the sum over depth has 32 bits: one float32, or a pair of bfloat16. Weights in int8 have two steps in
  * 32 bits, and become such pairs a chunk at a time. */

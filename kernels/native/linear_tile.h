@@ -176,7 +176,6 @@ FN void widen_chunk(uint32_t *pairs, const uint32_t *bytes, int64_t steps) {
 FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, int64_t row_blocks, float *total, uint32_t *pairs, int dtype) {
     int64_t panel = unit / row_blocks, row = unit % row_blocks * MAX_UNIT_ROWS;
     int64_t rows = c->rows - row < MAX_UNIT_ROWS ? c->rows - row : MAX_UNIT_ROWS;
-    int64_t panels = (c->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
     int64_t steps_per_word = c->scales ? 2 : 1, panel_words = c->steps / steps_per_word * PANEL_COLUMNS;
     const uint32_t *weight = c->weight + panel * panel_words;
     for (int64_t first = 0; first < c->steps; first += CHUNK) {
@@ -184,7 +183,7 @@ FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, i
         const uint32_t *chunk = weight + first / steps_per_word * PANEL_COLUMNS, *ahead = NULL;
         if (first + CHUNK < c->steps) {
             ahead = chunk + CHUNK / steps_per_word * PANEL_COLUMNS;
-        } else if (next / row_blocks < panels) {
+        } else if (next >= 0) {
             ahead = c->weight + next / row_blocks * panel_words;
         }
         if (c->scales) widen_chunk(pairs, chunk, steps);
@@ -198,18 +197,16 @@ FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, i
 /* Take units until none is left; the next is taken before a unit begins, so that its weights can be prefetched. */
 TARGETED void LINEAR_WORKER(void *argument) {
     struct linear_call *c = argument;
-    int64_t row_blocks = (c->rows + MAX_UNIT_ROWS - 1) / MAX_UNIT_ROWS;
-    int64_t units = (c->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS * row_blocks;
+    int64_t row_blocks = linear_row_blocks(c);
     _Alignas(64) float total[MAX_UNIT_ROWS * PANEL_COLUMNS];
     _Alignas(64) uint32_t pairs[CHUNK * PANEL_COLUMNS];
-    int64_t unit = __atomic_fetch_add(&c->next_unit, 1, __ATOMIC_RELAXED);
-    while (unit < units) {
-        int64_t next = __atomic_fetch_add(&c->next_unit, 1, __ATOMIC_RELAXED);
+    struct member member = team_join(c->team);
+    for (int64_t next, unit = team_take(c->team, &member); unit >= 0; unit = next) {
+        next = team_take(c->team, &member);
         if (DOT_BF16 || c->dtype == BFLOAT16) {
             multiply_unit(c, unit, next, row_blocks, total, pairs, BFLOAT16);
         } else {
             multiply_unit(c, unit, next, row_blocks, total, pairs, FLOAT32);
         }
-        unit = next;
     }
 }

@@ -2,6 +2,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "team.h"
+
 enum { TOKENS_PER_CLAIM = 32 };
 
 /* Mirrored in `quire/kernels/cpu_scatter.py`. */
@@ -14,8 +16,6 @@ struct scatter_call {
     int64_t next_token;                  /* counter of the threads; set by the library */
     int64_t outside;                     /* rows that `to` does not have, which are not written */
 };
-
-typedef void parallel_function(void (*function)(void *), void *argument, unsigned num_threads, unsigned flags);
 
 static void scatter_worker(void *argument) {
     struct scatter_call *c = argument;
@@ -42,9 +42,5 @@ int64_t quire_scatter_bytes(void) { return sizeof(struct scatter_call); }
 /* `parallel` as in quire_attention. */
 void quire_scatter(struct scatter_call *call, parallel_function *parallel, int64_t num_threads) {
     call->next_token = call->outside = 0;
-    if (parallel && num_threads > 1 && call->tokens > TOKENS_PER_CLAIM) {
-        parallel(scatter_worker, call, (unsigned)num_threads, 0);
-    } else {
-        scatter_worker(call);
-    }
+    team_run(scatter_worker, call, parallel, call->tokens > TOKENS_PER_CLAIM ? num_threads : 1);
 }
