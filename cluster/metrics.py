@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from bisect import bisect_left
 
 from ray.serve import metrics
 
@@ -49,6 +51,50 @@ class QueueGauges:
             await asyncio.sleep(_PERIOD_S)
 
 
+class BusyHistogram:
+    """A histogram that takes a value per token.
+
+    Ray's own took a quarter of all that a router does for a token: tags are put together and checked, and the GIL goes
+    to another thread and has to be fetched back. So values are counted here, and once a second gauges are set to what
+    Prometheus makes of a histogram: counts up to each boundary `le`, `_sum` and `_count`.
+
+    Parameters
+    ----------
+    boundaries
+        Ascending.
+    """
+
+    def __init__(self, name: str, description: str, boundaries: list[float]) -> None:
+        self._boundaries = boundaries
+        self._counts = [0] * (len(boundaries) + 1)  # the last: beyond all boundaries
+        self._sum = 0.0
+        self._bucket_gauge = metrics.Gauge(
+            f"{name}_bucket", description=f"{description}: at most le", tag_keys=("le",)
+        )
+        self._sum_gauge = metrics.Gauge(f"{name}_sum", description=f"{description}: their sum")
+        self._count_gauge = metrics.Gauge(f"{name}_count", description=f"{description}: how many")
+        self._timer = asyncio.create_task(self._run())
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._boundaries, value)] += 1
+        self._sum += value
+
+    def publish(self) -> None:
+        """Set the gauges."""
+        total = 0
+        for boundary, count in zip((*self._boundaries, math.inf), self._counts, strict=True):
+            total += count
+            le = "+Inf" if boundary == math.inf else str(float(boundary))
+            self._bucket_gauge.set(total, tags={"le": le})
+        self._sum_gauge.set(self._sum)
+        self._count_gauge.set(total)
+
+    async def _run(self) -> None:
+        while True:
+            self.publish()
+            await asyncio.sleep(_PERIOD_S)
+
+
 class ServeObserver(Observer):
     """Records into `ray.serve.metrics`, which add the application, deployment and replica as tags."""
 
@@ -58,10 +104,10 @@ class ServeObserver(Observer):
             description="From a request's arrival at the router to its first token",
             boundaries=_TTFT_BOUNDARIES,
         )
-        self._itl = metrics.Histogram(
+        self._itl = BusyHistogram(
             "quire_inter_token_seconds",
-            description="Between two deltas of one stream",
-            boundaries=_ITL_BOUNDARIES,
+            "Seconds between two deltas of one stream",
+            _ITL_BOUNDARIES,
         )
         self._over_predicted = metrics.Histogram(
             "quire_router_over_predicted_cached_tokens",
