@@ -67,6 +67,7 @@ class DetokenizerFactory:
                 if found := _BYTE_TOKEN.fullmatch(token):
                     self._byte_values[token_id] = int(found[1], 16)
         self._char_bytes = _byte_level_alphabet() if self._is_byte_level else {}
+        self._pieces = _Pieces(tokenizer, self._char_bytes)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, special tokens spelt as they are; nothing for ids without one."""
@@ -99,46 +100,65 @@ class DetokenizerFactory:
         context = [i for i in prompt_ids[-2 * _CONTEXT_TOKENS :] if i not in skipped]
         context = context[-_CONTEXT_TOKENS:]
         if self._is_byte_level:
-            return _ByteLevelDetokenizer(self._tokenizer, skipped, self._char_bytes, context)
+            return _ByteLevelDetokenizer(self._pieces, skipped, context)
         if self._byte_values:
             return _ByteFallbackDetokenizer(self._tokenizer, skipped, self._byte_values, context)
         return _StreamDetokenizer(self._tokenizer, skipped, context)
 
 
-class _ByteLevelDetokenizer:
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        skipped: frozenset[int],
-        char_bytes: dict[str, int],
-        context: Sequence[int],
-    ):
+class _Pieces(dict[int, str | bytes]):
+    """What each token adds to a text, as far as it was looked up, so at most the vocabulary: whole characters as
+    `str`, anything else as bytes. Shared by all streams.
+
+    Most tokens are whole characters. Looking one up takes a tenth of asking the tokenizer for its spelling, putting its
+    bytes together and decoding them."""
+
+    def __init__(self, tokenizer: Tokenizer, char_bytes: dict[str, int]):
+        super().__init__()
         self._id_to_token = tokenizer.id_to_token
-        self._skipped = skipped
         self._char_bytes = char_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        token = self._id_to_token(token_id)
+        if token is None:  # a row of a padded embedding
+            return ""
+        try:
+            utf8 = bytes([self._char_bytes[char] for char in token])
+        except KeyError:  # an added token, spelt as it is
+            utf8 = token.encode()
+        try:
+            piece: str | bytes = utf8.decode()
+        except UnicodeDecodeError:
+            piece = utf8
+        self[token_id] = piece
+        return piece
+
+
+class _ByteLevelDetokenizer:
+    def __init__(self, pieces: _Pieces, skipped: frozenset[int], context: Sequence[int]):
+        self._pieces = pieces
+        self._skipped = skipped
+        self._held = b""  # the begin of a character
         self.feed(context)  # its text is the prompt's; an incomplete character at its end stays
 
     def feed(self, ids: Iterable[int]) -> str:
-        data = bytearray()
+        text = ""
         for token_id in ids:
             if token_id not in self._skipped:
-                data += self._token_bytes(token_id)
-        return self._utf8.decode(bytes(data))
-
-    def flush(self) -> str:
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
+                piece = self._pieces[token_id]
+                text += piece if type(piece) is str and not self._held else self._decode(piece)
         return text
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        token = self._id_to_token(token_id)
-        if token is None:  # a row of a padded embedding
-            return b""
-        try:
-            return bytes([self._char_bytes[char] for char in token])
-        except KeyError:  # an added token, spelt as it is
-            return token.encode()
+    def flush(self) -> str:
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")
+
+    def _decode(self, piece: str | bytes) -> str:
+        """What is final of the text with this piece; the rest is held back."""
+        utf8 = self._held + (piece.encode() if isinstance(piece, str) else piece)
+        text, num_final = codecs.utf_8_decode(utf8, "replace", False)
+        self._held = utf8[num_final:]
+        return text
 
 
 class _ByteFallbackDetokenizer:

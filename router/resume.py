@@ -73,12 +73,12 @@ class EventIds:
 
     def after(self, delta: OutputDelta) -> str:
         """The id of the event with this delta; call it for each, also for one that has no event."""
-        choice = delta.choice
-        checksum = checksum_of(delta.token_ids, self._checksums[choice])
-        self._checksums[choice] = checksum
-        self._num_tokens[choice] += len(delta.token_ids)
-        end = "" if delta.finish_reason is None else "!"
-        self._marks[choice] = f"{self._num_tokens[choice]:x}-{checksum:x}{end}"
+        choice, token_ids = delta.choice, delta.token_ids
+        checksum = checksum_of(token_ids, self._checksums[choice])
+        num_tokens = self._num_tokens[choice] + len(token_ids)
+        self._checksums[choice], self._num_tokens[choice] = checksum, num_tokens
+        mark = "%x-%x" % (num_tokens, checksum)  # noqa: UP031 - half the time of an f-string
+        self._marks[choice] = mark if delta.finish_reason is None else mark + "!"
         return self._id()
 
     def _id(self) -> str:

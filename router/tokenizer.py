@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
-from quire.router.token_cache import TokenCache, piece_pattern, split
+from quire.router.token_cache import TokenCache, cuts_at_words, piece_pattern, split
 
 # Texts up to this length are encoded where they are. Measured with byte-level BPE on one busy core:
 # 0.17 us a character, so 90 us for 512; the way to a thread and back adds 50 to 80 us.
@@ -58,6 +58,8 @@ class TextTokenizer:
         Named special tokens of the checkpoint, `bos_token` and so on, as chat templates use them.
     piece_pattern
         Where a text may be cut (`token_cache.py`); None: nowhere.
+    cuts_at_words
+        Whether it may also be cut between words.
     """
 
     def __init__(self, backend: Tokenizer, special_tokens: dict[str, str]):
@@ -68,6 +70,8 @@ class TextTokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._detokenizers = DetokenizerFactory(backend)
         self.piece_pattern = piece_pattern(backend)
+        self.cuts_at_words = cuts_at_words(backend)
+        self._around = _added_around(backend) if self.cuts_at_words else None
 
     @classmethod
     def load(cls, folder: str | Path) -> TextTokenizer:
@@ -121,6 +125,18 @@ class TextTokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return np.array(encoding.ids, dtype=np.int32)
 
+    @property
+    def knows_special_tokens(self) -> bool:
+        """Whether it is known what `add_special_tokens` adds, whatever the text."""
+        return self._around is not None
+
+    def join(self, pieces: Sequence[np.ndarray], add_special_tokens: bool) -> np.ndarray:
+        """Token ids of a text from those of all its pieces, [tokens] int32."""
+        if add_special_tokens:
+            before, after = self._around
+            pieces = (before, *pieces, after)
+        return np.concatenate(pieces)
+
     def encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each piece of a text, [tokens] int32 each, without BOS and the like."""
         encodings = self.backend.encode_batch_fast(list(pieces), add_special_tokens=False)
@@ -158,8 +174,8 @@ class TextTokenizer:
 class AsyncTokenizer:
     """Encodes in a bounded thread pool, so that a long prompt does not stop the streams of others.
 
-    What was encoded before is remembered by the pieces that begin at special tokens, so that of a chat's next turn
-    only what is new is encoded; see `token_cache.py`.
+    What was encoded before is remembered by pieces, so that of a chat's next turn, and of another question on the same
+    document, only what is new is encoded; see `token_cache.py`.
 
     Parameters
     ----------
@@ -225,17 +241,22 @@ class AsyncTokenizer:
             )
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens)
-        # What BOS and the like are depends on the whole text.
-        if self._pattern is not None and not add_special_tokens:
-            return await self._encode_pieces(self._pattern, text, tenant)
+        if self._pattern is not None and (
+            self.tokenizer.knows_special_tokens or not add_special_tokens
+        ):
+            pieces = await self._encode_pieces(self._pattern, text, tenant)
+            return self.tokenizer.join(pieces, add_special_tokens)
         return await self._in_thread(self.tokenizer.encode, text, add_special_tokens)
 
-    async def _encode_pieces(self, pattern: re.Pattern[str], text: str, tenant: str) -> np.ndarray:
-        """[tokens] int32, with as much from the cache as is there."""
+    async def _encode_pieces(
+        self, pattern: re.Pattern[str], text: str, tenant: str
+    ) -> list[np.ndarray]:
+        """[tokens] int32 of each piece, with as much from the cache as is there."""
+        at_words = self.tokenizer.cuts_at_words
         if len(text) <= INLINE_SPLIT_CHARS:
-            pieces = split(pattern, text)
+            pieces = split(pattern, text, at_words)
         else:
-            pieces = await self._in_thread(split, pattern, text)
+            pieces = await self._in_thread(split, pattern, text, at_words)
         found = self.cache.find(tenant, pieces)
         missing = dict.fromkeys(
             piece for piece, ids in zip(pieces, found, strict=True) if ids is None
@@ -251,7 +272,7 @@ class AsyncTokenizer:
             found = [
                 new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)
             ]
-        return np.concatenate(found)
+        return found
 
     async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
         if self._num_pending >= self._max_pending:
@@ -274,6 +295,19 @@ class AsyncTokenizer:
 
     def _release(self) -> None:
         self._num_pending -= 1
+
+
+def _added_around(backend: Tokenizer) -> tuple[np.ndarray, np.ndarray] | None:
+    """What the post-processor puts before and after any text, [tokens] int32 each: BOS and the like."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    num_added = len(whole) - len(bare)
+    if not bare or num_added != backend.num_special_tokens_to_add(False):
+        return None
+    for i in range(num_added + 1):
+        if whole[i : i + len(bare)] == bare:
+            return np.array(whole[:i], np.int32), np.array(whole[i + len(bare) :], np.int32)
+    return None
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:

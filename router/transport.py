@@ -59,7 +59,10 @@ class Attempt:
         self.completed_s: float | None = None
         self._on_cancel = on_cancel
         self._events: deque[Event] = deque()
-        self._ready = asyncio.Event()
+        # Of the reader, while there is nothing to read. An `asyncio.Event` looks for the loop at every wait, for which
+        # Python 3.11 asks the kernel for its process id: a seventh of what a router does for a token.
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the reader
 
     def put(self, event: Event) -> None:
         """Queue an event; after the last one, later ones are dropped."""
@@ -79,7 +82,7 @@ class Attempt:
         else:
             self.finished = True  # only out of sight: the replica itself may be well
         self._events.append(event)
-        self._ready.set()
+        self._wake()
 
     async def next(self) -> Event:
         """Wait for the next event. Whoever asks for it has done with those before."""
@@ -87,8 +90,10 @@ class Attempt:
         if self.credit is not None and self.credit.is_low(self.num_read) and not self.finished:
             self._on_low_credit(self)
         while not self._events:
-            self._ready.clear()
-            await self._ready.wait()
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            self._waiter = self._loop.create_future()
+            await self._waiter
         event = self._events.popleft()
         if isinstance(event, TokenDelta):
             self.num_read = event.index + len(event.token_ids)
@@ -103,7 +108,12 @@ class Attempt:
         self._events.clear()
         self._events.append(Completion("error", 0, 0, 0, error=error.to_wire()))
         self.finished = True
-        self._ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def cancel(self) -> None:
         """The reader is done: end the request on its replica if it still runs there. Idempotent."""

@@ -9,10 +9,26 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from quire.replica.embedded import CHECKPOINT
-from quire.router.token_cache import MAX_PIECES, TokenCache, piece_pattern, split
+from quire.router import token_cache
+from quire.router.token_cache import (
+    MAX_PIECES,
+    WORD_PIECE_CHARS,
+    TokenCache,
+    cuts_at_words,
+    piece_pattern,
+    split,
+)
 from quire.router.tokenizer import INLINE_CHARS, AsyncTokenizer, TextTokenizer
 
 EMBEDDED = TextTokenizer.load(CHECKPOINT)
@@ -160,12 +176,160 @@ def test_of_the_next_turn_only_what_is_new_is_encoded(monkeypatch):
     tokenizer.close()
 
 
-def test_short_texts_and_whole_prompts_do_not_fill_the_cache():
+def test_short_texts_do_not_fill_the_cache():
     tokenizer = AsyncTokenizer(EMBEDDED)
     encode(tokenizer, "x" * INLINE_CHARS)
-    asyncio.run(tokenizer.encode("word " * 500, True, max_model_len=10**6))
     assert len(tokenizer.cache) == 0
     tokenizer.close()
+
+
+def word_tokenizers(byte_level: Tokenizer) -> dict[str, TextTokenizer]:
+    """Of every family that is cut at words: GPT-2 with BOS and EOS, Llama 3, Qwen with NFC and without BOS."""
+    digits = {"llama": r"\p{N}{1,3}", "qwen": r"\p{N}"}
+    found = {}
+    for name in ("gpt2", *digits):
+        backend = Tokenizer.from_str(byte_level.to_str())
+        if name != "qwen":
+            single = "<s> $A </s>" if name == "gpt2" else "<s> $A"
+            ids = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
+            backend.post_processor = processors.TemplateProcessing(
+                single=single, special_tokens=ids
+            )
+        else:
+            backend.normalizer = normalizers.NFC()
+        if name in digits:
+            pattern = (
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+                + digits[name]
+                + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            )
+            backend.pre_tokenizer = pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(Regex(pattern), "isolated"),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                ]
+            )
+        found[name] = TextTokenizer(backend, {})
+    return found
+
+
+PROSE = st.one_of(
+    WORDS,
+    st.sampled_from(
+        [
+            "it's a",
+            "I'LL go",
+            "a b",
+            "a  b",
+            "a\tb",
+            " a",
+            "b ",
+            "1 2",
+            "x 1",
+            "1234 a",
+            "a. b",
+            "!! a",
+        ]
+    ),
+    st.sampled_from(
+        ["<s>", "</s>", "a</s> b", "e\u0301 a", "a \u0301", "\u1100\u1161", "é a", "a é"]
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(words=st.lists(PROSE, max_size=60), glue=st.sampled_from(["", " "]))
+def test_the_ids_of_words_are_those_of_the_text(byte_level, words, glue):
+    text = glue.join(words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache, "WORD_PIECE_CHARS", 3)  # nearly every cut that there can be
+        for name, tokenizer in word_tokenizers(byte_level).items():
+            assert tokenizer.cuts_at_words, name
+            pieces = split(tokenizer.piece_pattern, text, at_words=True)
+            assert "".join(pieces) == text
+            encoded = tokenizer.encode_pieces(pieces)
+            for special in (False, True):
+                ids = tokenizer.join(encoded, special)
+                assert ids.tolist() == tokenizer.encode(text, special).tolist(), name
+
+
+def test_of_another_question_on_the_same_document_little_is_encoded(monkeypatch):
+    encoded: list[str] = []
+    encode_pieces = EMBEDDED.encode_pieces
+    rng = random.Random(3)
+    document = " ".join(rng.choices(["the", "sea", "is", "blue,", "it's", "42", "deep\n"], k=2000))
+
+    def record(pieces):
+        encoded.extend(pieces)
+        return encode_pieces(pieces)
+
+    monkeypatch.setattr(EMBEDDED, "encode_pieces", record)
+    tokenizer = AsyncTokenizer(EMBEDDED)
+
+    async def ask(question: str) -> None:
+        text = document + question
+        ids = await tokenizer.encode(text, True, max_model_len=10**6)
+        assert ids.tolist() == EMBEDDED.encode(text, True).tolist()
+
+    asyncio.run(ask(" What colour has it?"))
+    assert "".join(encoded) == document + " What colour has it?"
+    encoded.clear()
+    asyncio.run(ask(" And how deep is it?"))
+    assert len("".join(encoded)) <= 2 * WORD_PIECE_CHARS
+    tokenizer.close()
+
+
+def unknown(backend: Tokenizer, change: str) -> Tokenizer:
+    backend = Tokenizer.from_str(backend.to_str())
+    match change:
+        case "space in front":
+            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        case "no words":
+            backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+                add_prefix_space=False, use_regex=False
+            )
+        case "another pattern":
+            backend.pre_tokenizer = pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(Regex(r"\w+ \w+"), "isolated"),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                ]
+            )
+        case "another normalizer":
+            backend.normalizer = normalizers.Replace("a b", "c")
+        case "a token with a space":
+            backend.add_tokens([AddedToken("a b", normalized=True)])
+        case "a token that swallows spaces":
+            backend.add_tokens([AddedToken("ab", lstrip=True, normalized=True)])
+    return backend
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "space in front",
+        "no words",
+        "another pattern",
+        "another normalizer",
+        "a token with a space",
+        "a token that swallows spaces",
+    ],
+)
+def test_an_unknown_tokenizer_is_not_cut_at_words(byte_level, change):
+    assert cuts_at_words(byte_level)
+    tokenizer = TextTokenizer(unknown(byte_level, change), {})
+    assert not tokenizer.cuts_at_words
+    asked = AsyncTokenizer(tokenizer)
+    asyncio.run(asked.encode("word " * 500, True, max_model_len=10**6))
+    assert len(asked.cache) == 0
+    asked.close()
+
+
+def test_a_text_of_very_many_words_is_cut_at_special_tokens_only(monkeypatch):
+    monkeypatch.setattr(token_cache, "MAX_PIECES", 3)
+    text = "word " * 500 + SPECIAL[0] + "word " * 500
+    pieces = split(EMBEDDED.piece_pattern, text, at_words=True)
+    assert [len(piece) for piece in pieces] == [2500, 2500 + len(SPECIAL[0])]
 
 
 def test_a_text_of_very_many_special_tokens_is_taken_as_a_whole():
