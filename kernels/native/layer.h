@@ -48,10 +48,15 @@ struct rotate_call {
     int64_t outside;        /* rows that the pages do not have, which are not written */
 };
 
+/* As quire_attention_job. */
+void quire_norm_job(struct job *job, struct norm_call *call, int64_t isa, int64_t num_threads);
+void quire_gated_job(struct job *job, struct gated_call *call, int64_t isa, int64_t num_threads);
+void quire_rotate_job(struct job *job, struct rotate_call *call, int64_t isa, int64_t num_threads);
+
 #define DECLARE_LAYER(isa) \
-    void quire_norm_##isa(void *call); \
-    void quire_gated_##isa(void *call); \
-    void quire_rotate_##isa(void *call);
+    int64_t quire_norm_##isa(void *call); \
+    int64_t quire_gated_##isa(void *call); \
+    int64_t quire_rotate_##isa(void *call);
 DECLARE_LAYER(generic)
 #if defined(__x86_64__)
 DECLARE_LAYER(avx2)
