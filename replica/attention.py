@@ -7,17 +7,21 @@ without global state and without a mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from quire.kernels.cpu_sequence import Workspace
 from quire.kernels.paged_attention import PagedAttention, Plan
 from quire.replica.kv_pool import KVPool
 
 ATTENTION_NAME = "quire_paged"
+
+# Layer, q [T, heads, head_dim], scaling, softcap, sinks
+OnAttend = Callable[[int, torch.Tensor, float, float | None, torch.Tensor | None], None]
 
 
 @dataclass(slots=True)
@@ -33,6 +37,8 @@ class StepContext:
     write_rows: list[torch.Tensor]  # G of [T * kv_heads] int64, `KVPool.rows_of` the step's slots
     slots: torch.Tensor  # [G, T] int64, block id * block_size + offset
     num_query: np.ndarray | None = None  # [rows] query tokens of each; needed beside tensors
+    workspace: Workspace | None = None  # on the CPU: of layers that run as one call
+    on_attend: OnAttend | None = None  # told what each layer's attention is called with
     _plans: dict[int, Plan] = field(default_factory=dict)
 
     def plan(self, g: int) -> Plan:
@@ -52,6 +58,8 @@ class StepContext:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of one layer, whose keys and values of this step are written: q and result [T, heads, head_dim]."""
+        if self.on_attend is not None:
+            self.on_attend(layer, q, scaling, softcap, sinks)
         g = self.pool.group_of(layer)
         k_scale, v_scale = self.pool.scales(layer)
         return self.attentions[g](
