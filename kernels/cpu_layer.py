@@ -64,6 +64,40 @@ class GatedCall(ctypes.Structure):
         return cls(columns=columns, dtype=_DTYPES[dtype], gelu=gelu)
 
 
+class RotatePart(ctypes.Structure):
+    """The fields of `struct rotate_call` that a step decides, for all layers with the same heads, in their order."""
+
+    _fields_ = [
+        ("rows", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("rotary", ctypes.c_int64),
+    ]
+
+    @classmethod
+    def of(
+        cls,
+        tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rows: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> RotatePart:
+        """Arguments as in `rotate_and_write`, which must outlive it; raises as that does."""
+        rotary = cos.shape[-1]
+        if rotary % 2 or not 0 < rotary <= head_dim:
+            raise ValueError(
+                f"cos: must have an even number of columns up to {head_dim}, got {rotary}"
+            )
+        _check("rows", rows, (tokens * num_kv_heads,), torch.int64)
+        _check("cos", cos, (tokens, rotary), dtype)
+        _check("sin", sin, (tokens, rotary), dtype)
+        return cls(rows.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, rotary)
+
+
 class RotateCall(ctypes.Structure):
     """`struct rotate_call` of native/layer.h."""
 
@@ -73,17 +107,13 @@ class RotateCall(ctypes.Structure):
         ("q_out", ctypes.c_void_p),
         ("k_pages", ctypes.c_void_p),
         ("v_pages", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
         ("q_norm", ctypes.c_void_p),
         ("k_norm", ctypes.c_void_p),
+        ("step", RotatePart),
         ("page_rows", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
-        ("rotary", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("team", ctypes.c_void_p),
@@ -124,26 +154,6 @@ class RotateCall(ctypes.Structure):
             dtype=_DTYPES[dtype],
             eps=eps,
         )
-
-    def take(
-        self,
-        tokens: int,
-        rows: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> None:
-        """What is of one call, but qkv and the result; raises ValueError as `rotate_and_write`."""
-        rotary = cos.shape[-1]
-        if rotary % 2 or not 0 < rotary <= self.head_dim:
-            raise ValueError(
-                f"cos: must have an even number of columns up to {self.head_dim}, got {rotary}"
-            )
-        _check("rows", rows, (tokens * self.kv_heads,), torch.int64)
-        _check("cos", cos, (tokens, rotary), dtype)
-        _check("sin", sin, (tokens, rotary), dtype)
-        self.tokens, self.rotary = tokens, rotary
-        self.rows, self.cos, self.sin = rows.data_ptr(), cos.data_ptr(), sin.data_ptr()
 
     def check_rows(self) -> None:
         """After a call: raise IndexError if it had rows that the pages do not have."""
@@ -277,7 +287,7 @@ def rotate_and_write(
     if k_pages.dtype != qkv.dtype:
         raise ValueError(f"k_pages: must be {qkv.dtype} as qkv, got {k_pages.dtype}")
     call = RotateCall.of(num_heads, kv_heads, k_pages, v_pages, q_norm, k_norm, eps)
-    call.take(tokens, rows, cos, sin, qkv.dtype)
+    call.step = RotatePart.of(tokens, kv_heads, head_dim, rows, cos, sin, qkv.dtype)
     q_out = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype)
     call.qkv, call.qkv_stride = qkv.data_ptr(), qkv.stride(0) * qkv.element_size()
     call.q_out = q_out.data_ptr()

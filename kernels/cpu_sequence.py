@@ -24,7 +24,7 @@ import torch
 
 from quire.kernels import cpu_attention, cpu_attention_native, native_library
 from quire.kernels.cpu_attention_native import AttentionCall, NativePlan
-from quire.kernels.cpu_layer import GatedCall, NormCall, RotateCall
+from quire.kernels.cpu_layer import GatedCall, NormCall, RotateCall, RotatePart
 from quire.kernels.cpu_linear import LinearCall, PackedWeight
 
 _KINDS = (
@@ -154,6 +154,39 @@ class LayerParts:
     v_pages: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """What a step tells its layers: those with the same heads, window and rotation. See `of`."""
+
+    plan: NativePlan
+    tables: RotatePart
+    dtype: torch.dtype
+    kept: tuple[torch.Tensor, ...]  # which `tables` points to
+
+    @classmethod
+    def of(
+        cls, plan: NativePlan, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> LayerStep:
+        """Check it, once a step.
+
+        Parameters
+        ----------
+        plan
+            Of the step's tokens. Its threads are those that run the layers.
+        rows, cos, sin
+            As in `cpu_layer.rotate_and_write`.
+
+        Raises
+        ------
+        ValueError
+            A shape, dtype or stride that does not fit.
+        """
+        _, kv_heads, _, head_dim = plan.cache_shape
+        tokens = len(plan.key_end)
+        tables = RotatePart.of(tokens, kv_heads, head_dim, rows, cos, sin, cos.dtype)
+        return cls(plan, tables, cos.dtype, (rows, cos, sin))
+
+
 def workspace_columns(
     hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate: int
 ) -> int:
@@ -240,59 +273,50 @@ class LayerSequence:
         self._attention.q_token_stride, self._attention.q_head_stride = heads * head_dim, head_dim
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        rows: torch.Tensor,
-        plan: NativePlan,
-        workspace: Workspace,
-        *,
-        isa: str | None = None,
+        self, x: torch.Tensor, step: LayerStep, workspace: Workspace, *, isa: str | None = None
     ) -> torch.Tensor:
         """Write the keys and values of a step's tokens, and attend.
 
         Parameters
         ----------
         x
-            [tokens, hidden] in the weights' dtype, contiguous.
-        cos, sin, rows
-            As in `cpu_layer.rotate_and_write`.
-        plan
-            Of exactly these tokens. Its threads are those that run the layer.
+            [..., hidden] of the step's tokens in the weights' dtype, contiguous.
         isa
             As in `cpu_linear.packed_linear`.
 
         Returns
         -------
-        [tokens, hidden], of memory of its own.
+        [..., hidden] as x, in memory of its own.
 
         Raises
         ------
         ValueError
-            A shape, dtype or stride that does not fit, or a plan of another step.
+            A shape, dtype or stride that does not fit, or a step of another number of tokens or other heads.
         IndexError
             A row that the pages do not have.
         """
-        num_tokens = len(x)
-        if x.shape != (num_tokens, self._hidden) or x.dtype != self._dtype:
+        plan = step.plan
+        num_tokens = len(plan.key_end)
+        if (
+            x.shape[-1] != self._hidden
+            or x.numel() != num_tokens * self._hidden
+            or x.dtype != self._dtype
+            or not x.is_contiguous()
+            or x.device.type != "cpu"
+        ):
             raise ValueError(
-                f"x: must be [tokens, {self._hidden}] {self._dtype}, got {list(x.shape)} {x.dtype}"
+                f"x: must be [..., {self._hidden}] {self._dtype} of {num_tokens} tokens, contiguous, got "
+                f"{list(x.shape)} {x.dtype} on {x.device}, strides {x.stride()}"
             )
-        if not x.is_contiguous() or x.device.type != "cpu":
-            raise ValueError(
-                f"x: must be contiguous on the CPU, got strides {x.stride()} on {x.device}"
-            )
-        if num_tokens != len(plan.key_end):
-            raise ValueError(f"plan: made for {len(plan.key_end)} tokens, got {num_tokens}")
+        if step.dtype != self._dtype:
+            raise ValueError(f"step: must have tables of {self._dtype}, got {step.dtype}")
         plan.check(num_tokens, self._q_shape[0], self._parts.k_cache)
-        self._rotate.take(num_tokens, rows, cos, sin, self._dtype)
         out = torch.empty_like(x)
         if not num_tokens:
             return out
         self._place(num_tokens, workspace)
         self._attention_norm.x = self._output.residual = x.data_ptr()
-        self._attention.plan = plan.part
+        self._rotate.step, self._attention.plan = step.tables, plan.part
         self._down.out = out.data_ptr()
         if workspace.on_times is None:
             self._sequence.run(plan.num_threads, isa)
@@ -310,15 +334,13 @@ class LayerSequence:
 
     def _place(self, num_tokens: int, workspace: Workspace) -> None:
         """Point the calls to the workspace; nothing to do while steps have the same number of tokens."""
-        hidden, q, qkv, inner = (_aligned(num_tokens * size) for size in self._token_bytes)
-        if num_tokens != self._num_tokens:
-            self._set_tokens(num_tokens)
-            self._num_bytes = 2 * hidden + q + max(qkv + q, 3 * inner)
-            self._address = 0
-        address = workspace.reserve(self._num_bytes)
-        if address == self._address:
+        if num_tokens == self._num_tokens and workspace.reserve(self._num_bytes) == self._address:
             return
-        self._address = address
+        hidden, q, qkv, inner = (_aligned(num_tokens * size) for size in self._token_bytes)
+        num_bytes = 2 * hidden + q + max(qkv + q, 3 * inner)
+        address = workspace.reserve(num_bytes)
+        self._num_bytes, self._address = num_bytes, address
+        self._set_tokens(num_tokens)
         normed, middle = address, address + hidden
         queries = middle + hidden
         mixed = gate_up = queries + q

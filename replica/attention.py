@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from quire.kernels.cpu_sequence import Workspace
+from quire.kernels.cpu_sequence import LayerStep, Workspace
 from quire.kernels.paged_attention import PagedAttention, Plan
 from quire.replica.kv_pool import KVPool
 
 ATTENTION_NAME = "quire_paged"
+
+Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, T, rotary]
 
 # Layer, q [T, heads, head_dim], scaling, softcap, sinks
 OnAttend = Callable[[int, torch.Tensor, float, float | None, torch.Tensor | None], None]
@@ -40,6 +42,7 @@ class StepContext:
     workspace: Workspace | None = None  # on the CPU: of layers that run as one call
     on_attend: OnAttend | None = None  # told what each layer's attention is called with
     _plans: dict[int, Plan] = field(default_factory=dict)
+    _layer_steps: dict[int, tuple[Tables, LayerStep]] = field(default_factory=dict)
 
     def plan(self, g: int) -> Plan:
         """The attention plan of all layers of a group; laid out when the first of them asks."""
@@ -48,6 +51,15 @@ class StepContext:
                 self.cu_q, self.kv_len, self.block_tables[g], self.num_query
             )
         return self._plans[g]
+
+    def layer_step(self, g: int, tables: Tables) -> LayerStep:
+        """What layers of a group that run as one call are told; made when the first of them asks."""
+        made = self._layer_steps.get(g)
+        if made is None or made[0] is not tables:
+            cos, sin = (table.reshape(-1, table.shape[-1]) for table in tables)
+            made = tables, LayerStep.of(self.plan(g), self.write_rows[g], cos, sin)
+            self._layer_steps[g] = made
+        return made[1]
 
     def attend(
         self,

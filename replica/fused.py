@@ -394,14 +394,12 @@ class FusedLayer(nn.Module):
         step: StepContext,
     ) -> torch.Tensor:
         facts = self.attention.facts
-        g = step.pool.group_of(facts.layer)
-        x = hidden_states[0].contiguous()
-        cos, sin = (table.reshape(len(x), -1) for table in position_embeddings)
-        out = sequence(x, cos, sin, step.write_rows[g], step.plan(g), step.workspace)
+        tables = step.layer_step(step.pool.group_of(facts.layer), position_embeddings)
+        out = sequence(hidden_states.contiguous(), tables, step.workspace)
         if step.on_attend is not None:
             q = sequence.queries(step.workspace)
             step.on_attend(facts.layer, q, facts.scaling, facts.softcap, facts.sinks)
-        return out[None]
+        return out
 
 
 def _part(product: Product) -> ProductPart | None:

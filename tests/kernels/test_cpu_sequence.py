@@ -27,6 +27,7 @@ from quire.kernels.cpu_linear import PackedWeight, packed_linear
 from quire.kernels.cpu_sequence import (
     LayerParts,
     LayerSequence,
+    LayerStep,
     NormPart,
     ProductPart,
     Sequence,
@@ -114,6 +115,10 @@ class Layer:
             plan=plan_attention(cu_q, lengths, tables, self.parts.k_cache, self.heads, **span),
         )
 
+    def together(self, workspace, x, cos, sin, rows, plan, isa=None):
+        """As one call."""
+        return self.sequence(x, LayerStep.of(plan, rows, cos, sin), workspace, isa=isa)
+
     def apart(self, x, cos, sin, rows, plan, isa=None):
         """The same as calls one by one."""
         p = self.parts
@@ -180,7 +185,7 @@ def test_it_has_the_bits_of_its_parts_one_by_one(kind, isa, threads):
             expected_pool = layer.pool.clone()
             layer.pool.copy_(before)
             kept = step["x"].clone()
-            out = layer.sequence(**step, workspace=workspace, isa=isa)
+            out = layer.together(workspace, isa=isa, **step)
             assert torch.isfinite(out).all()
             assert torch.equal(out, expected), (tokens, span)
             assert torch.equal(layer.pool, expected_pool)
@@ -194,7 +199,7 @@ def test_layers_of_other_shapes_share_a_workspace():
     for tokens in (3, 130, 1):
         for layer in layers:
             step = layer.step(tokens)
-            out = layer.sequence(**step, workspace=workspace)
+            out = layer.together(workspace, **step)
             assert torch.equal(out, layer.apart(**step)[0])
     widest = cpu_sequence.workspace_columns(96, 6, 2, 24, 200) * 130 * 4
     assert widest <= len(workspace.memory) < widest + 1024
@@ -203,10 +208,10 @@ def test_layers_of_other_shapes_share_a_workspace():
 def test_a_result_is_not_touched_by_later_calls():
     layer, workspace = Layer(), Workspace()
     step = layer.step(16)
-    first = layer.sequence(**step, workspace=workspace)
+    first = layer.together(workspace, **step)
     kept = first.clone()
-    second = layer.sequence(**(step | dict(x=first)), workspace=workspace)
-    layer.sequence(**(step | dict(x=second)), workspace=workspace)
+    second = layer.together(workspace, **(step | dict(x=first)))
+    layer.together(workspace, **(step | dict(x=second)))
     assert torch.equal(first, kept)
 
 
@@ -219,7 +224,7 @@ def test_thousands_of_runs_have_the_same_bits(tokens):
         step = layer.step(tokens)
         expected, _ = layer.apart(**step)
         for _ in range(2000):
-            assert torch.equal(layer.sequence(**step, workspace=workspace), expected)
+            assert torch.equal(layer.together(workspace, **step), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -234,7 +239,7 @@ def test_two_layers_run_at_the_same_time_in_two_threads():
     def run(i):
         workspace = Workspace()
         for _ in range(300):
-            if not torch.equal(layers[i].sequence(**steps[i], workspace=workspace), expected[i]):
+            if not torch.equal(layers[i].together(workspace, **steps[i]), expected[i]):
                 wrong.append(i)
 
     both = [threading.Thread(target=run, args=[i]) for i in range(2)]
@@ -288,7 +293,7 @@ def test_any_team_finishes_with_the_same_bits(parallel, monkeypatch):
                 )
                 patch.setattr(layer.sequence._sequence, "_library", library)
                 for _ in range(10):
-                    assert torch.equal(layer.sequence(**step, workspace=workspace), expected)
+                    assert torch.equal(layer.together(workspace, **step), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -315,9 +320,9 @@ def test_times_are_those_of_the_parts():
     told = []
     workspace.on_times = told.append
     step = layer.step(130)
-    out = layer.sequence(**step, workspace=workspace)
+    out = layer.together(workspace, **step)
     workspace.on_times = None
-    assert torch.equal(layer.sequence(**step, workspace=workspace), out)
+    assert torch.equal(layer.together(workspace, **step), out)
     (times,) = told
     assert list(times) == [
         "attention_norm",
@@ -339,11 +344,11 @@ def test_a_row_outside_of_the_pages_is_told_and_not_written():
     step["rows"][[1, 4]] = torch.tensor([-1, 1 << 40])
     before = layer.pool.clone()
     with pytest.raises(IndexError, match=r"^rows: 2 are not between 0 and"):
-        layer.sequence(**step, workspace=workspace)
+        layer.together(workspace, **step)
     changed = (layer.pool != before).view(-1, 24).any(dim=1)
     assert changed.sum() == 2 * 4, "keys and values of the other four"
     step = layer.step(3)
-    assert torch.equal(layer.sequence(**step, workspace=workspace), layer.apart(**step)[0])
+    assert torch.equal(layer.together(workspace, **step), layer.apart(**step)[0])
 
 
 def test_no_tokens_give_no_tokens():
@@ -353,7 +358,7 @@ def test_no_tokens_give_no_tokens():
     )
     empty = torch.empty(0, 16)
     rows = torch.empty(0, dtype=torch.int64)
-    out = layer.sequence(torch.empty(0, 96), empty, empty, rows, plan, Workspace())
+    out = layer.together(Workspace(), torch.empty(0, 96), empty, empty, rows, plan)
     assert out.shape == (0, 96)
 
 
@@ -361,13 +366,15 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
     layer, other = Layer(), Layer(num_blocks=40)
     step, workspace = layer.step(3), Workspace()
     x = step["x"]
+    for wrong in (x[:, :90], x.bfloat16(), torch.empty(96, 3).t(), x[:2]):
+        with pytest.raises(ValueError, match=r"^x: must be \[..., 96\] torch.float32 of 3 tokens"):
+            layer.together(workspace, **(step | dict(x=wrong)))
     for name, changes in {
-        "x: must be [tokens, 96]": dict(x=x[:, :90]),
-        "x: must be [tokens, 96] torch.float32": dict(x=x.bfloat16()),
-        "x: must be contiguous": dict(x=torch.empty(96, 3).t()),
-        "plan: made for 3 tokens, got 2": dict(x=x[:2]),
-        "plan: made for 16 tokens": dict(plan=layer.step(16)["plan"]),
+        "rows: must be [32] torch.int64": dict(plan=layer.step(16)["plan"]),
         "plan: made for 3 tokens of 6 heads and a cache (40,": dict(plan=other.step(3)["plan"]),
+        "step: must have tables of torch.float32": {
+            table: step[table].bfloat16() for table in ("cos", "sin")
+        },
         "rows: must be [6] torch.int64": dict(rows=step["rows"][:5]),
         "cos: must have an even number": dict(cos=step["cos"][:, :7]),
         "sin: must be [3, 16]": dict(sin=step["sin"][:2]),
@@ -376,7 +383,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
         if changes == dict(isa=None):  # this processor has them all
             continue
         with pytest.raises(ValueError) as error:
-            layer.sequence(**(step | changes), workspace=workspace)
+            layer.together(workspace, **(step | changes))
         assert str(error.value).startswith(name)
 
 
