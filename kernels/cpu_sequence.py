@@ -64,7 +64,7 @@ class Sequence:
     Raises
     ------
     ValueError
-        More of them than C takes.
+        More of them than C takes, or one twice.
     """
 
     def __init__(self, calls: Mapping[str, ctypes.Structure]):
@@ -72,6 +72,8 @@ class Sequence:
         most = self._library.functions.quire_sequence_max_steps()
         if len(calls) > most:
             raise ValueError(f"calls: must be at most {most}, got {len(calls)}")
+        if len({id(call) for call in calls.values()}) < len(calls):  # its counters serve one step
+            raise ValueError("calls: must each be another, got one twice")
         self._calls = dict(calls)
         steps = [_Step(_KINDS.index(type(call)), ctypes.addressof(call)) for call in calls.values()]
         self._steps = (_Step * len(steps))(*steps)
@@ -172,7 +174,7 @@ class LayerStep:
         Parameters
         ----------
         plan
-            Of the step's tokens. Its threads are those that run the layers.
+            Of the step's tokens; those after the last of its own only pad. Its threads run the layers.
         rows, cos, sin
             As in `cpu_layer.rotate_and_write`.
 
@@ -182,8 +184,7 @@ class LayerStep:
             A shape, dtype or stride that does not fit.
         """
         _, kv_heads, _, head_dim = plan.cache_shape
-        tokens = len(plan.key_end)
-        tables = RotatePart.of(tokens, kv_heads, head_dim, rows, cos, sin, cos.dtype)
+        tables = RotatePart.of(len(cos), kv_heads, head_dim, rows, cos, sin, cos.dtype)
         return cls(plan, tables, cos.dtype, (rows, cos, sin))
 
 
@@ -296,7 +297,7 @@ class LayerSequence:
             A row that the pages do not have.
         """
         plan = step.plan
-        num_tokens = len(plan.key_end)
+        num_tokens = step.tables.tokens
         if (
             x.shape[-1] != self._hidden
             or x.numel() != num_tokens * self._hidden

@@ -27,9 +27,9 @@ struct step {
 };
 
 struct sequence {
-    const struct step *steps;
-    int64_t num_steps;    /* at most MAX_STEPS */
-    int64_t *finished_ns; /* [1 + num_steps] when it began, and when each step was done; or NULL */
+    const struct step *steps; /* each with a call of its own, whose counters are set before any runs */
+    int64_t num_steps;        /* at most MAX_STEPS */
+    int64_t *finished_ns;     /* [1 + num_steps] when it began, and when each step was done; or NULL */
 };
 
 struct stage {

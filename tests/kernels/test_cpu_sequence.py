@@ -370,7 +370,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
         with pytest.raises(ValueError, match=r"^x: must be \[..., 96\] torch.float32 of 3 tokens"):
             layer.together(workspace, **(step | dict(x=wrong)))
     for name, changes in {
-        "rows: must be [32] torch.int64": dict(plan=layer.step(16)["plan"]),
+        "plan: made for 16 tokens of 6 heads": dict(plan=layer.step(16)["plan"]),
         "plan: made for 3 tokens of 6 heads and a cache (40,": dict(plan=other.step(3)["plan"]),
         "step: must have tables of torch.float32": {
             table: step[table].bfloat16() for table in ("cos", "sin")
@@ -416,6 +416,19 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
     norm = NormCall.of(parts.mlp_norm.weight, 96, torch.float32, 1e-6)
     with pytest.raises(ValueError, match=r"^calls: must be at most 16, got 17"):
         Sequence({str(i): norm for i in range(17)})
+    with pytest.raises(ValueError, match=r"^calls: must each be another"):
+        Sequence({"a": norm, "b": norm})
+
+
+def test_tokens_that_pad_a_step_change_no_other():
+    layer, workspace = Layer(), Workspace()
+    step, short = layer.step(5), layer.step(4)
+    pad = step["rows"].clone()
+    pad[:8] = short["rows"]  # the last goes anywhere
+    step |= dict(rows=pad, plan=short["plan"])
+    rows = {name: step[name][:4].contiguous() for name in ("x", "cos", "sin")}
+    alone = layer.together(workspace, **(short | rows))
+    assert torch.equal(layer.together(workspace, **step)[:4], alone)
 
 
 def test_a_sequence_of_calls_that_differ_in_size():
