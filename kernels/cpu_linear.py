@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels import native_library
+from quire.kernels.huge_pages import ask_for_huge_pages
 
 PANEL_COLUMNS = 64  # of native/linear.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # enum dtype of native/attention.h
@@ -174,6 +175,7 @@ class PackedWeight:
             )
         words = depth // 4 if int8 else depth * like.element_size() // 4
         data = torch.empty(-(-columns // PANEL_COLUMNS), words, PANEL_COLUMNS, dtype=torch.int32)
+        ask_for_huge_pages(data)
         if columns % PANEL_COLUMNS:
             data[-1].zero_()
         scales = torch.zeros(len(data) * PANEL_COLUMNS) if int8 else None

@@ -27,6 +27,7 @@ import torch
 
 from quire.kernels.cpu_scatter import scatter_rows
 from quire.kernels.fp8_linear import MAX_E4M3
+from quire.kernels.huge_pages import ask_for_huge_pages
 from quire.replica.groups import LayerGroup
 
 
@@ -74,8 +75,9 @@ class KVPool:
         shape = (num_blocks + 1, block_elements(groups, block_size))
         if device == "cpu":
             # torch.zeros would write every page; the mapping lives as long as the tensor refers to it.
-            memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+            memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE)
             self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
+            ask_for_huge_pages(self.data)
         else:
             memory = torch.zeros(
                 math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device

@@ -25,19 +25,36 @@
 
 enum { PANEL = 64, RUNS = TILE / RUN, GROUPS = TILE / LANES };
 
-/* The keys that this thread reads next: it prefetches them while it computes. */
-struct ahead {
-    const struct query_tile *tile; /* NULL: none */
-    int64_t head, position, end;   /* KV head; the next tile of keys; one past the last key */
+/* A work unit and a KV head, which a thread takes; no tile: none. */
+struct item {
+    const struct query_tile *tile;
+    int64_t head, begin, end;      /* KV head; keys */
+};
+
+/* Where runs of 8 tokens lie, one after the other: a division an item, not one a run. */
+struct run_cursor {
+    const int64_t *table;          /* of the row */
+    int64_t block, within;         /* position / block_size, position % block_size */
+    int64_t head_elements;         /* from a block's begin to the head's */
+};
+
+/* The runs that a thread reads, item after item, as far as it knows them: prefetched READ_AHEAD runs before they are
+ * used, so that the memory is as busy at the end of a short item as within a long one. */
+enum { READ_AHEAD = 4, READ_RING = 64 };
+struct read_ahead {
+    struct item next;              /* after the one that is read; its tile is NULL once it is that one */
+    struct run_cursor at;
+    int64_t position, end;         /* keys of the item that is read */
+    int64_t used, keys, values;    /* runs since the thread began: used; whose keys, whose values are asked for */
+    int64_t runs[READ_RING];       /* bytes from the begin of either cache; of the last `keys` */
 };
 
 struct unit {
     const struct attention_call *call;
     struct scratch *scratch;
-    struct ahead ahead, next_unit;
+    struct read_ahead ahead;
     const struct query_tile *tile;
     int64_t head;                       /* of the KV heads */
-    int64_t keys_end;                   /* of the unit: its last split's, or the tile's */
     int group, rows;                    /* query heads of a KV head; rows = tokens * group */
     int dim, padded;                    /* elements of a head; rounded up to LANES */
     int dtype, element_bytes;
@@ -46,20 +63,61 @@ struct unit {
     const char *k_runs[RUNS], *v_runs[RUNS];
 };
 
-/* Where the run of 8 tokens from `position` on lies. */
-FN const char *run_address(const struct unit *u, const void *cache, int64_t row, int64_t head, int64_t position) {
+FN struct run_cursor run_cursor_at(const struct unit *u, int64_t row, int64_t head, int64_t position) {
     const struct attention_call *c = u->call;
-    int64_t block = c->block_tables[row * c->table_stride + position / c->block_size];
-    int64_t element = block * c->block_stride + (head * c->block_size + position % c->block_size) * c->head_dim;
-    return (const char *)cache + element * u->element_bytes;
+    return (struct run_cursor){c->block_tables + row * c->table_stride, position / c->block_size, position % c->block_size,
+                               head * c->block_size * c->head_dim};
 }
 
-FN void prefetch_run(const struct unit *u, const void *cache, int run) {
-    const struct ahead *a = &u->ahead;
-    int64_t position = a->position + run * RUN;
-    if (!a->tile || position < a->tile->key_begin / RUN * RUN || position >= a->end) return;
-    const char *p = run_address(u, cache, a->tile->row, a->head, position);
-    for (int i = 0; i < RUN * u->dim * u->element_bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+/* Bytes from a cache's begin to the cursor's run; the cursor moves on. */
+FN int64_t next_run(const struct unit *u, struct run_cursor *at) {
+    const struct attention_call *c = u->call;
+    int64_t element = at->table[at->block] * c->block_stride + at->head_elements + at->within * c->head_dim;
+    at->within += RUN;
+    if (at->within == c->block_size) {
+        at->within = 0;
+        at->block++;
+    }
+    return element * u->element_bytes;
+}
+
+FN void read_next_item(struct unit *u) {
+    struct read_ahead *a = &u->ahead;
+    a->position = a->next.begin / RUN * RUN;
+    a->end = a->next.end;
+    a->at = run_cursor_at(u, a->next.tile->row, a->next.head, a->position);
+    a->next.tile = NULL;
+}
+
+/* RUN * head_dim elements are a multiple of two lines. */
+FN void prefetch_run(const struct unit *u, const void *cache, int64_t offset) {
+    const char *p = (const char *)cache + offset, *end = p + RUN * u->dim * u->element_bytes;
+    for (; p < end; p += 128) {
+        __builtin_prefetch(p, 0, 3);
+        __builtin_prefetch(p + 64, 0, 3);
+    }
+}
+
+/* With every run of keys that is used: the keys of one, or of two while it has to catch up. */
+FN void prefetch_keys(struct unit *u) {
+    struct read_ahead *a = &u->ahead;
+    a->used++;
+    for (int i = 0; i < 2 && a->keys < a->used + READ_AHEAD; i++) {
+        if (a->position >= a->end) {
+            if (!a->next.tile) return;
+            read_next_item(u);
+        }
+        int64_t offset = next_run(u, &a->at);
+        a->position += RUN;
+        a->runs[a->keys++ % READ_RING] = offset;
+        prefetch_run(u, u->call->k, offset);
+    }
+}
+
+/* With every run of values that is used: the values to those keys. */
+FN void prefetch_values(struct unit *u) {
+    struct read_ahead *a = &u->ahead;
+    for (int i = 0; i < 2 && a->values < a->keys; i++) prefetch_run(u, u->call->v, a->runs[a->values++ % READ_RING]);
 }
 
 /* A run of which only some tokens are seen: the others' memory may hold anything. */
@@ -75,14 +133,16 @@ FN void locate_runs(struct unit *u, int64_t tile_begin, int64_t begin, int64_t e
     int edges = 0;
     u->runs_begin = (begin - tile_begin) / LANES * 2;
     u->runs_end = (end - tile_begin + LANES - 1) / LANES * 2;
+    struct run_cursor at = run_cursor_at(u, u->tile->row, u->head, begin / RUN * RUN);
     for (int r = u->runs_begin; r < u->runs_end; r++) {
         int64_t first = tile_begin + r * RUN;
         if (first + RUN <= begin || first >= end) {
             u->k_runs[r] = u->v_runs[r] = (const char *)u->scratch->zeros;
             continue;
         }
-        u->k_runs[r] = run_address(u, u->call->k, u->tile->row, u->head, first);
-        u->v_runs[r] = run_address(u, u->call->v, u->tile->row, u->head, first);
+        int64_t offset = next_run(u, &at);
+        u->k_runs[r] = (const char *)u->call->k + offset;
+        u->v_runs[r] = (const char *)u->call->v + offset;
         if (first < begin || first + RUN > end) {
             int64_t low = first < begin ? begin - first : 0;
             int64_t high = first + RUN > end ? end - first : RUN;
@@ -97,8 +157,8 @@ FN void pack_keys(struct unit *u) {
     int dtype = DOT_BF16 ? FLOAT32 : u->dtype; /* a pair moves as one float32 would */
     int64_t step_bytes = DOT_BF16 ? 4 : u->element_bytes, token_bytes = (int64_t)u->dim * u->element_bytes;
     for (int r = u->runs_begin; r < u->runs_end; r += 2) {
-        prefetch_run(u, u->call->k, r);
-        prefetch_run(u, u->call->k, r + 1);
+        for (int i = 0; i < 2; i++)
+            if (u->k_runs[r + i] != (const char *)u->scratch->zeros) prefetch_keys(u);
         int key = r * RUN;
         float *panel = u->scratch->k + (int64_t)(key / PANEL) * PANEL * u->steps + key % PANEL;
         for (int step = 0; step < u->steps; step += LANES) {
@@ -124,11 +184,13 @@ FN void pack_keys(struct unit *u) {
 #if DOT_BF16
 enum { RUN_STEPS = RUN / 2 };
 
+/* Which elements of two tokens' 32 make up the first 16 pairs; the others are 16 further. */
+#define FIRST_PAIRS _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, \
+                                     37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0)
+
 /* [step][padded]: pairs of two tokens' elements. */
 FN const float *packed_values(struct unit *u, int r) {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-                                         37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const __m512i low = FIRST_PAIRS, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     float *packed = u->scratch->v + (int64_t)r * RUN_STEPS * u->padded;
     for (int pair = 0; pair < RUN_STEPS; pair++) {
         const uint16_t *even = (const uint16_t *)u->v_runs[r] + 2 * pair * u->dim, *odd = even + u->dim;
@@ -166,9 +228,12 @@ FN const float *packed_values(struct unit *u, int r) {
 FN v16 dot(v16 a, v16 b, v16 c) { return v_fma(a, b, c); }
 #endif
 
+/* Whether the tile's values are used once, and so need no packing. */
+FN int values_stay(const struct unit *u) { return DOT_BF16 && u->rows <= BLOCK_ROWS && u->dim % 64 == 0; }
+
 FN void pack_values(struct unit *u) {
     for (int r = u->runs_begin; r < u->runs_end; r++) {
-        prefetch_run(u, u->call->v, r);
+        prefetch_values(u);
         u->v_runs[r] = (const char *)packed_values(u, r);
     }
 }
@@ -212,6 +277,35 @@ FN void mix_block(int rows, int vectors, const struct unit *u, const float *weig
         for (int j = 0; j < vectors; j++) v_store(mixed + i * u->padded + column + j * LANES, sums[i][j]);
 }
 
+#if DOT_BF16
+/* The same for 64 columns with the values as they lie in their pages: for a tile that is used once. */
+FN void mix_pages(int rows, struct unit *u, const float *weights, const float *factors, float *mixed, int column) {
+    const __m512i low = FIRST_PAIRS, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    v16 sums[BLOCK_ROWS][4];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < 4; j++)
+            sums[i][j] = v_mul(v_load(mixed + i * u->padded + column + j * LANES), v_set1(factors[i]));
+    for (int r = u->runs_begin; r < u->runs_end; r++) {
+        if (column == 0 && u->v_runs[r] != (const char *)u->scratch->zeros) prefetch_values(u);
+        const uint16_t *token = (const uint16_t *)u->v_runs[r] + column;
+        for (int step = 0; step < RUN_STEPS; step++, token += 2 * u->dim) {
+            v16 value[4];
+            for (int j = 0; j < 4; j += 2) {
+                __m512i even = _mm512_loadu_si512(token + j * LANES), odd = _mm512_loadu_si512(token + u->dim + j * LANES);
+                value[j] = (v16)_mm512_permutex2var_epi16(even, low, odd);
+                value[j + 1] = (v16)_mm512_permutex2var_epi16(even, high, odd);
+            }
+            for (int i = 0; i < rows; i++) {
+                v16 weight = v_set1(weights[i * TILE + r * RUN_STEPS + step]);
+                for (int j = 0; j < 4; j++) sums[i][j] = dot(weight, value[j], sums[i][j]);
+            }
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < 4; j++) v_store(mixed + i * u->padded + column + j * LANES, sums[i][j]);
+}
+#endif
+
 /* The blocks above with their extents known to the compiler, so that the sums stay in registers. */
 #define CASE(n, call) \
     case n: \
@@ -239,7 +333,17 @@ FN void scores_of_tile(const struct unit *u, int rows, const float *q, float *sc
     }
 }
 
-FN void mix_tile(const struct unit *u, int rows, const float *weights, const float *factors, float *mixed) {
+FN void mix_tile(struct unit *u, int rows, const float *weights, const float *factors, float *mixed) {
+#if DOT_BF16
+    if (values_stay(u)) {
+        for (int column = 0; column < u->dim; column += 64) {
+#define CALL(n) mix_pages(n, u, weights, factors, mixed, column)
+            WITH_CONSTANT_ROWS(rows, CALL)
+#undef CALL
+        }
+        return;
+    }
+#endif
     for (int column = 0; column < u->padded;) {
 #if MAX_VECTORS == 4
         if (column + 4 * LANES <= u->padded) {
@@ -316,7 +420,7 @@ FN void attend_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t e
     float factors[BLOCK_ROWS];
     locate_runs(u, tile_begin, begin, end);
     pack_keys(u);
-    pack_values(u);
+    if (!values_stay(u)) pack_values(u);
     for (int row = 0; row < u->rows; row += BLOCK_ROWS) {
         int rows = u->rows - row < BLOCK_ROWS ? u->rows - row : BLOCK_ROWS;
         scores_of_tile(u, rows, u->scratch->q + (int64_t)row * u->steps, scores);
@@ -338,8 +442,6 @@ FN void attend_split(struct unit *u, int64_t split, struct row_state *state) {
     clear(u, state);
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         int64_t low = tile > begin ? tile : begin, high = tile + TILE < end ? tile + TILE : end;
-        u->ahead = (struct ahead){u->tile, u->head, tile + TILE, u->keys_end};
-        if (u->ahead.position >= u->keys_end) u->ahead = u->next_unit;
         attend_tile(u, tile, low, high, state);
     }
 }
@@ -451,19 +553,18 @@ FN void attend_unit(struct unit *u, const struct work_unit *work) {
     finish(u, &whole);
 }
 
-/* Take the next item; its tile is NULL when none is left. */
-FN struct ahead claim(struct attention_call *call, const struct work_unit **work) {
-    int64_t item = __atomic_fetch_add(&call->next_unit, 1, __ATOMIC_RELAXED);
-    struct ahead result = {0};
-    if (item >= call->num_units * call->kv_heads) return result;
-    *work = &call->units[item / call->kv_heads];
-    result.tile = &call->tiles[(*work)->tile];
-    result.head = item % call->kv_heads;
+/* Take the next item. */
+FN struct item claim(struct attention_call *call, const struct work_unit **work) {
+    int64_t number = __atomic_fetch_add(&call->next_unit, 1, __ATOMIC_RELAXED);
+    struct item item = {0};
+    if (number >= call->num_units * call->kv_heads) return item;
+    *work = &call->units[number / call->kv_heads];
+    item.tile = &call->tiles[(*work)->tile];
+    item.head = number % call->kv_heads;
     int64_t begin = (*work)->split_begin * SPLIT, end = (*work)->split_end * SPLIT;
-    begin = begin > result.tile->key_begin ? begin : result.tile->key_begin;
-    result.position = begin / TILE * TILE;
-    result.end = end < result.tile->key_end ? end : result.tile->key_end;
-    return result;
+    item.begin = begin > item.tile->key_begin ? begin : item.tile->key_begin;
+    item.end = end < item.tile->key_end ? end : item.tile->key_end;
+    return item;
 }
 
 TARGETED void EXP2(const float *x, float *y, int64_t count) {
@@ -487,13 +588,15 @@ TARGETED int64_t WORKER(void *argument) {
     unsigned modes = _mm_getcsr();
     _mm_setcsr(modes | 0x8040); /* what dpbf16 does anyhow; and a denormal costs 100 cycles */
 #endif
-    for (struct ahead item = claim(call, &work); item.tile;) {
+    struct item item = claim(call, &work);
+    u.ahead.next = item;
+    while (item.tile) {
         const struct work_unit *current = work;
         u.tile = item.tile;
         u.head = item.head;
-        u.keys_end = item.end;
         u.rows = (int)u.tile->num_tokens * u.group;
-        u.next_unit = item = claim(call, &work);
+        if (u.ahead.next.tile) read_next_item(&u); /* not reached yet */
+        u.ahead.next = item = claim(call, &work);
         attend_unit(&u, current);
         done++;
     }

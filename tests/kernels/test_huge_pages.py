@@ -1,0 +1,49 @@
+"""Memory that is asked for in large pages: the kernel hears it, and nothing else changes."""
+
+import mmap
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels.huge_pages import ask_for_huge_pages
+
+needs_linux = pytest.mark.skipif(
+    not hasattr(mmap, "MADV_HUGEPAGE"), reason="large pages are asked for on Linux only"
+)
+
+
+def advised_bytes(address: int, size: int) -> int:
+    """Bytes of [address, address + size) in mappings that may have large pages."""
+    found, overlap = 0, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = (int(bound, 16) for bound in match.groups())
+            overlap = max(0, min(end, address + size) - max(begin, address))
+        elif line.startswith("VmFlags:") and " hg" in line:
+            found += overlap
+    return found
+
+
+@needs_linux
+def test_whole_pages_of_a_large_tensor_are_advised():
+    x = torch.empty(8 << 20, dtype=torch.uint8)
+    ask_for_huge_pages(x)
+    assert advised_bytes(x.data_ptr(), x.nbytes) >= x.nbytes - 2 * mmap.PAGESIZE
+
+
+@needs_linux
+def test_what_lies_beside_a_tensor_is_not_advised():
+    whole = torch.empty(8 << 20, dtype=torch.uint8)
+    x = whole[4 << 20 : 6 << 20]
+    ask_for_huge_pages(x)
+    assert advised_bytes(whole.data_ptr(), whole.nbytes) <= x.nbytes
+
+
+@pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE - 1, 3 * mmap.PAGESIZE + 5])
+def test_contents_stay(size):
+    x = torch.arange(size, dtype=torch.uint8)
+    expected = x.clone()
+    ask_for_huge_pages(x)
+    assert torch.equal(x, expected)
