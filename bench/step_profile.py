@@ -5,8 +5,9 @@
 On the CPU every operation is done when its call returns, so wall time around a call is its cost. The parts are:
 every leaf module of the model under the name it has in its layer; writing keys and values; attention; choosing
 tokens; the loop's own work before and after the forward pass; and what is left: rotary embedding, residual sums,
-gate times up, views. Products are given with the rate at which they read their weights and compute. The hooks cost
-a few microseconds for each call; a run without them is measured beside it.
+gate times up, views. A layer that runs as one call tells the times of its parts itself, under the same names.
+Products are given with the rate at which they read their weights and compute. The hooks cost a few microseconds for
+each call; a run without them is measured beside it.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class StepRecorder:
             kinds = {type(attention) for attention in runner._attentions}
             for kind in kinds:
                 replace(kind, "__call__", self._timed("attention"))
+            if runner._workspace is not None:
+                stack.enter_context(mock.patch.object(runner._workspace, "on_times", self._add_all))
             for name, module in runner.model.named_modules():
                 if not list(module.children()):
                     stack.callback(self._hook(name, module))
@@ -142,6 +145,11 @@ class StepRecorder:
     def _add(self, part: str, began: float) -> None:
         if self.steps:  # an idle turn of the loop before the first step
             self.steps[-1].seconds[part] += time.perf_counter() - began
+
+    def _add_all(self, seconds: dict[str, float]) -> None:
+        if self.steps:
+            for part, part_s in seconds.items():
+                self.steps[-1].seconds[part] += part_s
 
 
 def run(engine: Engine, workload: Workload, repetition: int | str) -> float:

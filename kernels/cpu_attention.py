@@ -133,7 +133,7 @@ def paged_attention(
     ValueError
         Shapes, strides or dtypes that do not fit.
     """
-    _check(q, k_cache, v_cache)
+    check(q, k_cache, v_cache)
     if plan is None:
         plan = plan_attention(
             _as_numpy(cu_q),
@@ -155,7 +155,8 @@ def paged_attention(
     return out
 
 
-def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Raise ValueError unless they fit each other, as `paged_attention` takes them."""
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(
             "q must be [tokens, heads, head_dim] and k_cache, v_cache [blocks, kv_heads, block_size, head_dim], "

@@ -16,7 +16,7 @@ Bytes: K and V once for each query tile, from the pages. Scratch: about 2.5 KiB 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -37,18 +37,10 @@ LIMITS = (
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-class _Call(ctypes.Structure):
-    """`struct attention_call` of native/attention.h."""
+class _PlanPart(ctypes.Structure):
+    """The fields of `struct attention_call` that a plan decides, in their order."""
 
     _fields_ = [
-        ("q", ctypes.c_void_p),
-        ("q_token_stride", ctypes.c_int64),
-        ("q_head_stride", ctypes.c_int64),
-        ("k", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
-        ("block_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p),
         ("block_tables", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
         ("key_begin", ctypes.c_void_p),
@@ -61,6 +53,22 @@ class _Call(ctypes.Structure):
         ("missing", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("scratch_stride", ctypes.c_int64),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    """`struct attention_call` of native/attention.h."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("q_token_stride", ctypes.c_int64),
+        ("q_head_stride", ctypes.c_int64),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("block_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("plan", _PlanPart),
         ("dtype", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
@@ -71,6 +79,32 @@ class _Call(ctypes.Structure):
         ("next_unit", ctypes.c_int64),
         ("next_thread", ctypes.c_int64),
     ]
+
+    @classmethod
+    def of(
+        cls,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        num_heads: int,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> AttentionCall:
+        """What all calls of a layer share; caches and sinks, [heads] float32, must outlive it."""
+        _, kv_heads, block_size, head_dim = k_cache.shape
+        return cls(
+            k=k_cache.data_ptr(),
+            v=v_cache.data_ptr(),
+            block_stride=k_cache.stride(0),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            dtype=_DTYPES[k_cache.dtype],
+            heads=num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            scale=scale,
+            softcap=softcap or 0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +122,35 @@ class NativePlan:
     cache_shape: torch.Size
     num_heads: int
     num_threads: int
+    part: _PlanPart = field(init=False, repr=False)  # where all of it lies
+
+    def __post_init__(self) -> None:
+        part = _PlanPart(
+            block_tables=self.block_tables.ctypes.data,
+            table_stride=self.block_tables.shape[1],
+            key_begin=self.key_begin.ctypes.data,
+            key_end=self.key_end.ctypes.data,
+            tiles=self.tiles.ctypes.data,
+            units=self.units.ctypes.data,
+            num_tiles=len(self.tiles),
+            num_units=len(self.units),
+            partials=self.partials.ctypes.data,
+            missing=self.missing.ctypes.data,
+            scratch=-(-self.scratch.ctypes.data // 64) * 64,
+            scratch_stride=self.scratch.strides[0],
+        )
+        object.__setattr__(self, "part", part)
+
+    def check(self, num_tokens: int, num_heads: int, k_cache: torch.Tensor) -> None:
+        """Raise ValueError unless it was made for such queries and such a cache."""
+        if (k_cache.shape, num_heads) != (self.cache_shape, self.num_heads) or num_tokens < len(
+            self.key_end
+        ):
+            raise ValueError(
+                f"plan: made for {len(self.key_end)} tokens of {self.num_heads} heads and a cache "
+                f"{tuple(self.cache_shape)}, got {num_tokens} tokens of {num_heads} heads and k_cache "
+                f"{tuple(k_cache.shape)}"
+            )
 
 
 def supports(k_cache: torch.Tensor, num_heads: int) -> bool:
@@ -262,19 +325,8 @@ def attend(
     ValueError
         The plan is of other shapes, or this processor lacks `isa`.
     """
-    if (k_cache.shape, q.shape[1]) != (plan.cache_shape, plan.num_heads) or len(q) < len(
-        plan.key_end
-    ):
-        raise ValueError(
-            f"plan: made for {len(plan.key_end)} tokens of {plan.num_heads} heads and a cache "
-            f"{tuple(plan.cache_shape)}, got q {tuple(q.shape)} and k_cache {tuple(k_cache.shape)}"
-        )
+    plan.check(len(q), q.shape[1], k_cache)
     library = native_library.load()
-    number = library.best_isa if isa is None else native_library.ISAS.index(isa)
-    if number > library.best_isa:
-        raise ValueError(
-            f"isa: this processor has {native_library.ISAS[: library.best_isa + 1]}, got {isa!r}"
-        )
     if q.stride(-1) != 1:
         q = q.contiguous()
     # A transposed or padded `out` is filled from a dense one.
@@ -283,37 +335,11 @@ def attend(
     )
     if sinks is not None:
         sinks = sinks.detach().to(torch.float32).contiguous()
-    call = _Call(
-        q=q.data_ptr(),
-        q_token_stride=q.stride(0),
-        q_head_stride=q.stride(1),
-        k=k_cache.data_ptr(),
-        v=v_cache.data_ptr(),
-        block_stride=k_cache.stride(0),
-        out=dense.data_ptr(),
-        sinks=None if sinks is None else sinks.data_ptr(),
-        block_tables=plan.block_tables.ctypes.data,
-        table_stride=plan.block_tables.shape[1],
-        key_begin=plan.key_begin.ctypes.data,
-        key_end=plan.key_end.ctypes.data,
-        tiles=plan.tiles.ctypes.data,
-        units=plan.units.ctypes.data,
-        num_tiles=len(plan.tiles),
-        num_units=len(plan.units),
-        partials=plan.partials.ctypes.data,
-        missing=plan.missing.ctypes.data,
-        scratch=-(-plan.scratch.ctypes.data // 64) * 64,
-        scratch_stride=plan.scratch.strides[0],
-        dtype=_DTYPES[q.dtype],
-        heads=q.shape[1],
-        kv_heads=k_cache.shape[1],
-        head_dim=k_cache.shape[3],
-        block_size=k_cache.shape[2],
-        scale=scale,
-        softcap=softcap or 0.0,
-    )
+    call = AttentionCall.of(k_cache, v_cache, q.shape[1], scale, softcap, sinks)
+    call.q, call.q_token_stride, call.q_head_stride = q.data_ptr(), q.stride(0), q.stride(1)
+    call.out, call.plan = dense.data_ptr(), plan.part
     library.functions.quire_attention(
-        ctypes.byref(call), number, library.parallel, plan.num_threads
+        ctypes.byref(call), library.isa(isa), library.parallel, plan.num_threads
     )
     if dense is not out:
         out.copy_(dense)

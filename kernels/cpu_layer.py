@@ -23,7 +23,7 @@ _LANES = 16
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-class _NormCall(ctypes.Structure):
+class NormCall(ctypes.Structure):
     """`struct norm_call` of native/layer.h."""
 
     _fields_ = [
@@ -38,8 +38,14 @@ class _NormCall(ctypes.Structure):
         ("team", ctypes.c_void_p),
     ]
 
+    @classmethod
+    def of(cls, weight: torch.Tensor, columns: int, dtype: torch.dtype, eps: float) -> NormCall:
+        """What all calls with a weight share, which must outlive it; raises as `rms_norm`."""
+        _check_norm("weight", weight, columns)
+        return cls(weight=weight.data_ptr(), columns=columns, dtype=_DTYPES[dtype], eps=eps)
 
-class _GatedCall(ctypes.Structure):
+
+class GatedCall(ctypes.Structure):
     """`struct gated_call` of native/layer.h."""
 
     _fields_ = [
@@ -52,8 +58,47 @@ class _GatedCall(ctypes.Structure):
         ("team", ctypes.c_void_p),
     ]
 
+    @classmethod
+    def of(cls, columns: int, dtype: torch.dtype, gelu: bool) -> GatedCall:
+        """What all calls with so many columns of the result share."""
+        return cls(columns=columns, dtype=_DTYPES[dtype], gelu=gelu)
 
-class _RotateCall(ctypes.Structure):
+
+class RotatePart(ctypes.Structure):
+    """The fields of `struct rotate_call` that a step decides, for all layers with the same heads, in their order."""
+
+    _fields_ = [
+        ("rows", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("rotary", ctypes.c_int64),
+    ]
+
+    @classmethod
+    def of(
+        cls,
+        tokens: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rows: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> RotatePart:
+        """Arguments as in `rotate_and_write`, which must outlive it; raises as that does."""
+        rotary = cos.shape[-1]
+        if rotary % 2 or not 0 < rotary <= head_dim:
+            raise ValueError(
+                f"cos: must have an even number of columns up to {head_dim}, got {rotary}"
+            )
+        _check("rows", rows, (tokens * num_kv_heads,), torch.int64)
+        _check("cos", cos, (tokens, rotary), dtype)
+        _check("sin", sin, (tokens, rotary), dtype)
+        return cls(rows.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, rotary)
+
+
+class RotateCall(ctypes.Structure):
     """`struct rotate_call` of native/layer.h."""
 
     _fields_ = [
@@ -62,22 +107,58 @@ class _RotateCall(ctypes.Structure):
         ("q_out", ctypes.c_void_p),
         ("k_pages", ctypes.c_void_p),
         ("v_pages", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
         ("q_norm", ctypes.c_void_p),
         ("k_norm", ctypes.c_void_p),
+        ("step", RotatePart),
         ("page_rows", ctypes.c_int64),
-        ("tokens", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
-        ("rotary", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("team", ctypes.c_void_p),
         ("outside", ctypes.c_int64),
     ]
+
+    @classmethod
+    def of(
+        cls,
+        num_heads: int,
+        num_kv_heads: int,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> RotateCall:
+        """What all calls of a layer share; pages and norms must outlive it. Raises as `rotate_and_write`."""
+        head_dim, dtype = k_pages.shape[1], k_pages.dtype
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim: must be at most {MAX_HEAD_DIM}, got {head_dim}")
+        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+            _check(name, pages, (len(pages), head_dim), dtype)
+        if (q_norm is None) != (k_norm is None):
+            raise ValueError("q_norm, k_norm: must be given together, got one")
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if norm is not None:
+                _check_norm(name, norm, head_dim)
+        return cls(
+            k_pages=k_pages.data_ptr(),
+            v_pages=v_pages.data_ptr(),
+            q_norm=None if q_norm is None else q_norm.data_ptr(),
+            k_norm=None if k_norm is None else k_norm.data_ptr(),
+            page_rows=min(len(k_pages), len(v_pages)),
+            heads=num_heads,
+            kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=_DTYPES[dtype],
+            eps=eps,
+        )
+
+    def check_rows(self) -> None:
+        """After a call: raise IndexError if it had rows that the pages do not have."""
+        if self.outside:
+            raise IndexError(f"rows: {self.outside} are not between 0 and {self.page_rows - 1}")
 
 
 def pad_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -113,18 +194,10 @@ def rms_norm(
     """
     _check_matrix("x", x)
     rows, columns = x.shape
-    _check_norm("weight", weight, columns)
+    call = NormCall.of(weight, columns, x.dtype, eps)
     out = torch.empty(rows, columns, dtype=x.dtype)
-    call = _NormCall(
-        x=x.data_ptr(),
-        x_stride=x.stride(0) * x.element_size(),
-        out=out.data_ptr(),
-        weight=weight.data_ptr(),
-        rows=rows,
-        columns=columns,
-        dtype=_DTYPES[x.dtype],
-        eps=eps,
-    )
+    call.x, call.x_stride = x.data_ptr(), x.stride(0) * x.element_size()
+    call.out, call.rows = out.data_ptr(), rows
     _run("quire_norm", call, isa)
     return out
 
@@ -154,14 +227,8 @@ def gated(gate_up: torch.Tensor, *, gelu: bool = False, isa: str | None = None) 
             f"{gate_up.stride()}"
         )
     out = torch.empty(rows, columns // 2, dtype=gate_up.dtype)
-    call = _GatedCall(
-        x=gate_up.data_ptr(),
-        out=out.data_ptr(),
-        rows=rows,
-        columns=columns // 2,
-        dtype=_DTYPES[gate_up.dtype],
-        gelu=gelu,
-    )
+    call = GatedCall.of(columns // 2, gate_up.dtype, gelu)
+    call.x, call.out, call.rows = gate_up.data_ptr(), out.data_ptr(), rows
     _run("quire_gated", call, isa)
     return out
 
@@ -212,58 +279,20 @@ def rotate_and_write(
     _check_matrix("qkv", qkv)
     head_dim, tokens = k_pages.shape[1], qkv.shape[0]
     kv_heads = (qkv.shape[1] // head_dim - num_heads) // 2
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim: must be at most {MAX_HEAD_DIM}, got {head_dim}")
     if qkv.shape[1] != (num_heads + 2 * kv_heads) * head_dim or kv_heads < 1:
         raise ValueError(
             f"qkv: must be [tokens, (num_heads + 2 kv_heads) * head_dim] with num_heads {num_heads} and head_dim "
             f"{head_dim}, got {list(qkv.shape)}"
         )
-    rotary = cos.shape[-1]
-    if rotary % 2 or not 0 < rotary <= head_dim:
-        raise ValueError(f"cos: must have an even number of columns up to {head_dim}, got {rotary}")
-    for name, tensor, shape, dtype in (
-        ("k_pages", k_pages, k_pages.shape, qkv.dtype),
-        ("v_pages", v_pages, (len(v_pages), head_dim), qkv.dtype),
-        ("rows", rows, (tokens * kv_heads,), torch.int64),
-        ("cos", cos, (tokens, rotary), qkv.dtype),
-        ("sin", sin, (tokens, rotary), qkv.dtype),
-    ):
-        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: must be {list(shape)} {dtype}, contiguous, got {list(tensor.shape)} {tensor.dtype}, "
-                f"strides {tensor.stride()}"
-            )
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm, k_norm: must be given together, got one")
-    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if norm is not None:
-            _check_norm(name, norm, head_dim)
-    page_rows = min(len(k_pages), len(v_pages))
+    if k_pages.dtype != qkv.dtype:
+        raise ValueError(f"k_pages: must be {qkv.dtype} as qkv, got {k_pages.dtype}")
+    call = RotateCall.of(num_heads, kv_heads, k_pages, v_pages, q_norm, k_norm, eps)
+    call.step = RotatePart.of(tokens, kv_heads, head_dim, rows, cos, sin, qkv.dtype)
     q_out = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype)
-    call = _RotateCall(
-        qkv=qkv.data_ptr(),
-        qkv_stride=qkv.stride(0) * qkv.element_size(),
-        q_out=q_out.data_ptr(),
-        k_pages=k_pages.data_ptr(),
-        v_pages=v_pages.data_ptr(),
-        rows=rows.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        q_norm=None if q_norm is None else q_norm.data_ptr(),
-        k_norm=None if k_norm is None else k_norm.data_ptr(),
-        page_rows=page_rows,
-        tokens=tokens,
-        heads=num_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rotary=rotary,
-        dtype=_DTYPES[qkv.dtype],
-        eps=eps,
-    )
+    call.qkv, call.qkv_stride = qkv.data_ptr(), qkv.stride(0) * qkv.element_size()
+    call.q_out = q_out.data_ptr()
     _run("quire_rotate", call, isa)
-    if call.outside:
-        raise IndexError(f"rows: {call.outside} are not between 0 and {page_rows - 1}")
+    call.check_rows()
     return q_out
 
 
@@ -272,6 +301,14 @@ def _check_matrix(name: str, x: torch.Tensor) -> None:
         raise ValueError(
             f"{name}: must be a matrix of float32, float16 or bfloat16 on the CPU, rows contiguous, got "
             f"{list(x.shape)} {x.dtype} on {x.device}, strides {x.stride()}"
+        )
+
+
+def _check(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if x.shape != shape or x.dtype != dtype or not x.is_contiguous():
+        raise ValueError(
+            f"{name}: must be {list(shape)} {dtype}, contiguous, got {list(x.shape)} {x.dtype}, "
+            f"strides {x.stride()}"
         )
 
 
@@ -285,11 +322,6 @@ def _check_norm(name: str, weight: torch.Tensor, columns: int) -> None:
 
 def _run(function: str, call: ctypes.Structure, isa: str | None) -> None:
     library = native_library.load()
-    number = library.best_isa if isa is None else native_library.ISAS.index(isa)
-    if number > library.best_isa:
-        raise ValueError(
-            f"isa: this processor has {native_library.ISAS[: library.best_isa + 1]}, got {isa!r}"
-        )
     getattr(library.functions, function)(
-        ctypes.byref(call), number, library.parallel, torch.get_num_threads()
+        ctypes.byref(call), library.isa(isa), library.parallel, torch.get_num_threads()
     )

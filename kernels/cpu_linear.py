@@ -33,7 +33,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # enum dtype of native/attentio
 LIMITS = "float32, or bfloat16 with an even number of input features"
 
 
-class _LinearCall(ctypes.Structure):
+class LinearCall(ctypes.Structure):
     """`struct linear_call` of native/linear.h."""
 
     _fields_ = [
@@ -52,6 +52,27 @@ class _LinearCall(ctypes.Structure):
         ("dtype", ctypes.c_int64),
         ("team", ctypes.c_void_p),
     ]
+
+    @classmethod
+    def of(cls, weight: PackedWeight, bias: torch.Tensor | None) -> LinearCall:
+        """What all calls with a weight and its bias share; both must outlive it.
+
+        Raises
+        ------
+        ValueError
+            A bias that is not `weight.pad_bias` of one.
+        """
+        size = len(weight.data) * PANEL_COLUMNS
+        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (size,)):
+            raise ValueError(f"bias: must come from pad_bias, got {list(bias.shape)} {bias.dtype}")
+        return cls(
+            weight=weight.data.data_ptr(),
+            scales=None if weight.scales is None else weight.scales.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            steps=weight.depth * weight.dtype.itemsize // 4,
+            columns=weight.columns,
+            dtype=_DTYPES[weight.dtype],
+        )
 
 
 class _PackCall(ctypes.Structure):
@@ -256,35 +277,17 @@ def packed_linear(
                 f"{name}: must be {list(expected)} {weight.dtype} with contiguous rows, got "
                 f"{list(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
             )
-    if bias is not None and (
-        bias.dtype != torch.float32 or bias.shape != (weight.data.shape[0] * PANEL_COLUMNS,)
-    ):
-        raise ValueError(f"bias: must come from pad_bias, got {list(bias.shape)} {bias.dtype}")
+    call = LinearCall.of(weight, bias)
     if not rows:
         return out
     library = native_library.load()
-    number = library.best_isa if isa is None else native_library.ISAS.index(isa)
-    if number > library.best_isa:
-        raise ValueError(
-            f"isa: this processor has {native_library.ISAS[: library.best_isa + 1]}, got {isa!r}"
-        )
     size = x.element_size()
-    call = _LinearCall(
-        x=x.data_ptr(),
-        x_stride=x.stride(0) * size,
-        out=out.data_ptr(),
-        out_stride=out.stride(0) * size,
-        weight=weight.data.data_ptr(),
-        scales=None if weight.scales is None else weight.scales.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        residual=None if residual is None else residual.data_ptr(),
-        residual_stride=0 if residual is None else residual.stride(0) * size,
-        rows=rows,
-        steps=weight.depth * size // 4,
-        columns=weight.columns,
-        dtype=_DTYPES[weight.dtype],
-    )
+    call.x, call.x_stride = x.data_ptr(), x.stride(0) * size
+    call.out, call.out_stride = out.data_ptr(), out.stride(0) * size
+    if residual is not None:
+        call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0) * size
+    call.rows = rows
     library.functions.quire_linear(
-        ctypes.byref(call), number, library.parallel, torch.get_num_threads()
+        ctypes.byref(call), library.isa(isa), library.parallel, torch.get_num_threads()
     )
     return out

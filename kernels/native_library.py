@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 5  # QUIRE_ABI of native/attention.h
+ABI = 6  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16")  # enum isa of native/attention.c
 
 
@@ -32,6 +32,19 @@ class NativeLibrary:
     best_isa: int  # index into `ISAS`, of this processor
     parallel: int | None  # address of GOMP_parallel; None: one thread
     scratch_bytes: int  # of one thread
+
+    def isa(self, name: str | None) -> int:
+        """Index of one of `ISAS`; of the best where None.
+
+        Raises
+        ------
+        ValueError
+            This processor lacks it.
+        """
+        number = self.best_isa if name is None else ISAS.index(name)
+        if number > self.best_isa:
+            raise ValueError(f"isa: this processor has {ISAS[: self.best_isa + 1]}, got {name!r}")
+        return number
 
 
 @functools.cache
@@ -81,10 +94,11 @@ def load() -> NativeLibrary | None:
         ctypes.c_int64,
         ctypes.c_void_p,
     ]
-    for name in ("norm", "gated", "rotate"):
+    for name in ("norm", "gated", "rotate", "sequence"):
         getattr(functions, f"quire_{name}_bytes").restype = ctypes.c_int64
         function = getattr(functions, f"quire_{name}")
         function.restype, function.argtypes = None, functions.quire_attention.argtypes
+    functions.quire_sequence_max_steps.restype = ctypes.c_int64
     functions.quire_exp2.argtypes = [
         ctypes.c_void_p,
         ctypes.c_void_p,

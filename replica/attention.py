@@ -7,17 +7,23 @@ without global state and without a mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from quire.kernels.cpu_sequence import LayerStep, Workspace
 from quire.kernels.paged_attention import PagedAttention, Plan
 from quire.replica.kv_pool import KVPool
 
 ATTENTION_NAME = "quire_paged"
+
+Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, T, rotary]
+
+# Layer, q [T, heads, head_dim], scaling, softcap, sinks
+OnAttend = Callable[[int, torch.Tensor, float, float | None, torch.Tensor | None], None]
 
 
 @dataclass(slots=True)
@@ -33,7 +39,10 @@ class StepContext:
     write_rows: list[torch.Tensor]  # G of [T * kv_heads] int64, `KVPool.rows_of` the step's slots
     slots: torch.Tensor  # [G, T] int64, block id * block_size + offset
     num_query: np.ndarray | None = None  # [rows] query tokens of each; needed beside tensors
+    workspace: Workspace | None = None  # on the CPU: of layers that run as one call
+    on_attend: OnAttend | None = None  # told what each layer's attention is called with
     _plans: dict[int, Plan] = field(default_factory=dict)
+    _layer_steps: dict[int, tuple[Tables, LayerStep]] = field(default_factory=dict)
 
     def plan(self, g: int) -> Plan:
         """The attention plan of all layers of a group; laid out when the first of them asks."""
@@ -42,6 +51,15 @@ class StepContext:
                 self.cu_q, self.kv_len, self.block_tables[g], self.num_query
             )
         return self._plans[g]
+
+    def layer_step(self, g: int, tables: Tables) -> LayerStep:
+        """What layers of a group that run as one call are told; made when the first of them asks."""
+        made = self._layer_steps.get(g)
+        if made is None or made[0] is not tables:
+            cos, sin = (table.reshape(-1, table.shape[-1]) for table in tables)
+            made = tables, LayerStep.of(self.plan(g), self.write_rows[g], cos, sin)
+            self._layer_steps[g] = made
+        return made[1]
 
     def attend(
         self,
@@ -52,6 +70,8 @@ class StepContext:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of one layer, whose keys and values of this step are written: q and result [T, heads, head_dim]."""
+        if self.on_attend is not None:
+            self.on_attend(layer, q, scaling, softcap, sinks)
         g = self.pool.group_of(layer)
         k_scale, v_scale = self.pool.scales(layer)
         return self.attentions[g](

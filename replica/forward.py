@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from quire.kernels.cpu_sequence import Workspace
 from quire.kernels.paged_attention import PagedAttention
 from quire.replica.attention import StepContext
 from quire.replica.fused import FusedAttention, FusedNorm
@@ -28,6 +29,8 @@ class Forward:
         KV, and one attention for each of its layer groups.
     max_logits_rows
         Rows of logits at once: the memory that sizing counts for those of a step's samples.
+    workspace
+        Of layers that run as one call; None where there are none.
     """
 
     def __init__(
@@ -36,11 +39,13 @@ class Forward:
         pool: KVPool,
         attentions: Sequence[PagedAttention],
         max_logits_rows: int,
+        workspace: Workspace | None = None,
     ):
         self._decoder, self._head = split_model(model)
         self._pool = pool
         self._attentions = attentions
         self._max_logits_rows = max_logits_rows
+        self._workspace = workspace
 
     def hidden(
         self,
@@ -81,6 +86,7 @@ class Forward:
             write_rows=[self._pool.rows_of(g, own) for g, own in enumerate(slots)],
             slots=slots,
             num_query=num_query,
+            workspace=self._workspace,
         )
         output = self._decoder(
             input_ids=token_ids[None],

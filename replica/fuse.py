@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quire.kernels.cpu_sequence import Workspace
 from quire.kernels.paged_attention import Backend, PagedAttention
 from quire.replica.attention import StepContext
 from quire.replica.fp8 import CODES, Fp8Linear
@@ -85,25 +86,6 @@ class FuseReport:
 
 
 @dataclass(slots=True)
-class _ProbeContext(StepContext):
-    """A step that remembers what its layers' attention is called with."""
-
-    calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # by layer
-
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        self.calls[layer] = dict(q=q.clone(), scaling=scaling, softcap=softcap, sinks=sinks)
-        # Not super(): a dataclass with slots is another class than the one `super` closed over.
-        return StepContext.attend(self, layer, q, scaling, softcap, sinks)
-
-
-@dataclass(slots=True)
 class _Call:
     """A module's call in the probing pass."""
 
@@ -121,6 +103,7 @@ def fuse(
     pool: KVPool,
     attentions: Sequence[PagedAttention],
     *,
+    workspace: Workspace | None = None,
     int8: bool = False,
 ) -> FuseReport:
     """Replace what can be fused, in place.
@@ -133,10 +116,12 @@ def fuse(
         Its part from token ids to hidden states.
     pool, attentions
         The runner's: the pass writes to the trash block only.
+    workspace
+        The runner's, where layers run as one call: as such they are compared.
     int8
         Store the packed weights in 8 bits, once their fused modules are proven; the output head keeps its own.
     """
-    fuse_pass = _FusePass(model, decoder, pool, attentions)
+    fuse_pass = _FusePass(model, decoder, pool, attentions, workspace)
     fuse_pass.run()
     if int8:
         fuse_pass.quantize()
@@ -151,11 +136,13 @@ class _FusePass:
         decoder: nn.Module,
         pool: KVPool,
         attentions: Sequence[PagedAttention],
+        workspace: Workspace | None,
     ):
         self.model = model
         self.decoder = decoder
         self.pool = pool
         self.attentions = attentions
+        self.workspace = workspace
         self.backend: Backend = attentions[0].backend
         self.device = pool.data.device
         self.num_tokens = min(MAX_PROBE_TOKENS, pool.block_size)
@@ -183,7 +170,9 @@ class _FusePass:
         """Products but the output head's to int8, with the deviation of each on normal input."""
         head = self.model.get_output_embeddings()
         deviations = []
-        for module in self.model.modules():
+        for module in self.model.modules():  # a layer before its products
+            if isinstance(module, FusedLayer):
+                module.forget_sequence()
             if not isinstance(module, Product) or module is head or module.packed is None:
                 continue
             x = torch.randn(self.num_tokens, module.in_features, generator=self.random)
@@ -199,13 +188,19 @@ class _FusePass:
     # The probing pass
     # ------------------------------------------------------------------------------------------------------
 
-    def _context(self) -> _ProbeContext:
-        """One row of a few tokens in the trash block."""
+    def _context(self) -> tuple[StepContext, dict[int, dict[str, Any]]]:
+        """One row of a few tokens in the trash block, and what its layers' attention will be called with, by layer."""
         count, trash, block_size = self.num_tokens, self.pool.trash_block, self.pool.block_size
         num_groups = len(self.pool.groups)
         slots = torch.arange(count, device=self.device) + trash * block_size
         slots = slots.expand(num_groups, count)
-        return _ProbeContext(
+        calls: dict[int, dict[str, Any]] = {}
+
+        def note(layer: int, q: torch.Tensor, scaling: float, *options: Any) -> None:
+            softcap, sinks = options
+            calls[layer] = dict(q=q.clone(), scaling=scaling, softcap=softcap, sinks=sinks)
+
+        context = StepContext(
             pool=self.pool,
             attentions=self.attentions,
             cu_q=np.array([0, count]),
@@ -213,7 +208,10 @@ class _FusePass:
             block_tables=np.full((num_groups, 1, 1), trash),
             write_rows=[self.pool.rows_of(g, slots[g]) for g in range(num_groups)],
             slots=slots,
+            workspace=self.workspace,
+            on_attend=note,
         )
+        return context, calls
 
     def _observe(self) -> None:
         parents = {child: parent for parent, _, child in _children(self.model)}
@@ -227,7 +225,7 @@ class _FusePass:
             module.register_forward_pre_hook(record, with_kwargs=True)
             for module in self.model.modules()
         ]
-        context = self._context()
+        context, self.attention_calls = self._context()
         embeddings = self.model.get_input_embeddings().num_embeddings
         ids = torch.randint(embeddings, (1, self.num_tokens), generator=self.random)
         # Positions apart from each other: a wrong rotation must show.
@@ -242,7 +240,6 @@ class _FusePass:
         finally:
             for hook in hooks:
                 hook.remove()
-        self.attention_calls = context.calls
 
     def _normal(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         values = torch.randn(like.shape, generator=self.random) * scale
@@ -427,19 +424,18 @@ class _FusePass:
     ) -> dict[str, torch.Tensor]:
         """A module's output, and what it left in the cache and asked of attention."""
         kwargs = dict(kwargs)
-        context = None
-        if "quire" in kwargs:
-            context = kwargs["quire"] = self._context()
+        context, calls = self._context() if "quire" in kwargs else (None, {})
+        if context is not None:
+            kwargs["quire"] = context
         output = module(*args, **kwargs)
         results = {"output": output[0] if isinstance(output, tuple) else output}
-        if context is not None:
-            for layer, call in context.calls.items():
-                results[f"q of layer {layer}"] = call["q"]
-                g = self.pool.group_of(layer)
-                for what, pages in zip(("k", "v"), self.pool.pages(layer), strict=True):
-                    pages_bytes = pages.view(torch.uint8)  # devices index no numbers of 8 bits
-                    rows = pages_bytes[context.write_rows[g]].view(pages.dtype)
-                    results[f"{what} of layer {layer}"] = rows
+        for layer, call in calls.items():
+            results[f"q of layer {layer}"] = call["q"]
+            g = self.pool.group_of(layer)
+            for what, pages in zip(("k", "v"), self.pool.pages(layer), strict=True):
+                pages_bytes = pages.view(torch.uint8)  # devices index no numbers of 8 bits
+                rows = pages_bytes[context.write_rows[g]].view(pages.dtype)
+                results[f"{what} of layer {layer}"] = rows
         return results
 
     def _name(self, module: nn.Module) -> str:

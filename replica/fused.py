@@ -5,8 +5,9 @@
  GPU   norm │ qkv │ norm, rotate, write │ attend │ o │ residual + norm │ gate, up │ act·mul │ down │ residual +
 ```
 
-On the CPU every part is one call into the compiled library; on a GPU the products are the vendor's, the rest are the
-kernels of `quire.kernels`. Results differ from the unfused module's by rounding: a fused part rounds once.
+On the CPU every part is a call into the compiled library, and a layer whose products are all packed is one call
+(`kernels/cpu_sequence.py`); on a GPU the products are the vendor's, the rest are the kernels of `quire.kernels`.
+Results differ from the unfused module's by rounding: a fused part rounds once.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quire.kernels import cpu_layer, cpu_linear
+from quire.kernels import cpu_attention_native, cpu_layer, cpu_linear
 from quire.kernels.cpu_linear import PackedWeight, packed_linear
+from quire.kernels.cpu_sequence import LayerParts, LayerSequence, NormPart, ProductPart
 from quire.kernels.paged_attention import Backend
 from quire.replica.attention import StepContext
 from quire.replica.fp8 import Fp8Linear, join_rows
+from quire.replica.kv_pool import KVPool
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -127,6 +130,10 @@ class NormWeight:
         if backend == "cpu":
             weight = cpu_layer.pad_weight(weight.float() + 1.0 if plus_one else weight)
         return cls(weight, eps, plus_one)
+
+    def part(self) -> NormPart:
+        """For the compiled library."""
+        return NormPart(self.weight, self.eps)
 
 
 class FusedNorm(nn.Module):
@@ -313,9 +320,25 @@ class FusedLayer(nn.Module):
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        # All of it as one call, made for a pool; or None for that pool, where some of it has no such form.
+        self._sequence: tuple[KVPool, LayerSequence | None] | None = None
 
-    def forward(self, hidden_states: torch.Tensor, **step: object) -> torch.Tensor:
-        """[1, T, hidden] to the same; `step` as transformers calls a decoder layer."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        quire: StepContext,
+        **_: object,
+    ) -> torch.Tensor:
+        """[1, T, hidden] to the same; called as transformers calls a decoder layer."""
+        if quire.workspace is not None:
+            if self._sequence is None or self._sequence[0] is not quire.pool:
+                self._sequence = quire.pool, self._make_sequence(quire.pool)
+            sequence = self._sequence[1]
+            if sequence is not None:
+                return self._run_sequence(sequence, hidden_states, position_embeddings, quire)
+        step = dict(position_embeddings=position_embeddings, quire=quire)
         normed = self.attention_norm(hidden_states)
         if self.attention.backend == "cpu":  # the products add the residual
             middle, _ = self.attention(normed, residual=hidden_states, **step)
@@ -323,3 +346,61 @@ class FusedLayer(nn.Module):
         mixed, _ = self.attention(normed, **step)
         normed, middle = self.mlp_norm.add(mixed, hidden_states)
         return middle + self.mlp(normed)
+
+    def forget_sequence(self) -> None:
+        """Its products have changed, or will."""
+        self._sequence = None
+
+    def _make_sequence(self, pool: KVPool) -> LayerSequence | None:
+        attention, mlp = self.attention, self.mlp
+        facts = attention.facts
+        k_cache = pool.keys(facts.layer)
+        products = [_part(p) for p in (attention.qkv, attention.output, mlp.gate_up, mlp.down)]
+        if (
+            attention.backend != "cpu"
+            or any(product is None for product in products)
+            or not cpu_attention_native.supports(k_cache, facts.num_heads)
+        ):
+            return None
+        qkv, output, gate_up, down = products
+        k_pages, v_pages = pool.pages(facts.layer)
+        norms = attention.norms
+        return LayerSequence(
+            LayerParts(
+                attention_norm=self.attention_norm.weight.part(),
+                qkv=qkv,
+                head_norms=None if norms is None else (norms[0].part(), norms[1].part()),
+                num_heads=facts.num_heads,
+                scale=facts.scaling,
+                softcap=facts.softcap,
+                sinks=facts.sinks,
+                output=output,
+                mlp_norm=self.mlp_norm.weight.part(),
+                gate_up=gate_up,
+                gelu=mlp.activation == "gelu_tanh",
+                down=down,
+                k_cache=k_cache,
+                v_cache=pool.values(facts.layer),
+                k_pages=k_pages,
+                v_pages=v_pages,
+            )
+        )
+
+    def _run_sequence(
+        self,
+        sequence: LayerSequence,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        step: StepContext,
+    ) -> torch.Tensor:
+        facts = self.attention.facts
+        tables = step.layer_step(step.pool.group_of(facts.layer), position_embeddings)
+        out = sequence(hidden_states.contiguous(), tables, step.workspace)
+        if step.on_attend is not None:
+            q = sequence.queries(step.workspace)
+            step.on_attend(facts.layer, q, facts.scaling, facts.softcap, facts.sinks)
+        return out
+
+
+def _part(product: Product) -> ProductPart | None:
+    return None if product.packed is None else ProductPart(product.packed, product.bias)

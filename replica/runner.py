@@ -30,6 +30,7 @@ import torch
 
 from quire.kernels import cpu_attention_native, native_library
 from quire.kernels.cpu_attention_torch import choose_query_tokens
+from quire.kernels.cpu_sequence import Workspace
 from quire.kernels.paged_attention import Backend, PagedAttention
 from quire.replica.config import EngineConfig
 from quire.replica.device import Device, Stream, open_device
@@ -108,10 +109,14 @@ class Runner:
         if config.device == "cpu":
             torch.set_num_threads(config.num_threads)
         self._attentions = [self._attention(group, attention_backend) for group in pool.groups]
+        # What fused layers pass from part to part on the CPU.
+        self._workspace = Workspace() if self._attentions[0].backend == "cpu" else None
         self.fused = self._fuse() if fused is None else fused
         if config.deterministic:
             make_deterministic(model)
-        self._forward = Forward(model, pool, self._attentions, config.max_running_requests)
+        self._forward = Forward(
+            model, pool, self._attentions, config.max_running_requests, self._workspace
+        )
         self._ragged = RaggedStep(self._forward, self._sampler, self._outputs, pool)
         self.queued: QueuedSteps | None = None  # where work does not run when it is queued
         if not self._device.is_immediate:
@@ -128,7 +133,9 @@ class Runner:
             return FuseReport()
         decoder, _ = split_model(self.model)
         int8 = self.config.weights == "int8"
-        return fuse(self.model, decoder, self.pool, self._attentions, int8=int8)
+        return fuse(
+            self.model, decoder, self.pool, self._attentions, workspace=self._workspace, int8=int8
+        )
 
     def _attention(self, group: LayerGroup, backend: Backend | None) -> PagedAttention:
         return PagedAttention(

@@ -22,6 +22,7 @@ import torch
 
 from quire.kernels import cpu_attention, cpu_attention_native, fp8_linear, native_library
 from quire.kernels.cpu_attention_torch import PREFILL_ROWS
+from quire.kernels.cpu_sequence import workspace_columns
 from quire.replica.checkpoint import count_parameters
 from quire.replica.config import (
     ASYNC_BATCHING,
@@ -315,6 +316,10 @@ def memory_table(
     # float32, or gate, up and their product.
     attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     width = 2 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)
+
+    if device == "cpu":  # a fused layer's input and result beside its workspace
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size)
+        width = max(width, 2 * spec.hidden_size + workspace_columns(spec.hidden_size, *shape))
 
     # `cpu_attention_torch` widens K and V of a request to float32 and holds scores and weights of one query tile. A
     # GPU's kernels read pages where they lie, and what they keep of split sequences is measured.

@@ -1,6 +1,5 @@
 /* The library's entry points: which instruction sets the processor has, and a call over a team of threads. */
 #include "attention.h"
-#include "team.h"
 
 int64_t quire_abi(void) { return QUIRE_ABI; }
 
@@ -24,9 +23,8 @@ int64_t quire_call_bytes(void) { return sizeof(struct attention_call); }
 
 int64_t quire_partial_floats(int64_t head_dim) { return row_floats(head_dim); }
 
-/* Attend. `isa` is at most `quire_best_isa()`; `parallel` NULL runs on the calling thread alone. */
-void quire_attention(struct attention_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
-    void (*worker)(void *) = quire_attention_generic;
+void quire_attention_job(struct job *job, struct attention_call *call, int64_t isa, int64_t num_threads) {
+    int64_t (*worker)(void *) = quire_attention_generic;
 #if defined(__x86_64__)
     if (isa == AVX2) worker = quire_attention_avx2;
     if (isa >= AVX512) worker = quire_attention_avx512;
@@ -41,7 +39,17 @@ void quire_attention(struct attention_call *call, int64_t isa, parallel_function
             call->missing[t * call->kv_heads + head] = (int32_t)(end - begin);
     }
     call->next_unit = call->next_thread = 0;
-    team_run(worker, call, parallel, num_threads);
+    job->worker = worker;
+    job->call = call;
+    job->units = call->num_units * call->kv_heads;
+    job->num_threads = num_threads;
+}
+
+/* Attend. `parallel` NULL runs on the calling thread alone. */
+void quire_attention(struct attention_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
+    struct job job;
+    quire_attention_job(&job, call, isa, num_threads);
+    job_run(&job, parallel);
 }
 
 /* y[i] = 2^x[i] as the softmax computes it, to measure its error; count is a multiple of LANES. */

@@ -8,7 +8,9 @@
 
 #include <stdint.h>
 
-#define QUIRE_ABI 5
+#include "team.h"
+
+#define QUIRE_ABI 6
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
@@ -81,9 +83,12 @@ struct scratch {
     float top[2][MAX_ROWS];
 };
 
-/* One instruction set's worker, which takes units until none is left, and its exponential. */
+/* Set the counters and choose the worker of `isa`, which is at most `quire_best_isa()`. */
+void quire_attention_job(struct job *job, struct attention_call *call, int64_t isa, int64_t num_threads);
+
+/* One instruction set's worker, and its exponential. */
 #define DECLARE(isa) \
-    void quire_attention_##isa(void *call); \
+    int64_t quire_attention_##isa(void *call); \
     void quire_exp2_##isa(const float *x, float *y, int64_t count);
 DECLARE(generic)
 #if defined(__x86_64__)

@@ -571,11 +571,11 @@ TARGETED void EXP2(const float *x, float *y, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) v_store(y + i, v_exp2(v_load(x + i)));
 }
 
-TARGETED void WORKER(void *argument) {
+TARGETED int64_t WORKER(void *argument) {
     struct attention_call *call = argument;
     struct unit u = {.call = call};
     const struct work_unit *work;
-    int64_t thread = __atomic_fetch_add(&call->next_thread, 1, __ATOMIC_RELAXED);
+    int64_t thread = __atomic_fetch_add(&call->next_thread, 1, __ATOMIC_RELAXED), done = 0;
     u.scratch = (struct scratch *)(call->scratch + thread * call->scratch_stride);
     u.group = (int)(call->heads / call->kv_heads);
     u.dim = (int)call->head_dim;
@@ -598,8 +598,10 @@ TARGETED void WORKER(void *argument) {
         if (u.ahead.next.tile) read_next_item(&u); /* not reached yet */
         u.ahead.next = item = claim(call, &work);
         attend_unit(&u, current);
+        done++;
     }
 #ifdef X86_FLUSH_DENORMALS
     _mm_setcsr(modes);
 #endif
+    return done;
 }

@@ -39,19 +39,25 @@ struct rotate_call {
     int64_t qkv_stride;     /* bytes between tokens */
     char *q_out;            /* [tokens, heads, head_dim], contiguous */
     char *k_pages, *v_pages; /* [page_rows, head_dim] */
+    const float *q_norm, *k_norm; /* [head_dim] or NULL */
     const int64_t *rows;    /* [tokens, kv_heads] rows of the pages */
     const char *cos, *sin;  /* [tokens, rotary], contiguous, dtype of qkv */
-    const float *q_norm, *k_norm; /* [head_dim] or NULL */
-    int64_t page_rows, tokens, heads, kv_heads, head_dim, rotary, dtype;
+    int64_t tokens, rotary;
+    int64_t page_rows, heads, kv_heads, head_dim, dtype;
     float eps;
     struct team *team;
     int64_t outside;        /* rows that the pages do not have, which are not written */
 };
 
+/* As quire_attention_job. */
+void quire_norm_job(struct job *job, struct norm_call *call, int64_t isa, int64_t num_threads);
+void quire_gated_job(struct job *job, struct gated_call *call, int64_t isa, int64_t num_threads);
+void quire_rotate_job(struct job *job, struct rotate_call *call, int64_t isa, int64_t num_threads);
+
 #define DECLARE_LAYER(isa) \
-    void quire_norm_##isa(void *call); \
-    void quire_gated_##isa(void *call); \
-    void quire_rotate_##isa(void *call);
+    int64_t quire_norm_##isa(void *call); \
+    int64_t quire_gated_##isa(void *call); \
+    int64_t quire_rotate_##isa(void *call);
 DECLARE_LAYER(generic)
 #if defined(__x86_64__)
 DECLARE_LAYER(avx2)

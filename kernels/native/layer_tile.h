@@ -129,15 +129,17 @@ FN void rotate_tokens(struct rotate_call *c, int64_t begin, int64_t end, int dty
 }
 
 #define WORKER_OF(function, call_struct, rows_of, num_rows) \
-    TARGETED void NAME(function)(void *argument) { \
+    TARGETED int64_t NAME(function)(void *argument) { \
         struct call_struct *c = argument; \
         struct member member = team_join(c->team); \
-        for (int64_t unit; (unit = team_take(c->team, &member)) >= 0;) { \
+        int64_t done = 0; \
+        for (int64_t unit; (unit = team_take(c->team, &member)) >= 0; done++) { \
             int64_t begin = unit * UNIT_ROWS, end = begin + UNIT_ROWS < c->num_rows ? begin + UNIT_ROWS : c->num_rows; \
             if (c->dtype == FLOAT32) rows_of(c, begin, end, FLOAT32); \
             if (c->dtype == FLOAT16) rows_of(c, begin, end, FLOAT16); \
             if (c->dtype == BFLOAT16) rows_of(c, begin, end, BFLOAT16); \
         } \
+        return done; \
     }
 WORKER_OF(norm, norm_call, norm_rows, rows)
 WORKER_OF(gated, gated_call, gated_rows, rows)

@@ -55,9 +55,8 @@ void quire_unpack_rows(const uint32_t *packed, int64_t steps, const int64_t *ids
     }
 }
 
-/* Multiply. `isa` is at most `quire_best_isa()`; `parallel` NULL runs on the calling thread alone. */
-void quire_linear(struct linear_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
-    void (*worker)(void *) = quire_linear_generic;
+void quire_linear_job(struct job *job, struct linear_call *call, int64_t isa, int64_t num_threads) {
+    int64_t (*worker)(void *) = quire_linear_generic;
 #if defined(__x86_64__)
     if (isa == AVX2) worker = quire_linear_avx2;
     if (isa >= AVX512) worker = quire_linear_avx512;
@@ -66,9 +65,17 @@ void quire_linear(struct linear_call *call, int64_t isa, parallel_function *para
     (void)isa;
 #endif
     int64_t panels = linear_panels(call);
-    if (panels < 2) num_threads = 1;
-    struct team team;
-    team_divide(&team, panels * linear_row_blocks(call), num_threads);
-    call->team = &team;
-    team_run(worker, call, parallel, num_threads);
+    job->worker = worker;
+    job->call = call;
+    job->units = panels * linear_row_blocks(call);
+    job->num_threads = panels < 2 ? 1 : num_threads;
+    team_divide(&job->team, job->units, num_threads);
+    call->team = &job->team;
+}
+
+/* Multiply. `parallel` as in quire_attention. */
+void quire_linear(struct linear_call *call, int64_t isa, parallel_function *parallel, int64_t num_threads) {
+    struct job job;
+    quire_linear_job(&job, call, isa, num_threads);
+    job_run(&job, parallel);
 }

@@ -38,11 +38,14 @@ static inline int64_t linear_panels(const struct linear_call *c) { return (c->co
 /* A step of the sum over depth has 32 bits: one float32, or a pair of bfloat16. Weights in int8 have two steps in
  * 32 bits, and become such pairs a chunk at a time. */
 
-void quire_linear_generic(void *call);
+/* As quire_attention_job. */
+void quire_linear_job(struct job *job, struct linear_call *call, int64_t isa, int64_t num_threads);
+
+int64_t quire_linear_generic(void *call);
 #if defined(__x86_64__)
-void quire_linear_avx2(void *call);
-void quire_linear_avx512(void *call);
-void quire_linear_avx512_bf16(void *call);
+int64_t quire_linear_avx2(void *call);
+int64_t quire_linear_avx512(void *call);
+int64_t quire_linear_avx512_bf16(void *call);
 #endif
 
 #endif

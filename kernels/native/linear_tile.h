@@ -195,13 +195,14 @@ FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, i
 }
 
 /* Take units until none is left; the next is taken before a unit begins, so that its weights can be prefetched. */
-TARGETED void LINEAR_WORKER(void *argument) {
+TARGETED int64_t LINEAR_WORKER(void *argument) {
     struct linear_call *c = argument;
     int64_t row_blocks = linear_row_blocks(c);
     _Alignas(64) float total[MAX_UNIT_ROWS * PANEL_COLUMNS];
     _Alignas(64) uint32_t pairs[CHUNK * PANEL_COLUMNS];
     struct member member = team_join(c->team);
-    for (int64_t next, unit = team_take(c->team, &member); unit >= 0; unit = next) {
+    int64_t done = 0;
+    for (int64_t next, unit = team_take(c->team, &member); unit >= 0; unit = next, done++) {
         next = team_take(c->team, &member);
         if (DOT_BF16 || c->dtype == BFLOAT16) {
             multiply_unit(c, unit, next, row_blocks, total, pairs, BFLOAT16);
@@ -209,4 +210,5 @@ TARGETED void LINEAR_WORKER(void *argument) {
             multiply_unit(c, unit, next, row_blocks, total, pairs, FLOAT32);
         }
     }
+    return done;
 }

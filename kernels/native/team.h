@@ -36,6 +36,15 @@ struct member {
     int64_t finished; /* ranges that it found empty */
 };
 
+/* A call that a team shares; all of it is settled before threads begin. */
+struct job {
+    int64_t (*worker)(void *call); /* takes units until none is left; returns how many of them it has done */
+    void *call;
+    int64_t units;
+    int64_t num_threads; /* that are worth starting for this call alone */
+    struct team team;    /* for the call to point to, but attention's, which counts its units itself */
+};
+
 /* On `num_threads` threads of `parallel`; where that is NULL, or one is asked for, on the calling one. */
 static inline void team_run(void (*worker)(void *), void *call, parallel_function *parallel, int64_t num_threads) {
     if (parallel && num_threads > 1) {
@@ -57,6 +66,16 @@ static inline void team_divide(struct team *team, int64_t units, int64_t num_thr
 static inline struct member team_join(struct team *team) {
     int64_t thread = __atomic_fetch_add(&team->joined, 1, __ATOMIC_RELAXED);
     return (struct member){thread % team->num_ranges, 0};
+}
+
+/* A worker's view of `parallel`. */
+static inline void job_work(void *argument) {
+    struct job *job = argument;
+    job->worker(job->call);
+}
+
+static inline void job_run(struct job *job, parallel_function *parallel) {
+    team_run(job_work, job, parallel, job->num_threads);
 }
 
 /* The next unit of a thread, or -1 when none is left. */

@@ -284,7 +284,7 @@ def test_other_shapes_go_to_torch_and_native_refuses_them(shape, heads):
 
 def test_python_and_c_agree_on_the_arguments():
     library = native_library.load()
-    assert ctypes.sizeof(cpu_attention_native._Call) == library.functions.quire_call_bytes()
+    assert ctypes.sizeof(cpu_attention_native.AttentionCall) == library.functions.quire_call_bytes()
 
 
 @pytest.mark.parametrize("isa", range(4))

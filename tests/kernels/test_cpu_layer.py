@@ -142,8 +142,8 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
 def test_structures_have_the_size_that_c_gives_them():
     functions = native_library.load().functions
     for structure, name in (
-        (cpu_layer._NormCall, "norm"),
-        (cpu_layer._GatedCall, "gated"),
-        (cpu_layer._RotateCall, "rotate"),
+        (cpu_layer.NormCall, "norm"),
+        (cpu_layer.GatedCall, "gated"),
+        (cpu_layer.RotateCall, "rotate"),
     ):
         assert ctypes.sizeof(structure) == getattr(functions, f"quire_{name}_bytes")()

@@ -207,5 +207,5 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
 
 def test_structures_have_the_size_that_c_gives_them():
     functions = native_library.load().functions
-    assert ctypes.sizeof(cpu_linear._LinearCall) == functions.quire_linear_bytes()
+    assert ctypes.sizeof(cpu_linear.LinearCall) == functions.quire_linear_bytes()
     assert ctypes.sizeof(cpu_linear._PackCall) == functions.quire_pack_bytes()

@@ -10,6 +10,7 @@ from torch import nn
 
 from quire.kernels import native_library
 from quire.kernels.cpu_attention import has_native
+from quire.kernels.cpu_sequence import LayerSequence
 from quire.replica import fuse as fuse_module
 from quire.replica.engine import Engine
 from quire.replica.fused import FusedLayer, PackedEmbedding, Product
@@ -228,6 +229,90 @@ def test_a_wrong_query_key_or_value_is_found_out(zoo, what, monkeypatch):
     runner = make_runner(zoo("llama"))
     assert runner.fused.fused["layers"] == runner.fused.fused["attentions"] == 0
     assert sum("attention model.layers" in reason for reason in runner.fused.dropped) == 3
+
+
+def count_sequences(monkeypatch) -> list[LayerSequence]:
+    """Layers that ran as one call, in order."""
+    ran = []
+    original = LayerSequence.__call__
+
+    def counted(self, *args, **kwargs):
+        ran.append(self)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(LayerSequence, "__call__", counted)
+    return ran
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("llama_mha", {}),
+        ("qwen3", {}),
+        ("mistral", {}),  # a window
+        ("qwen3", dict(dtype="bfloat16", deterministic=False)),
+        ("qwen3", dict(dtype="bfloat16", deterministic=False, weights="int8")),
+    ],
+)
+def test_layers_as_one_call_have_the_bits_of_their_parts(zoo, name, changes, monkeypatch):
+    runner = make_runner(zoo(name), **changes)
+    ran = count_sequences(monkeypatch)
+    together = logits_of(runner)
+    assert len(ran) > 6 and len(set(ran)) == 3
+    ran.clear()
+    runner._forward._workspace = None
+    apart = logits_of(runner)
+    assert not ran
+    assert np.array_equal(together, apart)
+
+
+def test_layers_with_other_products_run_part_by_part(zoo, monkeypatch):
+    ran = count_sequences(monkeypatch)
+    runner = make_runner(zoo("qwen3"), dtype="float16", deterministic=False)
+    logits_of(runner, steps=1)
+    assert runner.fused.fused["layers"] == 3 and not ran
+
+
+@pytest.mark.parametrize("what", ["q", "k", "v", "output"])
+def test_it_is_the_one_call_that_is_proven(zoo, what, monkeypatch):
+    original, queries = LayerSequence.__call__, LayerSequence.queries
+
+    def wrong(self, x, step, *args, **kwargs):
+        out = original(self, x, step, *args, **kwargs)
+        if what == "output":
+            return out * 1.001
+        if what != "q":
+            pages = self._parts.k_pages if what == "k" else self._parts.v_pages
+            pages[step.kept[0]] *= 1.001
+        return out
+
+    monkeypatch.setattr(LayerSequence, "__call__", wrong)
+    if what == "q":
+        monkeypatch.setattr(LayerSequence, "queries", lambda *args: queries(*args) * 1.001)
+    fused = make_runner(zoo("llama")).fused
+    assert fused.fused["layers"] == 0 and fused.fused["attentions"] == 3
+    assert sum("layer model.layers" in reason for reason in fused.dropped) == 3
+
+
+def test_int8_does_not_keep_the_weights_it_replaces(zoo):
+    runner = make_runner(zoo("qwen3"), dtype="bfloat16", deterministic=False, weights="int8")
+    logits_of(runner, steps=1)
+    for layer in runner.model.model.layers:
+        parts = layer._sequence[1]._parts
+        assert parts.qkv.weight is layer.attention.qkv.packed
+        assert parts.down.weight is layer.mlp.down.packed
+        assert all(
+            part.weight.scales is not None
+            for part in (parts.qkv, parts.output, parts.gate_up, parts.down)
+        )
+
+
+def test_a_model_follows_its_runner_to_another_pool(zoo):
+    first = make_runner(zoo("llama"))
+    expected = logits_of(first)
+    second = Runner.with_pool(first.config, first.spec, first.model, fused=first.fused)
+    assert np.array_equal(logits_of(second), expected)
+    assert first.model.model.layers[0]._sequence[0] is second.pool
 
 
 def test_an_engine_tells_what_is_fused():

@@ -1,0 +1,398 @@
+"""A decoder layer on the CPU as one call into C: its parts run in order on one team of threads, with barriers between.
+
+    norm │ qkv │ norm, rotate, write │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
+
+Each part is the call of `cpu_layer.py`, `cpu_linear.py` or `cpu_attention_native.py`, so a row has the bits that the
+calls one by one give it. What that saves is their way through Python and the team's starts and ends.
+`native/sequence.c` has the barriers; here the structures are prepared once a layer, and a call sets what changes. What
+passes from part to part lies in a workspace that all layers of a model share::
+
+    token  | normed | middle | q | qkv, attended |        elements of all tokens side by side
+                                 | gate_up, inner|        of the MLP, in place of the attention's
+
+Bytes: those of the parts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quire.kernels import cpu_attention, cpu_attention_native, native_library
+from quire.kernels.cpu_attention_native import AttentionCall, NativePlan
+from quire.kernels.cpu_layer import GatedCall, NormCall, RotateCall, RotatePart
+from quire.kernels.cpu_linear import LinearCall, PackedWeight
+
+_KINDS = (
+    NormCall,
+    LinearCall,
+    RotateCall,
+    AttentionCall,
+    GatedCall,
+)  # enum kind of native/sequence.c
+_ALIGNMENT_BYTES = 64
+
+
+class _Step(ctypes.Structure):
+    """`struct step` of native/sequence.c."""
+
+    _fields_ = [("kind", ctypes.c_int64), ("call", ctypes.c_void_p)]
+
+
+class _Sequence(ctypes.Structure):
+    """`struct sequence` of native/sequence.c."""
+
+    _fields_ = [
+        ("steps", ctypes.c_void_p),
+        ("num_steps", ctypes.c_int64),
+        ("finished_ns", ctypes.c_void_p),
+    ]
+
+
+class Sequence:
+    """Calls that one team runs in order.
+
+    Parameters
+    ----------
+    calls
+        By name; they may be changed between runs.
+
+    Raises
+    ------
+    ValueError
+        More of them than C takes, or one twice.
+    """
+
+    def __init__(self, calls: Mapping[str, ctypes.Structure]):
+        self._library = native_library.load()
+        most = self._library.functions.quire_sequence_max_steps()
+        if len(calls) > most:
+            raise ValueError(f"calls: must be at most {most}, got {len(calls)}")
+        if len({id(call) for call in calls.values()}) < len(calls):  # its counters serve one step
+            raise ValueError("calls: must each be another, got one twice")
+        self._calls = dict(calls)
+        steps = [_Step(_KINDS.index(type(call)), ctypes.addressof(call)) for call in calls.values()]
+        self._steps = (_Step * len(steps))(*steps)
+        self._sequence = _Sequence(ctypes.addressof(self._steps), len(steps), None)
+        self._reference = ctypes.byref(self._sequence)
+
+    def run(self, num_threads: int, isa: str | None = None) -> None:
+        """On at most so many threads; `isa` as in `cpu_linear.packed_linear`."""
+        library = self._library
+        library.functions.quire_sequence(
+            self._reference, library.isa(isa), library.parallel, num_threads
+        )
+
+    def run_timed(self, num_threads: int, isa: str | None = None) -> dict[str, float]:
+        """As `run`; seconds of each call, from the end of the one before to its own."""
+        finished_ns = (ctypes.c_int64 * (len(self._calls) + 1))()
+        self._sequence.finished_ns = ctypes.addressof(finished_ns)
+        try:
+            self.run(num_threads, isa)
+        finally:
+            self._sequence.finished_ns = None
+        ends = list(finished_ns)
+        spans = zip(self._calls, ends, ends[1:], strict=False)
+        return {name: (end - begin) / 1e9 for name, begin, end in spans}
+
+
+class Workspace:
+    """Memory of what passes between the parts of a layer. One for the layers of a model, which run one at a time.
+
+    It grows to what the largest step needs.
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._address = 0
+        # Told the seconds of a layer's parts by name, after each call; for measurements.
+        self.on_times: Callable[[dict[str, float]], None] | None = None
+
+    def reserve(self, num_bytes: int) -> int:
+        """Address of so many bytes, aligned; what was in them before may be lost."""
+        if num_bytes + _ALIGNMENT_BYTES > len(self.memory):
+            self.memory = torch.empty(num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
+            self._address = _aligned(self.memory.data_ptr())
+        return self._address
+
+
+class NormPart(NamedTuple):
+    """An RMS norm."""
+
+    weight: torch.Tensor  # `cpu_layer.pad_weight` of it
+    eps: float
+
+
+class ProductPart(NamedTuple):
+    """A packed product."""
+
+    weight: PackedWeight
+    bias: torch.Tensor | None  # `weight.pad_bias` of it
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What a decoder layer is made of, and where its keys and values lie."""
+
+    attention_norm: NormPart
+    qkv: ProductPart
+    head_norms: tuple[NormPart, NormPart] | None  # of each head of q and of k, with the same eps
+    num_heads: int
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None  # [heads]
+    output: ProductPart
+    mlp_norm: NormPart
+    gate_up: ProductPart
+    gelu: bool  # the activation, as in `cpu_layer.gated`
+    down: ProductPart
+    k_cache: torch.Tensor  # [blocks, kv_heads, block_size, head_dim] as `cpu_attention` takes it
+    v_cache: torch.Tensor
+    k_pages: torch.Tensor  # [page_rows, head_dim] of the same memory, as `cpu_layer` writes it
+    v_pages: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """What a step tells its layers: those with the same heads, window and rotation. See `of`."""
+
+    plan: NativePlan
+    tables: RotatePart
+    dtype: torch.dtype
+    kept: tuple[torch.Tensor, ...]  # which `tables` points to
+
+    @classmethod
+    def of(
+        cls, plan: NativePlan, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> LayerStep:
+        """Check it, once a step.
+
+        Parameters
+        ----------
+        plan
+            Of the step's tokens; those after the last of its own only pad. Its threads run the layers.
+        rows, cos, sin
+            As in `cpu_layer.rotate_and_write`.
+
+        Raises
+        ------
+        ValueError
+            A shape, dtype or stride that does not fit.
+        """
+        _, kv_heads, _, head_dim = plan.cache_shape
+        tables = RotatePart.of(len(cos), kv_heads, head_dim, rows, cos, sin, cos.dtype)
+        return cls(plan, tables, cos.dtype, (rows, cos, sin))
+
+
+def workspace_columns(
+    hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate: int
+) -> int:
+    """Elements of the workspace for each token of a step."""
+    q = num_heads * head_dim
+    return 2 * hidden + q + max(2 * q + 2 * num_kv_heads * head_dim, 3 * intermediate)
+
+
+class LayerSequence:
+    """A layer, prepared. It keeps its parts alive, and of a step nothing.
+
+    Raises
+    ------
+    ValueError
+        Parts that do not fit each other, or that the compiled library does not serve.
+    """
+
+    def __init__(self, parts: LayerParts):
+        self._parts = parts
+        _check_parts(parts)
+        _, kv_heads, _, head_dim = parts.k_cache.shape
+        heads, dtype = parts.num_heads, parts.qkv.weight.dtype
+        hidden, inner = parts.qkv.weight.depth, parts.down.weight.depth
+        self._hidden, self._dtype, self._q_shape = hidden, dtype, (heads, head_dim)
+        # Bytes of a token: hidden states, q, q with k and v, the MLP's inside.
+        self._token_bytes = [
+            columns * dtype.itemsize
+            for columns in (hidden, heads * head_dim, parts.qkv.weight.columns, inner)
+        ]
+        q_norm, k_norm = (None, None) if parts.head_norms is None else parts.head_norms
+        self._sinks = None if parts.sinks is None else parts.sinks.detach().float().contiguous()
+
+        self._attention_norm = NormCall.of(
+            parts.attention_norm.weight, hidden, dtype, parts.attention_norm.eps
+        )
+        self._qkv = LinearCall.of(*parts.qkv)
+        self._rotate = RotateCall.of(
+            heads,
+            kv_heads,
+            parts.k_pages,
+            parts.v_pages,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+        )
+        self._attention = AttentionCall.of(
+            parts.k_cache, parts.v_cache, heads, parts.scale, parts.softcap, self._sinks
+        )
+        self._output = LinearCall.of(*parts.output)
+        self._mlp_norm = NormCall.of(parts.mlp_norm.weight, hidden, dtype, parts.mlp_norm.eps)
+        self._gate_up = LinearCall.of(*parts.gate_up)
+        self._gated = GatedCall.of(inner, dtype, parts.gelu)
+        self._down = LinearCall.of(*parts.down)
+        self._set_strides()
+        self._sequence = Sequence(
+            {
+                "attention_norm": self._attention_norm,
+                "qkv": self._qkv,
+                "rotate and write": self._rotate,
+                "attention": self._attention,
+                "output": self._output,
+                "mlp_norm": self._mlp_norm,
+                "gate_up": self._gate_up,
+                "gated": self._gated,
+                "down": self._down,
+            }
+        )
+        self._num_tokens = 0  # that the calls are set to, like the next two
+        self._num_bytes = 0
+        self._address = 0
+
+    def _set_strides(self) -> None:
+        hidden, q, qkv, inner = self._token_bytes
+        self._attention_norm.x_stride = self._mlp_norm.x_stride = hidden
+        for call, stride, out_stride in (
+            (self._qkv, hidden, qkv),
+            (self._output, q, hidden),
+            (self._gate_up, hidden, 2 * inner),
+            (self._down, inner, hidden),
+        ):
+            call.x_stride, call.out_stride, call.residual_stride = stride, out_stride, hidden
+        self._rotate.qkv_stride = qkv
+        heads, head_dim = self._q_shape
+        self._attention.q_token_stride, self._attention.q_head_stride = heads * head_dim, head_dim
+
+    def __call__(
+        self, x: torch.Tensor, step: LayerStep, workspace: Workspace, *, isa: str | None = None
+    ) -> torch.Tensor:
+        """Write the keys and values of a step's tokens, and attend.
+
+        Parameters
+        ----------
+        x
+            [..., hidden] of the step's tokens in the weights' dtype, contiguous.
+        isa
+            As in `cpu_linear.packed_linear`.
+
+        Returns
+        -------
+        [..., hidden] as x, in memory of its own.
+
+        Raises
+        ------
+        ValueError
+            A shape, dtype or stride that does not fit, or a step of another number of tokens or other heads.
+        IndexError
+            A row that the pages do not have.
+        """
+        plan = step.plan
+        num_tokens = step.tables.tokens
+        if (
+            x.shape[-1] != self._hidden
+            or x.numel() != num_tokens * self._hidden
+            or x.dtype != self._dtype
+            or not x.is_contiguous()
+            or x.device.type != "cpu"
+        ):
+            raise ValueError(
+                f"x: must be [..., {self._hidden}] {self._dtype} of {num_tokens} tokens, contiguous, got "
+                f"{list(x.shape)} {x.dtype} on {x.device}, strides {x.stride()}"
+            )
+        if step.dtype != self._dtype:
+            raise ValueError(f"step: must have tables of {self._dtype}, got {step.dtype}")
+        plan.check(num_tokens, self._q_shape[0], self._parts.k_cache)
+        out = torch.empty_like(x)
+        if not num_tokens:
+            return out
+        self._place(num_tokens, workspace)
+        self._attention_norm.x = self._output.residual = x.data_ptr()
+        self._rotate.step, self._attention.plan = step.tables, plan.part
+        self._down.out = out.data_ptr()
+        if workspace.on_times is None:
+            self._sequence.run(plan.num_threads, isa)
+        else:
+            workspace.on_times(self._sequence.run_timed(plan.num_threads, isa))
+        self._rotate.check_rows()
+        return out
+
+    def queries(self, workspace: Workspace) -> torch.Tensor:
+        """q of the last call, normed and rotated: [tokens, heads, head_dim] view of the workspace it was given."""
+        begin = self._rotate.q_out - workspace.memory.data_ptr()
+        size = self._num_tokens * self._token_bytes[1]
+        q = workspace.memory[begin : begin + size].view(self._dtype)
+        return q.view(self._num_tokens, *self._q_shape)
+
+    def _place(self, num_tokens: int, workspace: Workspace) -> None:
+        """Point the calls to the workspace; nothing to do while steps have the same number of tokens."""
+        if num_tokens == self._num_tokens and workspace.reserve(self._num_bytes) == self._address:
+            return
+        hidden, q, qkv, inner = (_aligned(num_tokens * size) for size in self._token_bytes)
+        num_bytes = 2 * hidden + q + max(qkv + q, 3 * inner)
+        address = workspace.reserve(num_bytes)
+        self._num_bytes, self._address = num_bytes, address
+        self._set_tokens(num_tokens)
+        normed, middle = address, address + hidden
+        queries = middle + hidden
+        mixed = gate_up = queries + q
+        self._attention_norm.out = self._mlp_norm.out = normed
+        self._qkv.x = self._gate_up.x = normed
+        self._qkv.out = self._rotate.qkv = mixed
+        self._rotate.q_out = self._attention.q = queries
+        self._attention.out = self._output.x = mixed + qkv
+        self._output.out = self._mlp_norm.x = self._down.residual = middle
+        self._gate_up.out = self._gated.x = gate_up
+        self._gated.out = self._down.x = gate_up + 2 * inner
+
+    def _set_tokens(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        for call in (
+            self._attention_norm,
+            self._qkv,
+            self._output,
+            self._mlp_norm,
+            self._gate_up,
+            self._gated,
+            self._down,
+        ):
+            call.rows = num_tokens
+
+
+def _check_parts(parts: LayerParts) -> None:
+    _, kv_heads, _, head_dim = parts.k_cache.shape
+    heads, dtype = parts.num_heads, parts.qkv.weight.dtype
+    hidden, inner = parts.qkv.weight.depth, parts.down.weight.depth
+    for name, (weight, _), shape in (
+        ("qkv", parts.qkv, ((heads + 2 * kv_heads) * head_dim, hidden)),
+        ("output", parts.output, (hidden, heads * head_dim)),
+        ("gate_up", parts.gate_up, (2 * inner, hidden)),
+        ("down", parts.down, (hidden, inner)),
+    ):
+        found = (weight.columns, weight.depth)
+        if found != shape or weight.dtype != dtype:
+            raise ValueError(
+                f"{name}: must be {list(shape)} {dtype}, got {list(found)} {weight.dtype}"
+            )
+    cpu_attention.check(torch.empty(0, heads, head_dim, dtype=dtype), parts.k_cache, parts.v_cache)
+    if not cpu_attention_native.supports(parts.k_cache, heads):
+        raise ValueError(f"k_cache: must have {cpu_attention_native.LIMITS}")
+    if parts.k_pages.shape[1:] != (head_dim,) or parts.k_pages.dtype != dtype:
+        raise ValueError(
+            f"k_pages: must be [page_rows, {head_dim}] {dtype}, got {list(parts.k_pages.shape)} {parts.k_pages.dtype}"
+        )
+    if parts.sinks is not None and parts.sinks.shape != (heads,):
+        raise ValueError(f"sinks: must be [{heads}], got {list(parts.sinks.shape)}")
+
+
+def _aligned(address: int) -> int:
+    return -(-address // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

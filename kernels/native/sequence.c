@@ -1,0 +1,111 @@
+/* Several calls one after the other on one team of threads: between them is a barrier in place of a join and a fork.
+ *
+ *     thread 0   | norm | qkv ........ | rotate | attention ... | output ..... | ...
+ *     thread 1   |  ... | qkv .......... | .... | attention ..... | output ... | ...
+ *
+ * A call is done when its units are done, whoever did them: a runtime may start fewer threads than it was asked for, or
+ * start one when the others have finished, and none of it can leave a barrier waiting.
+ */
+#include <sched.h>
+#include <time.h>
+
+#include "attention.h"
+#include "layer.h"
+#include "linear.h"
+
+enum {
+    MAX_STEPS = 16,
+    SPINS = 2048, /* some 40 us; then the core goes to whom the units may be waiting for */
+};
+
+enum kind { NORM = 0, LINEAR = 1, ROTATE = 2, ATTENTION = 3, GATED = 4 };
+
+/* These two are mirrored in `quire/kernels/cpu_sequence.py`. */
+struct step {
+    int64_t kind; /* enum kind: which structure `call` is */
+    void *call;
+};
+
+struct sequence {
+    const struct step *steps; /* each with a call of its own, whose counters are set before any runs */
+    int64_t num_steps;        /* at most MAX_STEPS */
+    int64_t *finished_ns;     /* [1 + num_steps] when it began, and when each step was done; or NULL */
+};
+
+struct stage {
+    struct job job;
+    int64_t *finished_ns;
+    _Alignas(CACHE_LINE) int64_t done; /* units; on a line of its own, because all others wait on it */
+};
+
+struct run {
+    int64_t num_stages;
+    struct stage stages[MAX_STEPS];
+};
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Return when all that the stage's units wrote can be read. */
+static void wait_for(struct stage *stage) {
+    int spins = 0;
+    while (__atomic_load_n(&stage->done, __ATOMIC_ACQUIRE) < stage->job.units) {
+        if (spins < SPINS) {
+            spins++;
+            relax();
+        } else {
+            sched_yield();
+        }
+    }
+}
+
+static void run_worker(void *argument) {
+    struct run *run = argument;
+    for (int64_t i = 0; i < run->num_stages; i++) {
+        struct stage *stage = &run->stages[i];
+        if (i) wait_for(stage - 1);
+        int64_t units = stage->job.worker(stage->job.call);
+        if (!units) continue;
+        int64_t done = __atomic_add_fetch(&stage->done, units, __ATOMIC_ACQ_REL);
+        if (stage->finished_ns && done == stage->job.units) *stage->finished_ns = now_ns();
+    }
+}
+
+static void prepare(struct job *job, const struct step *step, int64_t isa, int64_t num_threads) {
+    switch (step->kind) {
+        case NORM: quire_norm_job(job, step->call, isa, num_threads); break;
+        case LINEAR: quire_linear_job(job, step->call, isa, num_threads); break;
+        case ROTATE: quire_rotate_job(job, step->call, isa, num_threads); break;
+        case ATTENTION: quire_attention_job(job, step->call, isa, num_threads); break;
+        case GATED: quire_gated_job(job, step->call, isa, num_threads); break;
+    }
+}
+
+int64_t quire_sequence_bytes(void) { return sizeof(struct sequence); }
+
+int64_t quire_sequence_max_steps(void) { return MAX_STEPS; }
+
+/* The calls in order, each as its own entry point would run it. `num_threads`: at most what attention has scratch for. */
+void quire_sequence(struct sequence *sequence, int64_t isa, parallel_function *parallel, int64_t num_threads) {
+    struct run run;
+    run.num_stages = sequence->num_steps;
+    if (sequence->finished_ns) sequence->finished_ns[0] = now_ns();
+    for (int64_t i = 0; i < run.num_stages; i++) {
+        struct stage *stage = &run.stages[i];
+        prepare(&stage->job, &sequence->steps[i], isa, num_threads);
+        stage->finished_ns = sequence->finished_ns ? sequence->finished_ns + 1 + i : NULL;
+        stage->done = 0;
+    }
+    team_run(run_worker, &run, parallel, num_threads);
+}
