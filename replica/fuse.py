@@ -155,9 +155,9 @@ class _FusePass:
     @torch.inference_mode()
     def run(self) -> None:
         self._observe()
-        for parent, name, module in _children(self.model):
-            if parent in self.calls and _is_attention(module):
-                self._fuse_layer(parent, name, module)
+        # By name: a list of the modules would keep the weights of all layers until its end.
+        for path in [path for path, m in self.model.named_modules() if _is_attention(m)]:
+            self._fuse_layer(path)
         for kind, build in (("MLPs", self._mlp), ("norms", self._norm)):
             for parent, name, module in _children(self.model):
                 if module in self.calls:
@@ -320,8 +320,13 @@ class _FusePass:
     # Proof and replacement
     # ------------------------------------------------------------------------------------------------------
 
-    def _fuse_layer(self, layer: nn.Module, name: str, attention: nn.Module) -> None:
-        """The attention of a layer, and the layer as a whole where it is built of nothing but known parts."""
+    def _fuse_layer(self, path: str) -> None:
+        """The attention at `path`, and its layer as a whole where that is built of nothing but known parts."""
+        layer_path, _, name = path.rpartition(".")
+        layer = self.model.get_submodule(layer_path)
+        if layer not in self.calls:
+            return
+        attention = layer.get_submodule(name)
         fused = self._proven("attention", attention, self._attention)
         if fused is None:
             return
@@ -372,11 +377,18 @@ class _FusePass:
 
     def _put(self, kind: str, parent: nn.Module, name: str, fused: nn.Module) -> None:
         """Replace a module; what the model's own code may ask it, such as its kind of attention, it still answers."""
-        for key, value in vars(parent.get_submodule(name)).items():
+        replaced = parent.get_submodule(name)
+        for key, value in vars(replaced).items():
             if isinstance(value, (str, int, float)) and not hasattr(fused, key):
                 setattr(fused, key, value)
         setattr(parent, name, fused)
         self.report.fused[kind] += 1
+        # Nothing else may keep its weights.
+        for children in self.order.values():
+            children[:] = [child for child in children if child is not replaced]
+        for module in replaced.modules():
+            self.calls.pop(module, None)
+            self.order.pop(module, None)
 
     def _compare(self, module: nn.Module, fused: nn.Module) -> None:
         """Both on the same random input; where products are in FP8, also with exact ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from pathlib import Path
@@ -26,6 +27,16 @@ def lock_limit_bytes() -> int | None:
     """Bytes that this process may lock in memory (RLIMIT_MEMLOCK); None: as many as there are."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def give_back_free_memory() -> None:
+    """Return to the machine what was freed but is held for later allocations, as glibc does for 100 MB and more.
+
+    Where the C library has no such call, nothing happens.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _cgroup_room(folder: Path) -> list[int]:

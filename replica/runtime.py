@@ -14,6 +14,7 @@ from quire.replica.config import EngineArgs, EngineConfig
 from quire.replica.device import Device, open_device
 from quire.replica.device_memory import measure_memory
 from quire.replica.loader import load_model
+from quire.replica.machine import give_back_free_memory
 from quire.replica.runner import Runner
 from quire.replica.sizing import GIB, SizingError, resolve
 from quire.replica.spec import ModelSpec
@@ -65,6 +66,8 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
         ) from error
     if available:
         _check_budget(available - device.free_bytes(), int(available * args.max_memory_percent))
+    # Loading and the largest steps leave more behind than serving needs.
+    give_back_free_memory()
     runner.mark_ready()
     startup_s["warm_up"] = time.perf_counter() - began
     return Runtime(checkpoint, spec, config, runner)

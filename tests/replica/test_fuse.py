@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,30 @@ def test_merged_weights_replace_the_original_ones(zoo):
     assert sum(p.columns * p.depth for p in packed.values()) + sum(
         p.numel() for p in runner.model.parameters()
     ) <= sum(p.numel() for p in load(zoo("llama_tied")).parameters())
+
+
+def test_the_weights_of_a_replaced_layer_are_freed_before_the_next_one_is_packed(zoo, monkeypatch):
+    original = {}  # path: a weight of the model as it was loaded
+    alive = []
+    observe, put = fuse_module._FusePass._observe, fuse_module._FusePass._put
+
+    def observe_and_note(self):
+        observe(self)
+        for path, module in self.model.named_modules():
+            if path.endswith("self_attn"):
+                original[path] = weakref.ref(module.q_proj.weight)
+
+    def put_and_count(self, *args):
+        put(self, *args)
+        alive.append(sum(weight() is not None for weight in original.values()))
+
+    monkeypatch.setattr(fuse_module._FusePass, "_observe", observe_and_note)
+    monkeypatch.setattr(fuse_module._FusePass, "_put", put_and_count)
+    runner = make_runner(zoo("qwen3"))
+    assert runner.fused.fused["layers"] == len(original) == 3
+    # The one that is being replaced is held by who replaces it.
+    assert alive[:3] == [3, 2, 1]
+    assert alive[3:] and not any(alive[3:])
 
 
 def test_products_of_a_gpu_are_views_of_the_loaded_weights(zoo):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,12 @@ from hypothesis import strategies as st
 from quire.kernels import cpu_attention, cpu_attention_native
 from quire.replica import sizing
 from quire.replica.config import EngineArgs
-from quire.replica.machine import available_bytes, cpu_flags, physical_cores
+from quire.replica.machine import (
+    available_bytes,
+    cpu_flags,
+    give_back_free_memory,
+    physical_cores,
+)
 from quire.replica.sizing import (
     GIB,
     SizingError,
@@ -396,3 +403,18 @@ def test_the_table_prints_every_term(spec):
         "left",
     ):
         assert word in text
+
+
+def resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmRSS:")[2].split()[0])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_freed_memory_goes_back_to_the_machine():
+    """Pieces too small for mappings of their own, under one that stays, so that they stay with the allocator."""
+    pieces = [torch.ones(16 << 10, dtype=torch.uint8) for _ in range(4096)]
+    del pieces[:-1]
+    held = resident_bytes()
+    give_back_free_memory()
+    assert held - resident_bytes() > 32 << 20
