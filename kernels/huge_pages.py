@@ -1,7 +1,7 @@
 """Memory in large pages, where Linux gives them to who asks (`transparent_hugepage` is `madvise` or `always`).
 
 A page of 4 KiB needs an entry of the address cache for every 4 KiB that is read, and prefetchers stop at its end:
-one thread reads packed weights 20 % faster from pages of 2 MiB (bench/README.md).
+one thread reads packed weights 20 % faster from pages of 2 MiB (kernels/README.md).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
  * Each thread has a range of neighbouring units, takes them in order, and then helps with what is left of the others'
  * ranges. Units that follow each other lie side by side in memory: threads that took them in turns would read
  * what the other's prefetcher has just fetched past the end of its unit, and with two threads a matrix product of
- * 32 to 128 rows ran at 80% of the speed (bench/README.md).
+ * 32 to 128 rows ran at 80% of the speed (kernels/README.md).
  */
 #ifndef QUIRE_TEAM_H
 #define QUIRE_TEAM_H
