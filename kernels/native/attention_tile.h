@@ -103,7 +103,7 @@ FN void prefetch_keys(struct unit *u) {
     struct read_ahead *a = &u->ahead;
     a->used++;
     for (int i = 0; i < 2 && a->keys < a->used + READ_AHEAD; i++) {
-        if (a->position >= a->end) {
+        while (a->position >= a->end) { /* the next one may have no keys either */
             if (!a->next.tile) return;
             read_next_item(u);
         }

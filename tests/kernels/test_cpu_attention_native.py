@@ -95,14 +95,6 @@ def available_isas():
     return native_library.ISAS[: native_library.load().best_isa + 1]
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     rows=ROWS,

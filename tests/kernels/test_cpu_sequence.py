@@ -155,14 +155,6 @@ class Layer:
         return out, q
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 KINDS = {
     "float32": dict(dtype=torch.float32),
     "bfloat16": dict(dtype=torch.bfloat16),

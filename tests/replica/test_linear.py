@@ -17,14 +17,6 @@ from quire.replica.tiles import TILE_ROWS, tiled_linear
 SHAPES = [(64, 96), (77, 173), (384, 128), (1024, 300)]
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def converted(in_features: int, out_features: int, bias: bool = False) -> TiledLinear:
     torch.manual_seed(in_features)
     model = nn.Sequential(nn.Linear(in_features, out_features, bias=bias)).requires_grad_(False)
