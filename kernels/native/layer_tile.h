@@ -9,26 +9,7 @@
 #include <string.h>
 
 #include "attention_math.h"
-
-/* `count` elements from `first` on, zeros after the last of them: not every instruction set loads any number. */
-FN v16 load_part(const char *row, int64_t first, int64_t columns, int dtype) {
-    int bytes = dtype == FLOAT32 ? 4 : 2;
-    if (columns - first >= LANES) return v_load_elements(row + first * bytes, dtype, LANES);
-    char whole[LANES * 4] = {0};
-    memcpy(whole, row + first * bytes, (columns - first) * bytes);
-    return v_load_elements(whole, dtype, LANES);
-}
-
-FN void store_part(char *row, int64_t first, int64_t columns, int dtype, v16 x) {
-    int bytes = dtype == FLOAT32 ? 4 : 2;
-    if (columns - first >= LANES) {
-        v_store_elements(row + first * bytes, dtype, LANES, x);
-        return;
-    }
-    char whole[LANES * 4];
-    v_store_elements(whole, dtype, LANES, x);
-    memcpy(row + first * bytes, whole, (columns - first) * bytes);
-}
+#include "row_part.h"
 
 FN float inverse_rms(v16 squares, int64_t columns, float eps) { return 1.0f / sqrtf(v_sum(squares) / (float)columns + eps); }
 
@@ -81,32 +62,41 @@ struct token_tables {
 
 /* Halves turn against each other: (a, b) to (a cos - b sin, b cos + a sin); what is beyond `rotary` stays. */
 FN void rotate(float *y, const float *x, const struct token_tables *t, int64_t rotary, int64_t head_dim) {
-    int64_t half = rotary / 2;
-    for (int64_t i = 0; i < half; i++) {
+    int64_t half = rotary / 2, i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        v16 a = v_load(x + i), b = v_load(x + i + half);
+        v_store(y + i, v_sub(v_mul(a, v_load(t->cos + i)), v_mul(b, v_load(t->sin + i))));
+        v_store(y + i + half, v_add(v_mul(b, v_load(t->cos + i + half)), v_mul(a, v_load(t->sin + i + half))));
+    }
+    for (; i < half; i++) {
         y[i] = x[i] * t->cos[i] - x[i + half] * t->sin[i];
         y[i + half] = x[i + half] * t->cos[i + half] + x[i] * t->sin[i + half];
     }
-    for (int64_t i = rotary; i < head_dim; i++) y[i] = x[i];
+    for (i = rotary; i < head_dim; i++) y[i] = x[i];
 }
 
-FN void rotate_head(const struct rotate_call *c, const char *from, char *to, const float *norm, const struct token_tables *t, int dtype) {
-    float x[MAX_HEAD_DIM], y[MAX_HEAD_DIM];
+FN float head_factor(const struct rotate_call *c, const char *head, int dtype) {
     v16 squares = v_set1(0.0f);
     for (int64_t i = 0; i < c->head_dim; i += LANES) {
-        v16 part = load_part(from, i, c->head_dim, dtype);
+        v16 part = load_part(head, i, c->head_dim, dtype);
         squares = v_fma(part, part, squares);
-        v_store(x + i, part);
     }
-    if (norm) {
-        float factor = inverse_rms(squares, c->head_dim, c->eps);
-        for (int64_t i = 0; i < c->head_dim; i++) x[i] = x[i] * factor * norm[i];
+    return inverse_rms(squares, c->head_dim, c->eps);
+}
+
+FN void rotate_head(const struct rotate_call *c, const char *from, char *to, const float *norm, float factor, const struct token_tables *t, int dtype) {
+    float x[MAX_HEAD_DIM], y[MAX_HEAD_DIM];
+    for (int64_t i = 0; i < c->head_dim; i += LANES) {
+        v16 part = load_part(from, i, c->head_dim, dtype);
+        if (norm) part = v_mul(v_mul(part, v_set1(factor)), load_part((const char *)norm, i, c->head_dim, FLOAT32));
+        v_store(x + i, part);
     }
     rotate(y, x, t, c->rotary, c->head_dim);
     for (int64_t i = 0; i < c->head_dim; i += LANES) store_part(to, i, c->head_dim, dtype, v_load(y + i));
 }
 
 FN void rotate_tokens(struct rotate_call *c, int64_t begin, int64_t end, int dtype) {
-    int64_t bytes = dtype == FLOAT32 ? 4 : 2, head_bytes = c->head_dim * bytes;
+    int64_t bytes = dtype == FLOAT32 ? 4 : 2, head_bytes = c->head_dim * bytes, heads = c->heads + c->kv_heads;
     for (int64_t token = begin; token < end; token++) {
         struct token_tables t;
         for (int64_t i = 0; i < c->rotary; i += LANES) {
@@ -114,15 +104,20 @@ FN void rotate_tokens(struct rotate_call *c, int64_t begin, int64_t end, int dty
             v_store(t.sin + i, load_part(c->sin + token * c->rotary * bytes, i, c->rotary, dtype));
         }
         const char *head = c->qkv + token * c->qkv_stride;
-        for (int64_t h = 0; h < c->heads; h++, head += head_bytes)
-            rotate_head(c, head, c->q_out + (token * c->heads + h) * head_bytes, c->q_norm, &t, dtype);
-        for (int64_t h = 0; h < c->kv_heads; h++, head += head_bytes) {
-            int64_t row = c->rows[token * c->kv_heads + h];
+        /* A head's factor is a long chain of operations: it is found while the head before is rotated. */
+        float factor = c->q_norm ? head_factor(c, head, dtype) : 1.0f, next = 1.0f;
+        for (int64_t h = 0; h < heads; h++, head += head_bytes, factor = next) {
+            if (c->q_norm && h + 1 < heads) next = head_factor(c, head + head_bytes, dtype);
+            if (h < c->heads) {
+                rotate_head(c, head, c->q_out + (token * c->heads + h) * head_bytes, c->q_norm, factor, &t, dtype);
+                continue;
+            }
+            int64_t row = c->rows[token * c->kv_heads + h - c->heads];
             if (row < 0 || row >= c->page_rows) {
                 __atomic_fetch_add(&c->outside, 1, __ATOMIC_RELAXED);
                 continue;
             }
-            rotate_head(c, head, c->k_pages + row * head_bytes, c->k_norm, &t, dtype);
+            rotate_head(c, head, c->k_pages + row * head_bytes, c->k_norm, factor, &t, dtype);
             memcpy(c->v_pages + row * head_bytes, head + c->kv_heads * head_bytes, (size_t)head_bytes);
         }
     }

@@ -20,7 +20,7 @@
  * The includer defines FN, LINEAR_WORKER (the function's name), DOT_BF16, BLOCK_ROWS (2, 4 or 6) and MAX_VECTORS
  * (1, 2 or 4), and has included its simd_*.h.
  */
-#include <string.h>
+#include "row_part.h"
 
 enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, LINES_PER_STEP = PANEL_COLUMNS * 4 / 64 };
 
@@ -77,9 +77,10 @@ FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, con
 #endif
 }
 
-/* One register tile over a chunk. `ahead` .. `ahead_end` is its share of what is prefetched. */
+/* One register tile over a chunk. `ahead` .. `ahead_end` is its share of what is prefetched: few lines with the first
+ * steps, many spread over all of them, because after a burst the memory would rest. */
 FN void multiply_tile(const struct product *p, int64_t row, int vector, int rows, int vectors, int dtype,
-                      const char *ahead, const char *ahead_end, int lines_per_step) {
+                      const char *ahead, const char *ahead_end) {
     v16 sum[BLOCK_ROWS][MAX_VECTORS];
     const char *x[BLOCK_ROWS];
     const float *weight = p->weight + vector * LANES;
@@ -89,9 +90,18 @@ FN void multiply_tile(const struct product *p, int64_t row, int vector, int rows
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) sum[r][v] = v_set1(0.0f);
     }
-    for (int64_t step = 0; step < p->steps; step++) {
-        for (int i = 0; i < lines_per_step && ahead < ahead_end; i++, ahead += 64) __builtin_prefetch(ahead, 0, 3);
-        multiply_step(sum, weight, x, step, rows, vectors, dtype);
+    int64_t lines = (ahead_end - ahead) / 64, step = 0, due = 0;
+    if (lines <= p->steps) {
+        for (; step < lines; step++, ahead += 64) {
+            __builtin_prefetch(ahead, 0, 3);
+            multiply_step(sum, weight, x, step, rows, vectors, dtype);
+        }
+        for (; step < p->steps; step++) multiply_step(sum, weight, x, step, rows, vectors, dtype);
+    } else {
+        for (; step < p->steps; step++) {
+            for (due += lines; due >= p->steps; due -= p->steps, ahead += 64) __builtin_prefetch(ahead, 0, 3);
+            multiply_step(sum, weight, x, step, rows, vectors, dtype);
+        }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
@@ -108,7 +118,6 @@ FN void multiply_chunk(const struct product *p, int64_t rows, int dtype) {
     int64_t tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, row = 0;
     int64_t passes = tiles * (PANEL_VECTORS / MAX_VECTORS), pass = 0;
     int64_t lines = p->ahead ? p->ahead_lines : 0;
-    int lines_per_step = (int)((lines + passes * CHUNK - 1) / (passes * CHUNK));
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t height = (rows - row + tiles - tile - 1) / (tiles - tile);
         for (int vector = 0; vector < PANEL_VECTORS; vector += MAX_VECTORS, pass++) {
@@ -116,7 +125,7 @@ FN void multiply_chunk(const struct product *p, int64_t rows, int dtype) {
             const char *end = p->ahead + lines * (pass + 1) / passes * 64;
 #define TILE_OF(count) \
     case count: \
-        multiply_tile(p, row, vector, count, MAX_VECTORS, dtype, ahead, end, lines_per_step); \
+        multiply_tile(p, row, vector, count, MAX_VECTORS, dtype, ahead, end); \
         break;
             switch (height) {
                 TILE_OF(1)
@@ -138,26 +147,15 @@ FN void multiply_chunk(const struct product *p, int64_t rows, int dtype) {
 
 /* Scale, add the bias and the residual, round, store. */
 FN void store_unit(const struct linear_call *c, const float *total, int64_t panel, int64_t row, int64_t rows, int dtype) {
-    int64_t column = panel * PANEL_COLUMNS, columns = c->columns - column;
-    int element_bytes = dtype == FLOAT32 ? 4 : 2;
-    if (columns > PANEL_COLUMNS) columns = PANEL_COLUMNS;
-    for (int64_t r = 0; r < rows; r++) {
-        char *out = c->out + (row + r) * c->out_stride + column * element_bytes;
-        const char *residual = c->residual;
-        if (residual) residual += (row + r) * c->residual_stride + column * element_bytes;
-        for (int64_t first = 0; first < columns; first += LANES) {
-            int64_t bytes = (columns - first < LANES ? columns - first : LANES) * element_bytes;
-            v16 y = v_load(total + r * PANEL_COLUMNS + first);
-            if (c->scales) y = v_mul(y, v_load(c->scales + column + first));
-            if (c->bias) y = v_add(y, v_load(c->bias + column + first));
-            /* Through `whole`: not every instruction set loads and stores any number of elements. */
-            char whole[LANES * 4] = {0};
-            if (residual) {
-                memcpy(whole, residual + first * element_bytes, bytes);
-                y = v_add(y, v_load_elements(whole, dtype, LANES));
-            }
-            v_store_elements(whole, dtype, LANES, y);
-            memcpy(out + first * element_bytes, whole, bytes);
+    int64_t column = panel * PANEL_COLUMNS;
+    int64_t end = column + PANEL_COLUMNS < c->columns ? column + PANEL_COLUMNS : c->columns;
+    for (int64_t r = row; r < row + rows; r++, total += PANEL_COLUMNS) {
+        for (int64_t i = column; i < end; i += LANES) {
+            v16 y = v_load(total + i - column);
+            if (c->scales) y = v_mul(y, v_load(c->scales + i));
+            if (c->bias) y = v_add(y, v_load(c->bias + i));
+            if (c->residual) y = v_add(y, load_part(c->residual + r * c->residual_stride, i, end, dtype));
+            store_part(c->out + r * c->out_stride, i, end, dtype, y);
         }
     }
 }
