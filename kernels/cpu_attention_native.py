@@ -3,7 +3,7 @@
 The mathematics, the layout and why a row's bits do not depend on the batch are in `native/attention_tile.h`. Here
 the work is cut, once a step for all layers with the same blocks::
 
-    query tile   some tokens of one row, whose heads of a KV group are at most 64 rows: shares packed keys
+    query tile   some tokens of one row, whose heads of a KV group are at most 128 rows: shares packed keys
     work unit    a query tile, all its keys; or, where there are fewer units than would keep all threads busy,
                  one split of 512 keys, whose result goes through memory
     item         a work unit and a KV head; threads take items, the most expensive first, until none is left
@@ -24,7 +24,7 @@ import torch
 from quire.kernels import native_library
 from quire.kernels.attention_span import first_key, query_rows
 
-MAX_ROWS = 64  # of native/attention.h, like the next three
+MAX_ROWS = 128  # of native/attention.h, like the next three
 MAX_HEAD_DIM = 512
 SPLIT_TOKENS = 512
 _RUN_TOKENS = 8
@@ -76,8 +76,7 @@ class AttentionCall(ctypes.Structure):
         ("block_size", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        ("next_unit", ctypes.c_int64),
-        ("next_thread", ctypes.c_int64),
+        ("team", ctypes.c_void_p),
     ]
 
     @classmethod

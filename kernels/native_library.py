@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 6  # QUIRE_ABI of native/attention.h
+ABI = 7  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16")  # enum isa of native/attention.c
 
 

@@ -38,11 +38,12 @@ void quire_attention_job(struct job *job, struct attention_call *call, int64_t i
         for (int64_t head = 0; head < call->kv_heads; head++)
             call->missing[t * call->kv_heads + head] = (int32_t)(end - begin);
     }
-    call->next_unit = call->next_thread = 0;
     job->worker = worker;
     job->call = call;
     job->units = call->num_units * call->kv_heads;
     job->num_threads = num_threads;
+    team_divide(&job->team, job->units, num_threads);
+    call->team = &job->team;
 }
 
 /* Attend. `parallel` NULL runs on the calling thread alone. */

@@ -10,14 +10,14 @@
 
 #include "team.h"
 
-#define QUIRE_ABI 6
+#define QUIRE_ABI 7
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
     LANES = 16,                  /* keys of one vector of scores */
     TILE = 128,                  /* keys between two updates of the running maximum */
     SPLIT = 512,                 /* keys of one partial softmax; tiles and splits start at absolute multiples */
-    MAX_ROWS = 64,               /* query rows, tokens x heads of a KV group, that share a tile's packed keys */
+    MAX_ROWS = 128,              /* query rows, tokens x heads of a KV group, that share a tile's packed keys */
     MAX_HEAD_DIM = 512,
 };
 
@@ -56,7 +56,7 @@ struct attention_call {
     int64_t scratch_stride;              /* bytes */
     int64_t dtype, heads, kv_heads, head_dim, block_size;
     float scale, softcap;                /* softcap 0: none */
-    int64_t next_unit, next_thread;      /* counters of the threads; set by the library */
+    struct team *team;                   /* of the units' KV heads; set by the library */
 };
 
 /* A row's running softmax: maximum of the base-2 scores, 16 partial sums of the weights, weighted values. */
@@ -77,7 +77,9 @@ struct scratch {
     float v[MAX_HEAD_DIM * TILE];
     float q[MAX_HEAD_DIM * MAX_ROWS];
     float zeros[MAX_HEAD_DIM * RUN];
-    float edges[4][MAX_HEAD_DIM * RUN]; /* K and V of the first and the last run, where only part of it is seen */
+    float edges[2][MAX_HEAD_DIM * RUN]; /* values of the first and the last run, where only part of it is seen */
+    float scores[MAX_ROWS * TILE]; /* of a tile, then its weights */
+    float factors[MAX_ROWS];
     float mixed[2][MAX_HEAD_DIM * MAX_ROWS];
     float total[2][LANES * MAX_ROWS];
     float top[2][MAX_ROWS];

@@ -6,7 +6,7 @@
  * (a test measures it); 2^0 is 1 exactly, which merging relies on.
  * x = n + r, n an integer, |r| <= 1/2, exactly; 2^r by its minimax polynomial of degree 6 (relative error 2e-9). */
 FN v16 v_exp2(v16 x) {
-    v16 bounded = v_where_less(x, v_set1(-126.0f), v_set1(-126.0f), x);
+    v16 bounded = v_max(v_set1(-126.0f), x); /* NaN stays NaN: the second where one is */
     v16 n = v_round(bounded);
     v16 r = v_sub(bounded, n);
     v16 p = v_set1(1.5353362e-4f);
@@ -16,7 +16,7 @@ FN v16 v_exp2(v16 x) {
     p = v_fma(p, r, v_set1(2.4022648e-1f));
     p = v_fma(p, r, v_set1(6.931472e-1f));
     p = v_fma(p, r, v_set1(1.0f));
-    return v_where_less(x, v_set1(-125.0f), v_set1(0.0f), v_mul(p, v_pow2(n)));
+    return v_where_less(x, v_set1(-125.0f), v_set1(0.0f), v_scale2(p, n));
 }
 
 /* tanh x = 1 - 2 / (e^2x + 1) on |x|; below 0.25, where that cancels, the odd Taylor polynomial of degree 9. */
@@ -33,14 +33,4 @@ FN v16 v_tanh(v16 x) {
     p = v_fma(p, y, v_set1(-1.0f / 3));
     v16 small = v_fma(v_mul(p, y), x, x);
     return v_where_less(size, v_set1(0.25f), small, large);
-}
-
-/* The lanes' sum, in one order on every instruction set. */
-FN float v_sum(v16 x) {
-    float lane[LANES];
-    v_store(lane, x);
-    for (int width = LANES / 2; width > 0; width /= 2) {
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-    }
-    return lane[0];
 }

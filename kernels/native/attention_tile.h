@@ -23,7 +23,7 @@
 
 #include "attention_math.h"
 
-enum { PANEL = 64, RUNS = TILE / RUN, GROUPS = TILE / LANES };
+enum { RUNS = TILE / RUN, MAX_BLOCKS = (MAX_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS };
 
 /* A work unit and a KV head, which a thread takes; no tile: none. */
 struct item {
@@ -38,14 +38,17 @@ struct run_cursor {
     int64_t head_elements;         /* from a block's begin to the head's */
 };
 
-/* The runs that a thread reads, item after item, as far as it knows them: prefetched READ_AHEAD runs before they are
- * used, so that the memory is as busy at the end of a short item as within a long one. */
-enum { READ_AHEAD = 4, READ_RING = 64 };
+/* What a thread will read, asked of memory some runs ahead and a few lines at a time: keys while it mixes values, values
+ * while it scores keys, and those of its next item near the end of this one. So memory is busy all the time, with what comes in
+ * another order than its own prefetchers could know. */
+enum { READ_AHEAD = 16, READ_RING = 64 };
 struct read_ahead {
     struct item next;              /* after the one that is read; its tile is NULL once it is that one */
     struct run_cursor at;
     int64_t position, end;         /* keys of the item that is read */
-    int64_t used, keys, values;    /* runs since the thread began: used; whose keys, whose values are asked for */
+    int64_t tile, used;            /* runs of this thread before the tile, and with it */
+    int64_t keys, values;          /* runs whose keys, whose values are asked for, or were used before */
+    const char *key_line, *key_end, *value_line, *value_end; /* what is left to ask of a run */
     int64_t runs[READ_RING];       /* bytes from the begin of either cache; of the last `keys` */
 };
 
@@ -56,6 +59,7 @@ struct unit {
     const struct query_tile *tile;
     int64_t head;                       /* of the KV heads */
     int group, rows;                    /* query heads of a KV head; rows = tokens * group */
+    int blocks;                         /* of BLOCK_ROWS rows */
     int dim, padded;                    /* elements of a head; rounded up to LANES */
     int dtype, element_bytes;
     int steps;                          /* of a product over head_dim: elements, or pairs of them */
@@ -81,6 +85,7 @@ FN int64_t next_run(const struct unit *u, struct run_cursor *at) {
     return element * u->element_bytes;
 }
 
+/* The keys that are asked for next are those of the next item. */
 FN void read_next_item(struct unit *u) {
     struct read_ahead *a = &u->ahead;
     a->position = a->next.begin / RUN * RUN;
@@ -89,50 +94,50 @@ FN void read_next_item(struct unit *u) {
     a->next.tile = NULL;
 }
 
-/* RUN * head_dim elements are a multiple of two lines. */
-FN void prefetch_run(const struct unit *u, const void *cache, int64_t offset) {
-    const char *p = (const char *)cache + offset, *end = p + RUN * u->dim * u->element_bytes;
-    for (; p < end; p += 128) {
-        __builtin_prefetch(p, 0, 3);
-        __builtin_prefetch(p + 64, 0, 3);
-    }
-}
+FN int run_lines(const struct unit *u) { return RUN * u->dim * u->element_bytes / 64; }
 
-/* With every run of keys that is used: the keys of one, or of two while it has to catch up. */
-FN void prefetch_keys(struct unit *u) {
+/* Ask for some lines of keys, for twice as many while it has to catch up. */
+FN void read_keys_ahead(struct unit *u, int lines) {
     struct read_ahead *a = &u->ahead;
-    a->used++;
-    for (int i = 0; i < 2 && a->keys < a->used + READ_AHEAD; i++) {
-        while (a->position >= a->end) { /* the next one may have no keys either */
-            if (!a->next.tile) return;
-            read_next_item(u);
+    if (a->keys + 2 < a->used + READ_AHEAD) lines *= 2;
+    for (; lines > 0; lines--, a->key_line += 64) {
+        if (a->key_line == a->key_end) {
+            do {
+                if (a->keys == a->used + READ_AHEAD) return;
+                while (a->position >= a->end) { /* the next one may have no keys either */
+                    if (!a->next.tile) return;
+                    read_next_item(u);
+                }
+                a->runs[a->keys++ % READ_RING] = next_run(u, &a->at);
+                a->position += RUN;
+            } while (a->keys <= a->used);
+            a->key_line = (const char *)u->call->k + a->runs[(a->keys - 1) % READ_RING];
+            a->key_end = a->key_line + run_lines(u) * 64;
         }
-        int64_t offset = next_run(u, &a->at);
-        a->position += RUN;
-        a->runs[a->keys++ % READ_RING] = offset;
-        prefetch_run(u, u->call->k, offset);
+        __builtin_prefetch(a->key_line, 0, 3);
     }
 }
 
-/* With every run of values that is used: the values to those keys. */
-FN void prefetch_values(struct unit *u) {
+/* The same of the values to those keys. */
+FN void read_values_ahead(struct unit *u, int lines) {
     struct read_ahead *a = &u->ahead;
-    for (int i = 0; i < 2 && a->values < a->keys; i++) prefetch_run(u, u->call->v, a->runs[a->values++ % READ_RING]);
-}
-
-/* A run of which only some tokens are seen: the others' memory may hold anything. */
-FN const char *copy_edge(const struct unit *u, const char *run, float *copy, int64_t begin, int64_t end) {
-    int64_t token_bytes = (int64_t)u->dim * u->element_bytes;
-    memset(copy, 0, RUN * token_bytes);
-    memcpy((char *)copy + begin * token_bytes, run + begin * token_bytes, (end - begin) * token_bytes);
-    return (const char *)copy;
+    if (a->values + 2 < a->keys) lines *= 2;
+    for (; lines > 0; lines--, a->value_line += 64) {
+        if (a->value_line == a->value_end) {
+            if (a->values < a->tile) a->values = a->tile;
+            if (a->values >= a->keys) return;
+            a->value_line = (const char *)u->call->v + a->runs[a->values++ % READ_RING];
+            a->value_end = a->value_line + run_lines(u) * 64;
+        }
+        __builtin_prefetch(a->value_line, 0, 3);
+    }
 }
 
 /* Find the tile's runs. Those of a vector of 16 keys that has any are all there: zeros where no key is seen. */
 FN void locate_runs(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end) {
-    int edges = 0;
     u->runs_begin = (begin - tile_begin) / LANES * 2;
     u->runs_end = (end - tile_begin + LANES - 1) / LANES * 2;
+    u->ahead.tile = u->ahead.used;
     struct run_cursor at = run_cursor_at(u, u->tile->row, u->head, begin / RUN * RUN);
     for (int r = u->runs_begin; r < u->runs_end; r++) {
         int64_t first = tile_begin + r * RUN;
@@ -143,24 +148,35 @@ FN void locate_runs(struct unit *u, int64_t tile_begin, int64_t begin, int64_t e
         int64_t offset = next_run(u, &at);
         u->k_runs[r] = (const char *)u->call->k + offset;
         u->v_runs[r] = (const char *)u->call->v + offset;
-        if (first < begin || first + RUN > end) {
-            int64_t low = first < begin ? begin - first : 0;
-            int64_t high = first + RUN > end ? end - first : RUN;
-            u->k_runs[r] = copy_edge(u, u->k_runs[r], u->scratch->edges[edges++], low, high);
-            u->v_runs[r] = copy_edge(u, u->v_runs[r], u->scratch->edges[edges++], low, high);
-        }
+        u->ahead.used++;
     }
 }
 
-/* scratch->k: [panel][step][PANEL keys]; a step is an element, or a pair of bfloat16 in 32 bits. */
+/* Of a run with tokens that no row sees: their memory may hold anything, and a weight of zero does not make that zero. The keys
+ * may stay, since scores that are not seen are overwritten. */
+FN void copy_values(struct unit *u, int64_t tile_begin, int r, int64_t begin, int64_t end, float *copy) {
+    int64_t first = tile_begin + r * RUN, token_bytes = (int64_t)u->dim * u->element_bytes;
+    int64_t low = begin > first ? begin - first : 0, high = end < first + RUN ? end - first : RUN;
+    if (high - low == RUN) return;
+    memset(copy, 0, RUN * token_bytes);
+    memcpy((char *)copy + low * token_bytes, u->v_runs[r] + low * token_bytes, (high - low) * token_bytes);
+    u->v_runs[r] = (const char *)copy;
+}
+
+FN void copy_edges(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end) {
+    int first = (int)(begin - tile_begin) / RUN, last = (int)(end - 1 - tile_begin) / RUN;
+    copy_values(u, tile_begin, first, begin, end, u->scratch->edges[0]);
+    if (last > first) copy_values(u, tile_begin, last, begin, end, u->scratch->edges[1]);
+}
+
+/* scratch->k: [16 keys][step][key]; a step is an element, or a pair of bfloat16 in 32 bits. Written front to back: lines
+ * of 256 bytes' distance, which are not in the first-level cache, took three times as long. */
 FN void pack_keys(struct unit *u) {
     int dtype = DOT_BF16 ? FLOAT32 : u->dtype; /* a pair moves as one float32 would */
     int64_t step_bytes = DOT_BF16 ? 4 : u->element_bytes, token_bytes = (int64_t)u->dim * u->element_bytes;
     for (int r = u->runs_begin; r < u->runs_end; r += 2) {
-        for (int i = 0; i < 2; i++)
-            if (u->k_runs[r + i] != (const char *)u->scratch->zeros) prefetch_keys(u);
-        int key = r * RUN;
-        float *panel = u->scratch->k + (int64_t)(key / PANEL) * PANEL * u->steps + key % PANEL;
+        read_values_ahead(u, 2 * run_lines(u));
+        float *vector = u->scratch->k + (int64_t)r * RUN * u->steps;
         for (int step = 0; step < u->steps; step += LANES) {
             int count = u->steps - step < LANES ? u->steps - step : LANES;
             v16 rows[LANES];
@@ -170,12 +186,12 @@ FN void pack_keys(struct unit *u) {
                 rows[i + RUN] = v_load_elements(u->k_runs[r + 1] + offset, dtype, count);
             }
             v_transpose(rows);
-            float *to = panel + (int64_t)step * PANEL;
+            float *to = vector + (int64_t)step * LANES;
             if (count == LANES) {
 #pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) v_store(to + i * PANEL, rows[i]);
+                for (int i = 0; i < LANES; i++) v_store(to + i * LANES, rows[i]);
             } else {
-                for (int i = 0; i < count; i++) v_store(to + i * PANEL, rows[i]);
+                for (int i = 0; i < count; i++) v_store(to + i * LANES, rows[i]);
             }
         }
     }
@@ -228,26 +244,51 @@ FN const float *packed_values(struct unit *u, int r) {
 FN v16 dot(v16 a, v16 b, v16 c) { return v_fma(a, b, c); }
 #endif
 
-/* Whether the tile's values are used once, and so need no packing. */
-FN int values_stay(const struct unit *u) { return DOT_BF16 && u->rows <= BLOCK_ROWS && u->dim % 64 == 0; }
+/* Whether a tile serves one block of rows: packed for it alone, keys and values would cost more than they save. */
+FN int pages_stay(const struct unit *u) { return DOT_BF16 && u->rows <= BLOCK_ROWS && u->dim % 64 == 0; }
 
 FN void pack_values(struct unit *u) {
     for (int r = u->runs_begin; r < u->runs_end; r++) {
-        prefetch_values(u);
+        read_keys_ahead(u, run_lines(u));
         u->v_runs[r] = (const char *)packed_values(u, r);
     }
 }
 
-/* scores[row][column] = sum over steps of q[row][step] * keys[step][column], `rows` by 16 * `vectors`. */
+/* Query rows that share register tiles, and the tile's keys that some of them see, rounded to whole vectors. */
+struct row_block {
+    int row, rows, begin, end;
+};
+
+FN void divide_rows(const struct unit *u, int64_t tile_begin, struct row_block *blocks) {
+    const struct attention_call *c = u->call;
+    const int64_t begin_of_tile = u->runs_begin * RUN, end_of_tile = u->runs_end * RUN;
+    for (int row = 0; row < u->rows; row += BLOCK_ROWS, blocks++) {
+        int rows = u->rows - row < BLOCK_ROWS ? u->rows - row : BLOCK_ROWS;
+        int64_t token = u->tile->first_token + row / u->group, last = u->tile->first_token + (row + rows - 1) / u->group;
+        int64_t begin = c->key_begin[token], end = c->key_end[token];
+        while (token++ < last) {
+            if (c->key_begin[token] < begin) begin = c->key_begin[token];
+            if (c->key_end[token] > end) end = c->key_end[token];
+        }
+        begin -= tile_begin;
+        end -= tile_begin;
+        begin = begin > begin_of_tile ? begin / LANES * LANES : begin_of_tile;
+        end = end < end_of_tile ? (end + LANES - 1) / LANES * LANES : end_of_tile;
+        if (begin > end) begin = end = begin_of_tile; /* before or after all that they see */
+        *blocks = (struct row_block){row, rows, (int)begin, (int)end};
+    }
+}
+
+/* scores[row][column] = sum over steps of q[row][step] * keys[column / 16][step][column % 16], `rows` by 16 * `vectors`. */
 FN void score_block(int rows, int vectors, const float *q, const float *keys, int steps, float *scores) {
     v16 sums[BLOCK_ROWS][4];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) sums[i][j] = v_set1(0.0f);
     for (int step = 0; step < steps; step++) {
         v16 key[4];
-        for (int j = 0; j < vectors; j++) key[j] = v_load(keys + (int64_t)step * PANEL + j * LANES);
+        for (int j = 0; j < vectors; j++) key[j] = v_load(keys + (j * steps + step) * LANES);
         for (int i = 0; i < rows; i++) {
-            v16 element = v_set1(q[(int64_t)i * steps + step]);
+            v16 element = v_set1(q[i * steps + step]);
             for (int j = 0; j < vectors; j++) sums[i][j] = dot(element, key[j], sums[i][j]);
         }
     }
@@ -255,14 +296,15 @@ FN void score_block(int rows, int vectors, const float *q, const float *keys, in
         for (int j = 0; j < vectors; j++) v_store(scores + i * TILE + j * LANES, sums[i][j]);
 }
 
-/* mixed[row][column] = factor[row] * mixed[row][column] + sum over the tile's keys of weight * value. */
-FN void mix_block(int rows, int vectors, const struct unit *u, const float *weights, const float *factors,
-                  float *mixed, int column) {
+/* mixed[row][column] = factor[row] * mixed[row][column] + sum over the block's keys of weight * value. */
+FN void mix_block(int rows, int vectors, const struct unit *u, const struct row_block *block, float *all_mixed, int column) {
+    const float *weights = u->scratch->scores + block->row * TILE, *factors = u->scratch->factors + block->row;
+    float *mixed = all_mixed + block->row * u->padded + column;
     v16 sums[BLOCK_ROWS][4];
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++)
-            sums[i][j] = v_mul(v_load(mixed + i * u->padded + column + j * LANES), v_set1(factors[i]));
-    for (int r = u->runs_begin; r < u->runs_end; r++) {
+            sums[i][j] = v_mul(v_load(mixed + i * u->padded + j * LANES), v_set1(factors[i]));
+    for (int r = block->begin / RUN; r < block->end / RUN; r++) {
         const float *values = (const float *)u->v_runs[r] + column;
         for (int step = 0; step < RUN_STEPS; step++) {
             v16 value[4];
@@ -274,19 +316,45 @@ FN void mix_block(int rows, int vectors, const struct unit *u, const float *weig
         }
     }
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++) v_store(mixed + i * u->padded + column + j * LANES, sums[i][j]);
+        for (int j = 0; j < vectors; j++) v_store(mixed + i * u->padded + j * LANES, sums[i][j]);
 }
 
 #if DOT_BF16
-/* The same for 64 columns with the values as they lie in their pages: for a tile that is used once. */
-FN void mix_pages(int rows, struct unit *u, const float *weights, const float *factors, float *mixed, int column) {
+/* The scores of all rows with the keys as they lie in their pages: transposed in registers, the same sums. */
+FN void score_pages(int rows, struct unit *u) {
+    const float *q = u->scratch->q;
+    const int64_t token_steps = u->dim / 2;
+    for (int r = u->runs_begin; r < u->runs_end; r += 2) {
+        v16 sums[BLOCK_ROWS];
+        for (int i = 0; i < rows; i++) sums[i] = v_set1(0.0f);
+        const float *first = (const float *)u->k_runs[r], *second = (const float *)u->k_runs[r + 1];
+        for (int step = 0; step < u->steps; step += LANES) {
+            v16 keys[LANES];
+            read_values_ahead(u, 2 * RUN); /* as many lines as are read here */
+#pragma GCC unroll 8
+            for (int i = 0; i < RUN; i++) {
+                keys[i] = v_load(first + i * token_steps + step);
+                keys[i + RUN] = v_load(second + i * token_steps + step);
+            }
+            v_transpose(keys);
+#pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++)
+                for (int i = 0; i < rows; i++) sums[i] = dot(v_set1(q[i * u->steps + step + j]), keys[j], sums[i]);
+        }
+        for (int i = 0; i < rows; i++) v_store(u->scratch->scores + i * TILE + r * RUN, sums[i]);
+    }
+}
+
+/* What mix_block does, for 64 columns of all rows, with the values as they lie in their pages. */
+FN void mix_pages(int rows, struct unit *u, const struct row_block *block, float *all_mixed, int column) {
     const __m512i low = FIRST_PAIRS, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    const float *weights = u->scratch->scores, *factors = u->scratch->factors;
+    float *mixed = all_mixed + column;
     v16 sums[BLOCK_ROWS][4];
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < 4; j++)
-            sums[i][j] = v_mul(v_load(mixed + i * u->padded + column + j * LANES), v_set1(factors[i]));
-    for (int r = u->runs_begin; r < u->runs_end; r++) {
-        if (column == 0 && u->v_runs[r] != (const char *)u->scratch->zeros) prefetch_values(u);
+        for (int j = 0; j < 4; j++) sums[i][j] = v_mul(v_load(mixed + i * u->padded + j * LANES), v_set1(factors[i]));
+    for (int r = block->begin / RUN; r < block->end / RUN; r++) {
+        read_keys_ahead(u, 2 * RUN);
         const uint16_t *token = (const uint16_t *)u->v_runs[r] + column;
         for (int step = 0; step < RUN_STEPS; step++, token += 2 * u->dim) {
             v16 value[4];
@@ -302,7 +370,7 @@ FN void mix_pages(int rows, struct unit *u, const float *weights, const float *f
         }
     }
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < 4; j++) v_store(mixed + i * u->padded + column + j * LANES, sums[i][j]);
+        for (int j = 0; j < 4; j++) v_store(mixed + i * u->padded + j * LANES, sums[i][j]);
 }
 #endif
 
@@ -314,123 +382,159 @@ FN void mix_pages(int rows, struct unit *u, const float *weights, const float *f
 #define WITH_CONSTANT_ROWS(rows, call) \
     switch (rows) { CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call) }
 
-FN void scores_of_tile(const struct unit *u, int rows, const float *q, float *scores) {
-    for (int key = u->runs_begin * RUN; key < u->runs_end * RUN;) {
-        const float *keys = u->scratch->k + (int64_t)(key / PANEL) * PANEL * u->steps + key % PANEL;
-#if MAX_VECTORS == 4
-        if (key % PANEL == 0 && key + PANEL <= u->runs_end * RUN) {
-#define CALL(n) score_block(n, 4, q, keys, u->steps, scores + key)
-            WITH_CONSTANT_ROWS(rows, CALL)
-#undef CALL
-            key += PANEL;
-            continue;
-        }
-#endif
-#define CALL(n) score_block(n, 1, q, keys, u->steps, scores + key)
-        WITH_CONSTANT_ROWS(rows, CALL)
-#undef CALL
-        key += LANES;
-    }
-}
-
-FN void mix_tile(struct unit *u, int rows, const float *weights, const float *factors, float *mixed) {
+/* Some keys after the others, each for all rows while they lie in the first-level cache. */
+FN void score_tile(struct unit *u, const struct row_block *blocks) {
 #if DOT_BF16
-    if (values_stay(u)) {
-        for (int column = 0; column < u->dim; column += 64) {
-#define CALL(n) mix_pages(n, u, weights, factors, mixed, column)
-            WITH_CONSTANT_ROWS(rows, CALL)
+    if (pages_stay(u)) {
+#define CALL(n) score_pages(n, u)
+        WITH_CONSTANT_ROWS(u->rows, CALL)
 #undef CALL
-        }
         return;
     }
 #endif
-    for (int column = 0; column < u->padded;) {
-#if MAX_VECTORS == 4
-        if (column + 4 * LANES <= u->padded) {
-#define CALL(n) mix_block(n, 4, u, weights, factors, mixed, column)
-            WITH_CONSTANT_ROWS(rows, CALL)
+    const int vectors = MAX_VECTORS, width = vectors * LANES;
+    for (int first = u->runs_begin * RUN / width * width; first < u->runs_end * RUN; first += width) {
+        for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
+            int key = first > b->begin ? first : b->begin, end = first + width < b->end ? first + width : b->end;
+            const float *q = u->scratch->q + (int64_t)b->row * u->steps;
+            float *scores = u->scratch->scores + b->row * TILE;
+            if (vectors > 1 && end - key == width) {
+#define CALL(n) score_block(n, vectors, q, u->scratch->k + (int64_t)key * u->steps, u->steps, scores + key)
+                WITH_CONSTANT_ROWS(b->rows, CALL)
 #undef CALL
-            column += 4 * LANES;
-            continue;
+                continue;
+            }
+            for (; key < end; key += LANES) {
+#define CALL(n) score_block(n, 1, q, u->scratch->k + (int64_t)key * u->steps, u->steps, scores + key)
+                WITH_CONSTANT_ROWS(b->rows, CALL)
+#undef CALL
+            }
         }
-#endif
-#define CALL(n) mix_block(n, 1, u, weights, factors, mixed, column)
-        WITH_CONSTANT_ROWS(rows, CALL)
-#undef CALL
-        column += LANES;
     }
 }
 
-/* Scores to weights, in place, and the running maximum and sum; returns the factor for what was summed before.
- * With DOT_BF16 the weights are pairs of bfloat16 in the first half of the row. */
-FN float soften(const struct unit *u, int64_t tile_begin, int row, float *scores, struct row_state *state) {
+/* Some columns after the others, each for all rows. */
+FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
+    for (int column = 0, width; column < u->padded; column += width) {
+        const int vectors = column + MAX_VECTORS * LANES <= u->padded ? MAX_VECTORS : 1;
+        width = vectors * LANES; /* 64 where the pages stay */
+        for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
+#if DOT_BF16
+            if (pages_stay(u)) {
+#define CALL(n) mix_pages(n, u, b, mixed, column)
+                WITH_CONSTANT_ROWS(b->rows, CALL)
+#undef CALL
+                continue;
+            }
+#endif
+            if (vectors > 1) {
+#define CALL(n) mix_block(n, MAX_VECTORS, u, b, mixed, column)
+                WITH_CONSTANT_ROWS(b->rows, CALL)
+#undef CALL
+            } else {
+#define CALL(n) mix_block(n, 1, u, b, mixed, column)
+                WITH_CONSTANT_ROWS(b->rows, CALL)
+#undef CALL
+            }
+        }
+    }
+}
+
+/* What is left to multiply scores with after `top_score`: a positive factor moves no maximum. */
+FN float late_factor(const struct attention_call *c) { return c->softcap > 0 || c->scale <= 0 ? 1.0f : c->scale * LOG2_E; }
+
+/* The largest score of a row, in base 2; what it does not see becomes -inf. */
+FN float top_score(const struct unit *u, int64_t tile_begin, const struct row_block *block, int row) {
     const struct attention_call *c = u->call;
     int64_t token = u->tile->first_token + row / u->group;
     int64_t seen_begin = c->key_begin[token] - tile_begin, seen_end = c->key_end[token] - tile_begin;
-    int begin = u->runs_begin * RUN, end = u->runs_end * RUN;
     const v16 hidden = v_set1(-__builtin_inff());
+    const int is_late = c->softcap <= 0 && c->scale > 0;
+    float *scores = u->scratch->scores + row * TILE;
     v16 top = hidden;
-    for (int key = begin; key < end; key += LANES) {
+    for (int key = block->begin; key < block->end; key += LANES) {
         v16 x = v_load(scores + key);
+        int is_edge = seen_begin > key || seen_end < key + LANES;
         if (c->softcap > 0) {
             x = v_tanh(v_mul(x, v_set1(c->scale / c->softcap)));
             x = v_mul(x, v_set1(c->softcap * LOG2_E));
-        } else {
+        } else if (!is_late) {
             x = v_mul(x, v_set1(c->scale * LOG2_E));
         }
-        if (seen_begin > key || seen_end < key + LANES) {
+        if (is_edge) {
             int64_t low = seen_begin - key, high = seen_end - key;
             low = low < 0 ? 0 : low > LANES ? LANES : low;
             high = high < 0 ? 0 : high > LANES ? LANES : high;
             x = v_keep(x, (int)low, (int)high, hidden);
         }
-        v_store(scores + key, x);
+        if (is_edge || !is_late) v_store(scores + key, x);
         top = v_max(top, x);
     }
-    float old = state->top[row], new = v_hmax(top);
-    new = new > old ? new : old;
-    float base = new == -__builtin_inff() ? 0.0f : new; /* nothing seen yet: all weights are 0 */
-    float factor[LANES];
-    v_store(factor, v_exp2(v_set1(old - base)));
-    v16 total = v_mul(v_load(state->total + row * LANES), v_set1(factor[0]));
+    return v_hmax(top) * late_factor(c);
+}
+
+/* Scores of a row to weights 2^(score - base), in place; returns the 16 partial sums with theirs added.
+ * With DOT_BF16 the weights are pairs of bfloat16 in the first half of the row. */
+FN v16 weigh(const struct unit *u, const struct row_block *block, int row, v16 base, v16 total) {
+    const v16 factor = v_set1(late_factor(u->call));
+    float *scores = u->scratch->scores + row * TILE;
 #if DOT_BF16
     const v16 ones = (v16)_mm512_set1_epi16(0x3f80);
-    for (int key = begin / 32 * 32; key < end; key += 32) {
+    for (int key = block->begin / 32 * 32; key < block->end; key += 32) {
         v16 low = v_set1(0.0f), high = low;
-        if (key >= begin) low = v_exp2(v_sub(v_load(scores + key), v_set1(base)));
-        if (key + LANES < end) high = v_exp2(v_sub(v_load(scores + key + LANES), v_set1(base)));
+        if (key >= block->begin) low = v_exp2(v_sub(v_mul(v_load(scores + key), factor), base));
+        if (key + LANES < block->end) high = v_exp2(v_sub(v_mul(v_load(scores + key + LANES), factor), base));
         v16 pairs = (v16)_mm512_cvtne2ps_pbh(high, low);
         total = dot(pairs, ones, total);
         v_store(scores + key / 2, pairs);
     }
 #else
-    for (int key = begin; key < end; key += LANES) {
-        v16 weight = v_exp2(v_sub(v_load(scores + key), v_set1(base)));
+    for (int key = block->begin; key < block->end; key += LANES) {
+        v16 weight = v_exp2(v_sub(v_mul(v_load(scores + key), factor), base));
         total = v_add(total, weight);
         v_store(scores + key, weight);
     }
 #endif
-    v_store(state->total + row * LANES, total);
-    state->top[row] = new;
-    return factor[0];
+    return total;
+}
+
+/* Scores to weights, and the running maximum and sum; the factors for what was summed before to scratch->factors. */
+FN void soften(const struct unit *u, int64_t tile_begin, const struct row_block *blocks, struct row_state *state) {
+    float tops[MAX_ROWS], bases[MAX_ROWS], *factors = u->scratch->factors;
+    for (const struct row_block *b = blocks; b < blocks + u->blocks; b++)
+        for (int row = b->row; row < b->row + b->rows; row++) tops[row] = top_score(u, tile_begin, b, row);
+    for (int row = u->rows; row % LANES; row++) tops[row] = 0.0f;
+    for (int row = 0; row < u->rows; row += LANES) {
+        v16 old = v_load(state->top + row), top = v_max(v_load(tops + row), old);
+        v16 base = v_where_less(top, v_set1(-3e38f), v_set1(0.0f), top); /* nothing seen yet: all weights are 0 */
+        v_store(factors + row, v_exp2(v_sub(old, base)));
+        v_store(bases + row, base);
+        v_store(state->top + row, top);
+    }
+    for (const struct row_block *b = blocks; b < blocks + u->blocks; b++)
+        for (int row = b->row; row < b->row + b->rows; row++) {
+            float *total = state->total + row * LANES;
+            v_store(total, weigh(u, b, row, v_set1(bases[row]), v_mul(v_load(total), v_set1(factors[row]))));
+        }
 }
 
 FN void attend_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, struct row_state *state) {
-    float scores[BLOCK_ROWS * TILE] __attribute__((aligned(64)));
-    float factors[BLOCK_ROWS];
+    struct row_block blocks[MAX_BLOCKS];
     locate_runs(u, tile_begin, begin, end);
-    pack_keys(u);
-    if (!values_stay(u)) pack_values(u);
-    for (int row = 0; row < u->rows; row += BLOCK_ROWS) {
-        int rows = u->rows - row < BLOCK_ROWS ? u->rows - row : BLOCK_ROWS;
-        scores_of_tile(u, rows, u->scratch->q + (int64_t)row * u->steps, scores);
-        for (int i = 0; i < rows; i++) factors[i] = soften(u, tile_begin, row + i, scores + i * TILE, state);
-        mix_tile(u, rows, scores, factors, state->mixed + (int64_t)row * u->padded);
+    divide_rows(u, tile_begin, blocks);
+    if (!pages_stay(u)) {
+        pack_keys(u);
+        copy_edges(u, tile_begin, begin, end);
+        pack_values(u);
     }
+    score_tile(u, blocks);
+    soften(u, tile_begin, blocks, state);
+    if (pages_stay(u)) copy_edges(u, tile_begin, begin, end);
+    mix_tile(u, blocks, state->mixed);
 }
 
 FN void clear(const struct unit *u, struct row_state *state) {
-    for (int row = 0; row < u->rows; row++) state->top[row] = -__builtin_inff();
+    for (int row = 0; row < MAX_ROWS; row++) state->top[row] = -__builtin_inff();
     memset(state->total, 0, sizeof(float) * LANES * u->rows);
     memset(state->mixed, 0, sizeof(float) * u->padded * u->rows);
 }
@@ -553,11 +657,11 @@ FN void attend_unit(struct unit *u, const struct work_unit *work) {
     finish(u, &whole);
 }
 
-/* Take the next item. */
-FN struct item claim(struct attention_call *call, const struct work_unit **work) {
-    int64_t number = __atomic_fetch_add(&call->next_unit, 1, __ATOMIC_RELAXED);
+/* Take the next item: a thread's are the heads of one unit after those of another, whose pages lie side by side. */
+FN struct item claim(struct attention_call *call, struct member *member, const struct work_unit **work) {
+    int64_t number = team_take(call->team, member);
     struct item item = {0};
-    if (number >= call->num_units * call->kv_heads) return item;
+    if (number < 0) return item;
     *work = &call->units[number / call->kv_heads];
     item.tile = &call->tiles[(*work)->tile];
     item.head = number % call->kv_heads;
@@ -575,8 +679,9 @@ TARGETED int64_t WORKER(void *argument) {
     struct attention_call *call = argument;
     struct unit u = {.call = call};
     const struct work_unit *work;
-    int64_t thread = __atomic_fetch_add(&call->next_thread, 1, __ATOMIC_RELAXED), done = 0;
-    u.scratch = (struct scratch *)(call->scratch + thread * call->scratch_stride);
+    struct member member = team_join(call->team);
+    int64_t done = 0;
+    u.scratch = (struct scratch *)(call->scratch + member.thread * call->scratch_stride);
     u.group = (int)(call->heads / call->kv_heads);
     u.dim = (int)call->head_dim;
     u.padded = (int)padded_dim(call->head_dim);
@@ -588,15 +693,19 @@ TARGETED int64_t WORKER(void *argument) {
     unsigned modes = _mm_getcsr();
     _mm_setcsr(modes | 0x8040); /* what dpbf16 does anyhow; and a denormal costs 100 cycles */
 #endif
-    struct item item = claim(call, &work);
+    struct item item = claim(call, &member, &work);
     u.ahead.next = item;
     while (item.tile) {
         const struct work_unit *current = work;
         u.tile = item.tile;
         u.head = item.head;
         u.rows = (int)u.tile->num_tokens * u.group;
-        if (u.ahead.next.tile) read_next_item(&u); /* not reached yet */
-        u.ahead.next = item = claim(call, &work);
+        u.blocks = (u.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        if (u.ahead.next.tile) { /* not reached yet */
+            read_next_item(&u);
+            u.ahead.keys = u.ahead.used;
+        }
+        u.ahead.next = item = claim(call, &member, &work);
         attend_unit(&u, current);
         done++;
     }

@@ -36,13 +36,21 @@ FN float v_hmax(v16 x) {
     return _mm_cvtss_f32(_mm_max_ss(n, _mm_movehdup_ps(n)));
 }
 
+/* The lanes' sum, in one order on every instruction set: i and i + 8, then i + 4, i + 2, i + 1. */
+FN float v_sum(v16 x) {
+    __m256 half = _mm256_add_ps(x.a, x.b);
+    __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+
 FN __m256 v_pow2_half(__m256 n) {
     __m256i bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 23));
 }
 
-/* 2^n for integers n in [-126, 127]. */
-FN v16 v_pow2(v16 n) { return v_pair(v_pow2_half(n.a), v_pow2_half(n.b)); }
+/* a 2^n for integers n in [-126, 127]; the product is no denormal. */
+FN v16 v_scale2(v16 a, v16 n) { return v_mul(a, v_pair(v_pow2_half(n.a), v_pow2_half(n.b))); }
 
 /* x < bound ? yes : no, and `no` where x is NaN. */
 FN v16 v_where_less(v16 x, v16 bound, v16 yes, v16 no) {

@@ -15,11 +15,16 @@ FN v16 v_fma(v16 a, v16 b, v16 c) { return _mm512_fmadd_ps(a, b, c); }
 FN v16 v_round(v16 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 FN float v_hmax(v16 a) { return _mm512_reduce_max_ps(a); }
 
-/* 2^n for integers n in [-126, 127]. */
-FN v16 v_pow2(v16 n) {
-    __m512i bits = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 23));
+/* The lanes' sum, in one order on every instruction set: i and i + 8, then i + 4, i + 2, i + 1. */
+FN float v_sum(v16 a) {
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 }
+
+/* a 2^n for integers n in [-126, 127]; the product is no denormal. */
+FN v16 v_scale2(v16 a, v16 n) { return _mm512_scalef_ps(a, n); }
 
 /* x < bound ? yes : no, and `no` where x is NaN. */
 FN v16 v_where_less(v16 x, v16 bound, v16 yes, v16 no) {

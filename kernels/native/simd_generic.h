@@ -37,10 +37,17 @@ FN float v_hmax(v16 a) {
     return top;
 }
 
-/* 2^n for integers n in [-126, 127]. */
-FN v16 v_pow2(v16 n) {
+/* The lanes' sum, in one order on every instruction set: i and i + 8, then i + 4, i + 2, i + 1. */
+FN float v_sum(v16 a) {
+    for (int width = 8; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) a[i] += a[i + width];
+    return a[0];
+}
+
+/* a 2^n for integers n in [-126, 127]; the product is no denormal. */
+FN v16 v_scale2(v16 a, v16 n) {
     /* n + 1.5 * 2^23 has n in its low bits. */
-    return (v16)(((v16_mask)(n + v_set1(12582912.0f)) + 127) << 23);
+    return a * (v16)(((v16_mask)(n + v_set1(12582912.0f)) + 127) << 23);
 }
 
 /* x < bound ? yes : no, and `no` where x is NaN. */
