@@ -38,7 +38,7 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class _PlanPart(ctypes.Structure):
-    """The fields of `struct attention_call` that a plan decides, in their order."""
+    """`struct attention_plan` of native/attention.h."""
 
     _fields_ = [
         ("block_tables", ctypes.c_void_p),

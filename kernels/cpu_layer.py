@@ -65,7 +65,7 @@ class GatedCall(ctypes.Structure):
 
 
 class RotatePart(ctypes.Structure):
-    """The fields of `struct rotate_call` that a step decides, for all layers with the same heads, in their order."""
+    """`struct rotate_step` of native/layer.h: what a step decides, for all layers with the same heads."""
 
     _fields_ = [
         ("rows", ctypes.c_void_p),

@@ -1,4 +1,4 @@
-"""A decoder layer on the CPU as one call into C: its parts run in order on one team of threads, with barriers between.
+"""Decoder layers on the CPU as one call into C: their parts run in order on a team of threads, with barriers between.
 
     norm │ qkv │ norm, rotate, write │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
 
@@ -16,7 +16,7 @@ Bytes: those of the parts.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,19 @@ class _Sequence(ctypes.Structure):
     ]
 
 
+class _Layer(ctypes.Structure):
+    """`struct layer` of native/sequence.c."""
+
+    _fields_ = [
+        ("sequence", ctypes.c_void_p),
+        ("attention_norm", ctypes.c_void_p),
+        ("rotate", ctypes.c_void_p),
+        ("attention", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+    ]
+
+
 class Sequence:
     """Calls that one team runs in order.
 
@@ -79,6 +92,11 @@ class Sequence:
         self._steps = (_Step * len(steps))(*steps)
         self._sequence = _Sequence(ctypes.addressof(self._steps), len(steps), None)
         self._reference = ctypes.byref(self._sequence)
+
+    @property
+    def address(self) -> int:
+        """Of `struct sequence`."""
+        return ctypes.addressof(self._sequence)
 
     def run(self, num_threads: int, isa: str | None = None) -> None:
         """On at most so many threads; `isa` as in `cpu_linear.packed_linear`."""
@@ -197,7 +215,7 @@ def workspace_columns(
 
 
 class LayerSequence:
-    """A layer, prepared. It keeps its parts alive, and of a step nothing.
+    """A layer, prepared, to be run by a `LayerStack`. It keeps its parts alive, and of a step nothing.
 
     Raises
     ------
@@ -273,30 +291,24 @@ class LayerSequence:
         heads, head_dim = self._q_shape
         self._attention.q_token_stride, self._attention.q_head_stride = heads * head_dim, head_dim
 
-    def __call__(
-        self, x: torch.Tensor, step: LayerStep, workspace: Workspace, *, isa: str | None = None
-    ) -> torch.Tensor:
-        """Write the keys and values of a step's tokens, and attend.
+    @property
+    def layer(self) -> _Layer:
+        """What C is told of it."""
+        return _Layer(
+            self._sequence.address,
+            *map(
+                ctypes.addressof,
+                (self._attention_norm, self._rotate, self._attention, self._output, self._down),
+            ),
+        )
 
-        Parameters
-        ----------
-        x
-            [..., hidden] of the step's tokens in the weights' dtype, contiguous.
-        isa
-            As in `cpu_linear.packed_linear`.
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What layers of a stack have in common, beside a step's plan and tables."""
+        return (self._hidden, self._dtype, self._q_shape, self._parts.k_cache.shape)
 
-        Returns
-        -------
-        [..., hidden] as x, in memory of its own.
-
-        Raises
-        ------
-        ValueError
-            A shape, dtype or stride that does not fit, or a step of another number of tokens or other heads.
-        IndexError
-            A row that the pages do not have.
-        """
-        plan = step.plan
+    def check(self, x: torch.Tensor, step: LayerStep) -> None:
+        """Raise ValueError where x or the step do not fit."""
         num_tokens = step.tables.tokens
         if (
             x.shape[-1] != self._hidden
@@ -311,20 +323,22 @@ class LayerSequence:
             )
         if step.dtype != self._dtype:
             raise ValueError(f"step: must have tables of {self._dtype}, got {step.dtype}")
-        plan.check(num_tokens, self._q_shape[0], self._parts.k_cache)
-        out = torch.empty_like(x)
-        if not num_tokens:
-            return out
-        self._place(num_tokens, workspace)
-        self._attention_norm.x = self._output.residual = x.data_ptr()
-        self._rotate.step, self._attention.plan = step.tables, plan.part
-        self._down.out = out.data_ptr()
-        if workspace.on_times is None:
-            self._sequence.run(plan.num_threads, isa)
-        else:
-            workspace.on_times(self._sequence.run_timed(plan.num_threads, isa))
-        self._rotate.check_rows()
-        return out
+        step.plan.check(num_tokens, self._q_shape[0], self._parts.k_cache)
+
+    def run_timed(
+        self, x: int, out: int, step: LayerStep, isa: str | None
+    ) -> tuple[dict[str, float], int]:
+        """From the address of what goes in to that of what comes out: seconds by part, and rows outside the pages."""
+        self._attention_norm.x = self._output.residual = x
+        self._down.out = out
+        self._rotate.step, self._attention.plan = step.tables, step.plan.part
+        seconds = self._sequence.run_timed(step.plan.num_threads, isa)
+        return seconds, self._rotate.outside
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """[page_rows, head_dim] of the keys."""
+        return self._parts.k_pages
 
     def queries(self, workspace: Workspace) -> torch.Tensor:
         """q of the last call, normed and rotated: [tokens, heads, head_dim] view of the workspace it was given."""
@@ -333,7 +347,7 @@ class LayerSequence:
         q = workspace.memory[begin : begin + size].view(self._dtype)
         return q.view(self._num_tokens, *self._q_shape)
 
-    def _place(self, num_tokens: int, workspace: Workspace) -> None:
+    def place(self, num_tokens: int, workspace: Workspace) -> None:
         """Point the calls to the workspace; nothing to do while steps have the same number of tokens."""
         if num_tokens == self._num_tokens and workspace.reserve(self._num_bytes) == self._address:
             return
@@ -366,6 +380,84 @@ class LayerSequence:
             self._down,
         ):
             call.rows = num_tokens
+
+
+class LayerStack:
+    """Layers that run one after the other, each on what the one before it made.
+
+    Raises
+    ------
+    ValueError
+        None, or layers of different shapes.
+    """
+
+    def __init__(self, layers: Collection[LayerSequence]):
+        if len({layer.kind for layer in layers}) != 1:
+            raise ValueError("layers: must have one shape, dtype and cache, got several or none")
+        self._layers = tuple(layers)
+        self._library = native_library.load()
+        self._array = (_Layer * len(layers))(*(layer.layer for layer in layers))
+
+    @property
+    def layers(self) -> tuple[LayerSequence, ...]:
+        """In order."""
+        return self._layers
+
+    def __call__(
+        self, x: torch.Tensor, step: LayerStep, workspace: Workspace, *, isa: str | None = None
+    ) -> torch.Tensor:
+        """Write the keys and values of a step's tokens, and attend, in every layer.
+
+        Parameters
+        ----------
+        x
+            [..., hidden] of the step's tokens in the weights' dtype, contiguous.
+        step
+            Of the layers' heads, window and rotation.
+        isa
+            As in `cpu_linear.packed_linear`.
+
+        Returns
+        -------
+        [..., hidden] as x, in memory of its own.
+
+        Raises
+        ------
+        ValueError
+            A shape, dtype or stride that does not fit, or a step of another number of tokens or other heads.
+        IndexError
+            A row that the pages do not have.
+        """
+        self._layers[0].check(x, step)
+        out = torch.empty_like(x)
+        num_tokens = step.tables.tokens
+        if not num_tokens:
+            return out
+        for layer in self._layers:
+            layer.place(num_tokens, workspace)
+        if workspace.on_times is None:
+            library = self._library
+            outside = library.functions.quire_layers(
+                self._array,
+                len(self._array),
+                x.data_ptr(),
+                out.data_ptr(),
+                ctypes.byref(step.tables),
+                ctypes.byref(step.plan.part),
+                library.isa(isa),
+                library.parallel,
+                step.plan.num_threads,
+            )
+        else:
+            outside, goes_in = 0, x.data_ptr()
+            for layer in self._layers:
+                seconds, more = layer.run_timed(goes_in, out.data_ptr(), step, isa)
+                workspace.on_times(seconds)
+                outside, goes_in = outside + more, out.data_ptr()
+        if outside:
+            pages = len(self._layers[0].pages)
+            raise IndexError(f"rows: {outside} are not between 0 and {pages - 1}")
+        return out
 
 
 def _check_parts(parts: LayerParts) -> None:

@@ -27,6 +27,37 @@ OnAttend = Callable[[int, torch.Tensor, float, float | None, torch.Tensor | None
 
 
 @dataclass(slots=True)
+class RanAhead:
+    """Layers that one call has run, and its result, which each of them passes on when the model calls it."""
+
+    layers: Sequence[torch.nn.Module]  # not called yet, in order
+    result: torch.Tensor
+    tables: Tables
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    def passes(self, layer: torch.nn.Module, hidden_states: torch.Tensor, tables: Tables) -> None:
+        """The model calls the next of them.
+
+        Raises
+        ------
+        RuntimeError
+            It calls another one, or with something else: what was run ahead is not what the model wants.
+        """
+        if (
+            layer is not self.layers[0]
+            or hidden_states is not self.result
+            or tables is not self.tables
+        ):
+            raise RuntimeError(
+                "the model calls its decoder layers otherwise than when it was loaded, when each was given "
+                "what the one before it made"
+            )
+        self.layers = self.layers[1:]
+
+
+@dataclass(slots=True)
 class StepContext:
     """What every layer of one step needs to know."""
 
@@ -41,6 +72,8 @@ class StepContext:
     num_query: np.ndarray | None = None  # [rows] query tokens of each; needed beside tensors
     workspace: Workspace | None = None  # on the CPU: of layers that run as one call
     on_attend: OnAttend | None = None  # told what each layer's attention is called with
+    # On the CPU: layers that have run with the one before them, and are still to be called for what they have made
+    ran_ahead: RanAhead | None = None
     _plans: dict[int, Plan] = field(default_factory=dict)
     _layer_steps: dict[int, tuple[Tables, LayerStep]] = field(default_factory=dict)
 

@@ -66,12 +66,17 @@ class FuseReport:
 
     fused: Counter[str] = field(default_factory=Counter)
     dropped: list[str] = field(default_factory=list)  # name: reason
+    chains: list[int] = field(
+        default_factory=list
+    )  # numbers of layers that run as one call, on the CPU
     # Mean and largest over the products: root mean square of the difference over that of the result.
     int8_deviation: tuple[float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        state = {"fused": dict(self.fused), "dropped": list(self.dropped)}
+        state: dict[str, Any] = {"fused": dict(self.fused), "dropped": list(self.dropped)}
+        if self.chains:
+            state["chains"] = list(self.chains)
         if self.int8_deviation is not None:
             state["int8_deviation"] = dict(zip(("mean", "max"), self.int8_deviation, strict=True))
         return state
@@ -79,6 +84,8 @@ class FuseReport:
     def __str__(self) -> str:
         parts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.fused.items()))
         text = f"fused: {parts or 'nothing'}"
+        if self.chains:
+            text += f"\nlayers that run as one call: {', '.join(map(str, self.chains))}"
         if self.int8_deviation is not None:
             mean, most = self.int8_deviation
             text += f"\nint8 products deviate by {mean:.2%} on average, {most:.2%} at most"
@@ -164,6 +171,8 @@ class _FusePass:
                     self._replace(kind, parent, name, module, build)
         if self.backend == "cpu":
             self._pack_products()
+        if self.workspace is not None:
+            self._chain_layers()
 
     @torch.inference_mode()
     def quantize(self) -> None:
@@ -226,20 +235,66 @@ class _FusePass:
             for module in self.model.modules()
         ]
         context, self.attention_calls = self._context()
+        try:
+            self._run_decoder(context)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _run_decoder(self, context: StepContext) -> None:
         embeddings = self.model.get_input_embeddings().num_embeddings
         ids = torch.randint(embeddings, (1, self.num_tokens), generator=self.random)
         # Positions apart from each other: a wrong rotation must show.
         positions = torch.arange(self.num_tokens)[None] * 37 + 11
+        self.decoder(
+            input_ids=ids.to(self.device),
+            position_ids=positions.to(self.device),
+            use_cache=False,
+            quire=context,
+        )
+
+    def _chain_layers(self) -> None:
+        """Find out which layers the model gives nothing but what the one before it made: they may run as one call."""
+        chains: list[list[FusedLayer]] = []
+        last: tuple[torch.Tensor, torch.Tensor, object] | None = None  # result, its copy, tables
+
+        def begin(layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal last
+            x = args[0] if args else kwargs["hidden_states"]
+            sequence = layer.sequence(self.pool)
+            if sequence is None:
+                last = None
+                return
+            if (
+                last is None
+                or x is not last[0]
+                or not torch.equal(x, last[1])
+                or kwargs["position_embeddings"] is not last[2]
+                or not _run_alike(chains[-1][-1], layer, self.pool)
+            ):
+                chains.append([])
+            chains[-1].append(layer)
+
+        def end(
+            layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+        ) -> None:
+            nonlocal last
+            last = result, result.clone(), kwargs["position_embeddings"]
+
+        layers = [module for module in self.model.modules() if isinstance(module, FusedLayer)]
+        hooks = [layer.register_forward_pre_hook(begin, with_kwargs=True) for layer in layers]
+        hooks += [layer.register_forward_hook(end, with_kwargs=True) for layer in layers]
+        context, _ = self._context()
+        context.on_attend = None
         try:
-            self.decoder(
-                input_ids=ids.to(self.device),
-                position_ids=positions.to(self.device),
-                use_cache=False,
-                quire=context,
-            )
+            self._run_decoder(context)
         finally:
             for hook in hooks:
                 hook.remove()
+        for chain in chains:
+            for i, layer in enumerate(chain):
+                layer.chain(chain[i + 1 :])
+        self.report.chains = [len(chain) for chain in chains]
 
     def _normal(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         values = torch.randn(like.shape, generator=self.random) * scale
@@ -540,6 +595,13 @@ def _activation_of(module: nn.Module) -> Activation | None:
             if (function(x) - expected).abs().max() < 1e-5:
                 return activation
     return None
+
+
+def _run_alike(one: FusedLayer, other: FusedLayer, pool: KVPool) -> bool:
+    """Whether two layers, each of which is one call, may be parts of the same one."""
+    groups = {pool.group_of(layer.attention.facts.layer) for layer in (one, other)}
+    kinds = {layer.sequence(pool).kind for layer in (one, other)}
+    return len(groups) == len(kinds) == 1
 
 
 def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -22,9 +22,15 @@ from torch.nn import functional as F
 
 from quire.kernels import cpu_attention_native, cpu_layer, cpu_linear
 from quire.kernels.cpu_linear import PackedWeight, packed_linear
-from quire.kernels.cpu_sequence import LayerParts, LayerSequence, NormPart, ProductPart
+from quire.kernels.cpu_sequence import (
+    LayerParts,
+    LayerSequence,
+    LayerStack,
+    NormPart,
+    ProductPart,
+)
 from quire.kernels.paged_attention import Backend
-from quire.replica.attention import StepContext
+from quire.replica.attention import RanAhead, StepContext
 from quire.replica.fp8 import Fp8Linear, join_rows
 from quire.replica.kv_pool import KVPool
 
@@ -322,6 +328,9 @@ class FusedLayer(nn.Module):
         self.mlp = mlp
         # All of it as one call, made for a pool; or None for that pool, where some of it has no such form.
         self._sequence: tuple[KVPool, LayerSequence | None] | None = None
+        # This layer, and those that the model then calls with what the one before them made; not its children.
+        self._chain: tuple[FusedLayer, ...] = (self,)
+        self._stack: LayerStack | None = None
 
     def forward(
         self,
@@ -333,11 +342,11 @@ class FusedLayer(nn.Module):
     ) -> torch.Tensor:
         """[1, T, hidden] to the same; called as transformers calls a decoder layer."""
         if quire.workspace is not None:
-            if self._sequence is None or self._sequence[0] is not quire.pool:
-                self._sequence = quire.pool, self._make_sequence(quire.pool)
-            sequence = self._sequence[1]
-            if sequence is not None:
-                return self._run_sequence(sequence, hidden_states, position_embeddings, quire)
+            if quire.ran_ahead:
+                quire.ran_ahead.passes(self, hidden_states, position_embeddings)
+                return hidden_states
+            if self.sequence(quire.pool) is not None:
+                return self._run_chain(hidden_states, position_embeddings, quire)
         step = dict(position_embeddings=position_embeddings, quire=quire)
         normed = self.attention_norm(hidden_states)
         if self.attention.backend == "cpu":  # the products add the residual
@@ -350,6 +359,16 @@ class FusedLayer(nn.Module):
     def forget_sequence(self) -> None:
         """Its products have changed, or will."""
         self._sequence = None
+
+    def sequence(self, pool: KVPool) -> LayerSequence | None:
+        """All of it as one call; None where some of it has no such form."""
+        if self._sequence is None or self._sequence[0] is not pool:
+            self._sequence = pool, self._make_sequence(pool)
+        return self._sequence[1]
+
+    def chain(self, layers: Sequence[FusedLayer]) -> None:
+        """From now on run these with it: the model calls each with what the one before it made, and the same tables."""
+        self._chain = (self, *layers)
 
     def _make_sequence(self, pool: KVPool) -> LayerSequence | None:
         attention, mlp = self.attention, self.mlp
@@ -386,18 +405,23 @@ class FusedLayer(nn.Module):
             )
         )
 
-    def _run_sequence(
+    def _run_chain(
         self,
-        sequence: LayerSequence,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         step: StepContext,
     ) -> torch.Tensor:
         facts = self.attention.facts
         tables = step.layer_step(step.pool.group_of(facts.layer), position_embeddings)
-        out = sequence(hidden_states.contiguous(), tables, step.workspace)
+        # Whoever wants to know of each layer's attention gets it from a layer alone.
+        chain = self._chain if step.on_attend is None else (self,)
+        sequences = tuple(layer.sequence(step.pool) for layer in chain)
+        if self._stack is None or self._stack.layers != sequences:
+            self._stack = LayerStack(sequences)
+        out = self._stack(hidden_states.contiguous(), tables, step.workspace)
+        step.ran_ahead = RanAhead(chain[1:], out, position_embeddings)
         if step.on_attend is not None:
-            q = sequence.queries(step.workspace)
+            q = sequences[0].queries(step.workspace)
             step.on_attend(facts.layer, q, facts.scaling, facts.softcap, facts.sinks)
         return out
 

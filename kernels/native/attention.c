@@ -32,15 +32,15 @@ void quire_attention_job(struct job *job, struct attention_call *call, int64_t i
 #else
     (void)isa;
 #endif
-    for (int64_t t = 0; t < call->num_tiles; t++) {
-        if (call->tiles[t].first_partial < 0) continue;
-        int64_t begin = call->tiles[t].key_begin / SPLIT, end = (call->tiles[t].key_end + SPLIT - 1) / SPLIT;
+    for (int64_t t = 0; t < call->plan.num_tiles; t++) {
+        if (call->plan.tiles[t].first_partial < 0) continue;
+        int64_t begin = call->plan.tiles[t].key_begin / SPLIT, end = (call->plan.tiles[t].key_end + SPLIT - 1) / SPLIT;
         for (int64_t head = 0; head < call->kv_heads; head++)
-            call->missing[t * call->kv_heads + head] = (int32_t)(end - begin);
+            call->plan.missing[t * call->kv_heads + head] = (int32_t)(end - begin);
     }
     job->worker = worker;
     job->call = call;
-    job->units = call->num_units * call->kv_heads;
+    job->units = call->plan.num_units * call->kv_heads;
     job->num_threads = num_threads;
     team_divide(&job->team, job->units, num_threads);
     call->team = &job->team;

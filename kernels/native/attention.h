@@ -10,7 +10,7 @@
 
 #include "team.h"
 
-#define QUIRE_ABI 7
+#define QUIRE_ABI 8
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
@@ -37,13 +37,8 @@ struct work_unit {
     int64_t split_begin, split_end; /* absolute numbers of splits */
 };
 
-struct attention_call {
-    const void *q;                       /* [tokens, heads, head_dim] */
-    int64_t q_token_stride, q_head_stride; /* elements */
-    const void *k, *v;                   /* [blocks, kv_heads, block_size, head_dim], pages of a head contiguous */
-    int64_t block_stride;                /* elements */
-    void *out;                           /* [tokens, heads, head_dim], contiguous */
-    const float *sinks;                  /* [heads] or NULL */
+/* What a plan decides, the same for all layers of a step. */
+struct attention_plan {
     const int64_t *block_tables;         /* [rows, table_stride] */
     int64_t table_stride;
     const int64_t *key_begin, *key_end;  /* [tokens] keys that a token sees */
@@ -54,6 +49,16 @@ struct attention_call {
     int32_t *missing;                    /* [tiles * kv_heads] splits of such a tile that are not done */
     char *scratch;                       /* [threads, scratch_stride], 64-byte aligned */
     int64_t scratch_stride;              /* bytes */
+};
+
+struct attention_call {
+    const void *q;                       /* [tokens, heads, head_dim] */
+    int64_t q_token_stride, q_head_stride; /* elements */
+    const void *k, *v;                   /* [blocks, kv_heads, block_size, head_dim], pages of a head contiguous */
+    int64_t block_stride;                /* elements */
+    void *out;                           /* [tokens, heads, head_dim], contiguous */
+    const float *sinks;                  /* [heads] or NULL */
+    struct attention_plan plan;
     int64_t dtype, heads, kv_heads, head_dim, block_size;
     float scale, softcap;                /* softcap 0: none */
     struct team *team;                   /* of the units' KV heads; set by the library */

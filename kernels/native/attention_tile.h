@@ -69,7 +69,7 @@ struct unit {
 
 FN struct run_cursor run_cursor_at(const struct unit *u, int64_t row, int64_t head, int64_t position) {
     const struct attention_call *c = u->call;
-    return (struct run_cursor){c->block_tables + row * c->table_stride, position / c->block_size, position % c->block_size,
+    return (struct run_cursor){c->plan.block_tables + row * c->plan.table_stride, position / c->block_size, position % c->block_size,
                                head * c->block_size * c->head_dim};
 }
 
@@ -265,10 +265,10 @@ FN void divide_rows(const struct unit *u, int64_t tile_begin, struct row_block *
     for (int row = 0; row < u->rows; row += BLOCK_ROWS, blocks++) {
         int rows = u->rows - row < BLOCK_ROWS ? u->rows - row : BLOCK_ROWS;
         int64_t token = u->tile->first_token + row / u->group, last = u->tile->first_token + (row + rows - 1) / u->group;
-        int64_t begin = c->key_begin[token], end = c->key_end[token];
+        int64_t begin = c->plan.key_begin[token], end = c->plan.key_end[token];
         while (token++ < last) {
-            if (c->key_begin[token] < begin) begin = c->key_begin[token];
-            if (c->key_end[token] > end) end = c->key_end[token];
+            if (c->plan.key_begin[token] < begin) begin = c->plan.key_begin[token];
+            if (c->plan.key_end[token] > end) end = c->plan.key_end[token];
         }
         begin -= tile_begin;
         end -= tile_begin;
@@ -447,7 +447,7 @@ FN float late_factor(const struct attention_call *c) { return c->softcap > 0 || 
 FN float top_score(const struct unit *u, int64_t tile_begin, const struct row_block *block, int row) {
     const struct attention_call *c = u->call;
     int64_t token = u->tile->first_token + row / u->group;
-    int64_t seen_begin = c->key_begin[token] - tile_begin, seen_end = c->key_end[token] - tile_begin;
+    int64_t seen_begin = c->plan.key_begin[token] - tile_begin, seen_end = c->plan.key_end[token] - tile_begin;
     const v16 hidden = v_set1(-__builtin_inff());
     const int is_late = c->softcap <= 0 && c->scale > 0;
     float *scores = u->scratch->scores + row * TILE;
@@ -617,7 +617,7 @@ FN void load_queries(struct unit *u) {
 FN float *partial_of(const struct unit *u, int64_t split, int row) {
     int64_t number = split - u->tile->key_begin / SPLIT;
     number = u->tile->first_partial + (number * u->call->kv_heads + u->head) * u->rows + row;
-    return u->call->partials + number * row_floats(u->dim);
+    return u->call->plan.partials + number * row_floats(u->dim);
 }
 
 FN void save_partial(const struct unit *u, int64_t split, const struct row_state *state) {
@@ -646,7 +646,7 @@ FN void attend_unit(struct unit *u, const struct work_unit *work) {
     if (u->tile->first_partial >= 0) {
         /* Whoever completes the tile merges all of it, in the order in which one unit would have. */
         int32_t done = (int32_t)(work->split_end - work->split_begin);
-        int32_t *missing = u->call->missing + work->tile * u->call->kv_heads + u->head;
+        int32_t *missing = u->call->plan.missing + work->tile * u->call->kv_heads + u->head;
         if (__atomic_sub_fetch(missing, done, __ATOMIC_ACQ_REL) > 0) return;
         for (int64_t split = u->tile->key_begin / SPLIT; split * SPLIT < u->tile->key_end; split++)
             for (int row = 0; row < u->rows; row++) {
@@ -662,8 +662,8 @@ FN struct item claim(struct attention_call *call, struct member *member, const s
     int64_t number = team_take(call->team, member);
     struct item item = {0};
     if (number < 0) return item;
-    *work = &call->units[number / call->kv_heads];
-    item.tile = &call->tiles[(*work)->tile];
+    *work = &call->plan.units[number / call->kv_heads];
+    item.tile = &call->plan.tiles[(*work)->tile];
     item.head = number % call->kv_heads;
     int64_t begin = (*work)->split_begin * SPLIT, end = (*work)->split_end * SPLIT;
     item.begin = begin > item.tile->key_begin ? begin : item.tile->key_begin;
@@ -681,7 +681,7 @@ TARGETED int64_t WORKER(void *argument) {
     const struct work_unit *work;
     struct member member = team_join(call->team);
     int64_t done = 0;
-    u.scratch = (struct scratch *)(call->scratch + member.thread * call->scratch_stride);
+    u.scratch = (struct scratch *)(call->plan.scratch + member.thread * call->plan.scratch_stride);
     u.group = (int)(call->heads / call->kv_heads);
     u.dim = (int)call->head_dim;
     u.padded = (int)padded_dim(call->head_dim);

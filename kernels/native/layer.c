@@ -36,8 +36,8 @@ void quire_gated_job(struct job *job, struct gated_call *call, int64_t isa, int6
 }
 
 void quire_rotate_job(struct job *job, struct rotate_call *call, int64_t isa, int64_t num_threads) {
-    int64_t elements = call->tokens * (call->heads + 2 * call->kv_heads) * call->head_dim;
-    divide(job, BEST(quire_rotate, isa), call, call->tokens, elements, num_threads);
+    int64_t elements = call->step.tokens * (call->heads + 2 * call->kv_heads) * call->head_dim;
+    divide(job, BEST(quire_rotate, isa), call, call->step.tokens, elements, num_threads);
     call->team = &job->team;
     call->outside = 0;
 }

@@ -33,6 +33,13 @@ struct gated_call {
     struct team *team;
 };
 
+/* What a step decides, the same for all layers with the same heads. */
+struct rotate_step {
+    const int64_t *rows;    /* [tokens, kv_heads] rows of the pages */
+    const char *cos, *sin;  /* [tokens, rotary], contiguous, dtype of qkv */
+    int64_t tokens, rotary;
+};
+
 /* Norm and rotate the heads of q and k, and write k and v into their pages. */
 struct rotate_call {
     const char *qkv;        /* [tokens, heads + 2 kv_heads, head_dim], tokens contiguous */
@@ -40,9 +47,7 @@ struct rotate_call {
     char *q_out;            /* [tokens, heads, head_dim], contiguous */
     char *k_pages, *v_pages; /* [page_rows, head_dim] */
     const float *q_norm, *k_norm; /* [head_dim] or NULL */
-    const int64_t *rows;    /* [tokens, kv_heads] rows of the pages */
-    const char *cos, *sin;  /* [tokens, rotary], contiguous, dtype of qkv */
-    int64_t tokens, rotary;
+    struct rotate_step step;
     int64_t page_rows, heads, kv_heads, head_dim, dtype;
     float eps;
     struct team *team;

@@ -91,7 +91,7 @@ FN void rotate_head(const struct rotate_call *c, const char *from, char *to, con
         if (norm) part = v_mul(v_mul(part, v_set1(factor)), load_part((const char *)norm, i, c->head_dim, FLOAT32));
         v_store(x + i, part);
     }
-    rotate(y, x, t, c->rotary, c->head_dim);
+    rotate(y, x, t, c->step.rotary, c->head_dim);
     for (int64_t i = 0; i < c->head_dim; i += LANES) store_part(to, i, c->head_dim, dtype, v_load(y + i));
 }
 
@@ -99,9 +99,9 @@ FN void rotate_tokens(struct rotate_call *c, int64_t begin, int64_t end, int dty
     int64_t bytes = dtype == FLOAT32 ? 4 : 2, head_bytes = c->head_dim * bytes, heads = c->heads + c->kv_heads;
     for (int64_t token = begin; token < end; token++) {
         struct token_tables t;
-        for (int64_t i = 0; i < c->rotary; i += LANES) {
-            v_store(t.cos + i, load_part(c->cos + token * c->rotary * bytes, i, c->rotary, dtype));
-            v_store(t.sin + i, load_part(c->sin + token * c->rotary * bytes, i, c->rotary, dtype));
+        for (int64_t i = 0; i < c->step.rotary; i += LANES) {
+            v_store(t.cos + i, load_part(c->step.cos + token * c->step.rotary * bytes, i, c->step.rotary, dtype));
+            v_store(t.sin + i, load_part(c->step.sin + token * c->step.rotary * bytes, i, c->step.rotary, dtype));
         }
         const char *head = c->qkv + token * c->qkv_stride;
         /* A head's factor is a long chain of operations: it is found while the head before is rotated. */
@@ -112,7 +112,7 @@ FN void rotate_tokens(struct rotate_call *c, int64_t begin, int64_t end, int dty
                 rotate_head(c, head, c->q_out + (token * c->heads + h) * head_bytes, c->q_norm, factor, &t, dtype);
                 continue;
             }
-            int64_t row = c->rows[token * c->kv_heads + h - c->heads];
+            int64_t row = c->step.rows[token * c->kv_heads + h - c->heads];
             if (row < 0 || row >= c->page_rows) {
                 __atomic_fetch_add(&c->outside, 1, __ATOMIC_RELAXED);
                 continue;
@@ -138,4 +138,4 @@ FN void rotate_tokens(struct rotate_call *c, int64_t begin, int64_t end, int dty
     }
 WORKER_OF(norm, norm_call, norm_rows, rows)
 WORKER_OF(gated, gated_call, gated_rows, rows)
-WORKER_OF(rotate, rotate_call, rotate_tokens, tokens)
+WORKER_OF(rotate, rotate_call, rotate_tokens, step.tokens)

@@ -20,7 +20,7 @@ enum {
 
 enum kind { NORM = 0, LINEAR = 1, ROTATE = 2, ATTENTION = 3, GATED = 4 };
 
-/* These two are mirrored in `quire/kernels/cpu_sequence.py`. */
+/* These three are mirrored in `quire/kernels/cpu_sequence.py`. */
 struct step {
     int64_t kind; /* enum kind: which structure `call` is */
     void *call;
@@ -30,6 +30,16 @@ struct sequence {
     const struct step *steps; /* each with a call of its own, whose counters are set before any runs */
     int64_t num_steps;        /* at most MAX_STEPS */
     int64_t *finished_ns;     /* [1 + num_steps] when it began, and when each step was done; or NULL */
+};
+
+/* A decoder layer: its calls in order, and those of them that take what is another in every step. */
+struct layer {
+    struct sequence *sequence;
+    struct norm_call *attention_norm; /* reads what goes in */
+    struct rotate_call *rotate;
+    struct attention_call *attention;
+    struct linear_call *output; /* adds what goes in */
+    struct linear_call *down;   /* writes what comes out */
 };
 
 struct stage {
@@ -108,4 +118,22 @@ void quire_sequence(struct sequence *sequence, int64_t isa, parallel_function *p
         stage->done = 0;
     }
     team_run(run_worker, &run, parallel, num_threads);
+}
+
+int64_t quire_layer_bytes(void) { return sizeof(struct layer); }
+
+/* Layers one after the other: the first reads `x`, all write `out`, which the next one reads; both [tokens, hidden]. Returns the
+ * rows that the pages do not have, which are not written. */
+int64_t quire_layers(const struct layer *layers, int64_t num_layers, const char *x, char *out, const struct rotate_step *step,
+                     const struct attention_plan *plan, int64_t isa, parallel_function *parallel, int64_t num_threads) {
+    int64_t outside = 0;
+    for (const struct layer *layer = layers; layer < layers + num_layers; layer++, x = out) {
+        layer->attention_norm->x = layer->output->residual = x;
+        layer->down->out = out; /* last of all: what went in is no longer needed */
+        layer->rotate->step = *step;
+        layer->attention->plan = *plan;
+        quire_sequence(layer->sequence, isa, parallel, num_threads);
+        outside += layer->rotate->outside;
+    }
+    return outside;
 }

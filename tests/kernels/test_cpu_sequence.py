@@ -27,6 +27,7 @@ from quire.kernels.cpu_linear import PackedWeight, packed_linear
 from quire.kernels.cpu_sequence import (
     LayerParts,
     LayerSequence,
+    LayerStack,
     LayerStep,
     NormPart,
     ProductPart,
@@ -91,6 +92,7 @@ class Layer:
             v_pages=flat[3 * plane :],
         )
         self.sequence = LayerSequence(self.parts)
+        self.stack = LayerStack([self.sequence])
 
     def step(self, tokens, seed=0, **span) -> dict:
         """Rows of one token, of three, and one of all others, after some context."""
@@ -117,7 +119,7 @@ class Layer:
 
     def together(self, workspace, x, cos, sin, rows, plan, isa=None):
         """As one call."""
-        return self.sequence(x, LayerStep.of(plan, rows, cos, sin), workspace, isa=isa)
+        return self.stack(x, LayerStep.of(plan, rows, cos, sin), workspace, isa=isa)
 
     def apart(self, x, cos, sin, rows, plan, isa=None):
         """The same as calls one by one."""
@@ -410,6 +412,28 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
         Sequence({str(i): norm for i in range(17)})
     with pytest.raises(ValueError, match=r"^calls: must each be another"):
         Sequence({"a": norm, "b": norm})
+    sequence, other = LayerSequence(parts), Layer(torch.bfloat16).sequence
+    for layers in ([], [sequence, other]):
+        with pytest.raises(ValueError, match=r"^layers: must have one shape, dtype and cache"):
+            LayerStack(layers)
+
+
+def test_a_stack_is_its_layers_one_after_the_other():
+    one, two = Layer(), Layer()
+    step, workspace = one.step(9), Workspace()
+    x, tables = step["x"], LayerStep.of(step["plan"], step["rows"], step["cos"], step["sin"])
+    given = x.clone()
+    alone = [LayerStack([layer.sequence]) for layer in (one, two, one)]
+    expected = x
+    for layer in alone:
+        expected = layer(expected, tables, workspace)
+    stack = LayerStack([layer.sequence for layer in (one, two, one)])
+    timed = []
+    for on_times in (None, timed.append):
+        workspace.on_times = on_times
+        assert torch.equal(stack(x, tables, workspace), expected)
+        assert torch.equal(x, given)
+    assert len(timed) == 3 and all(seconds["attention"] > 0 for seconds in timed)
 
 
 def test_tokens_that_pad_a_step_change_no_other():

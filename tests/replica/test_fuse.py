@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 
 from quire.kernels import native_library
 from quire.kernels.cpu_attention import has_native
-from quire.kernels.cpu_sequence import LayerSequence
+from quire.kernels.cpu_sequence import LayerSequence, LayerStack
 from quire.replica import fuse as fuse_module
 from quire.replica.engine import Engine
 from quire.replica.fused import FusedLayer, PackedEmbedding, Product
@@ -257,16 +258,16 @@ def test_a_wrong_query_key_or_value_is_found_out(zoo, what, monkeypatch):
     assert sum("attention model.layers" in reason for reason in runner.fused.dropped) == 3
 
 
-def count_sequences(monkeypatch) -> list[LayerSequence]:
-    """Layers that ran as one call, in order."""
+def count_stacks(monkeypatch) -> list[int]:
+    """How many layers each call ran, in order."""
     ran = []
-    original = LayerSequence.__call__
+    original = LayerStack.__call__
 
     def counted(self, *args, **kwargs):
-        ran.append(self)
+        ran.append(len(self.layers))
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(LayerSequence, "__call__", counted)
+    monkeypatch.setattr(LayerStack, "__call__", counted)
     return ran
 
 
@@ -282,9 +283,10 @@ def count_sequences(monkeypatch) -> list[LayerSequence]:
 )
 def test_layers_as_one_call_have_the_bits_of_their_parts(zoo, name, changes, monkeypatch):
     runner = make_runner(zoo(name), **changes)
-    ran = count_sequences(monkeypatch)
+    assert runner.fused.chains == [3]
+    ran = count_stacks(monkeypatch)
     together = logits_of(runner)
-    assert len(ran) > 6 and len(set(ran)) == 3
+    assert len(ran) > 2 and set(ran) == {3}
     ran.clear()
     runner._forward._workspace = None
     apart = logits_of(runner)
@@ -293,26 +295,61 @@ def test_layers_as_one_call_have_the_bits_of_their_parts(zoo, name, changes, mon
 
 
 def test_layers_with_other_products_run_part_by_part(zoo, monkeypatch):
-    ran = count_sequences(monkeypatch)
+    ran = count_stacks(monkeypatch)
     runner = make_runner(zoo("qwen3"), dtype="float16", deterministic=False)
     logits_of(runner, steps=1)
-    assert runner.fused.fused["layers"] == 3 and not ran
+    assert runner.fused.fused["layers"] == 3 and not ran and not runner.fused.chains
+
+
+def test_a_layer_whose_input_the_model_changes_begins_another_call(zoo, monkeypatch):
+    expected = logits_of(make_runner(zoo("llama")))
+
+    def change(module, args):
+        if isinstance(module, FusedLayer) and module.attention.facts.layer == 1:
+            return (args[0] * 1.0, *args[1:])
+        return None
+
+    hook = nn.modules.module.register_module_forward_pre_hook(change)
+    try:
+        runner = make_runner(zoo("llama"))
+        ran = count_stacks(monkeypatch)
+        found = logits_of(runner)
+    finally:
+        hook.remove()
+    assert runner.fused.chains == [1, 2] and ran[:4] == [1, 2, 1, 2]
+    assert np.array_equal(found, expected)
+
+
+def test_layers_of_several_groups_are_several_calls(zoo):
+    runner = make_runner(zoo("qwen2_mixed"))
+    groups = [runner.pool.group_of(i) for i in range(len(runner.model.model.layers))]
+    assert len(set(groups)) > 1
+    runs = [len(list(run)) for _, run in itertools.groupby(groups)]
+    assert runner.fused.chains == runs
+
+
+def test_a_model_that_calls_its_layers_otherwise_is_stopped(zoo):
+    runner = make_runner(zoo("llama"))
+    del runner.model.model.layers[1]
+    with pytest.raises(RuntimeError, match="otherwise than when it was loaded"):
+        logits_of(runner, steps=1)
 
 
 @pytest.mark.parametrize("what", ["q", "k", "v", "output"])
 def test_it_is_the_one_call_that_is_proven(zoo, what, monkeypatch):
-    original, queries = LayerSequence.__call__, LayerSequence.queries
+    original, queries = LayerStack.__call__, LayerSequence.queries
 
     def wrong(self, x, step, *args, **kwargs):
         out = original(self, x, step, *args, **kwargs)
         if what == "output":
             return out * 1.001
         if what != "q":
-            pages = self._parts.k_pages if what == "k" else self._parts.v_pages
+            parts = self.layers[0]._parts
+            pages = parts.k_pages if what == "k" else parts.v_pages
             pages[step.kept[0]] *= 1.001
         return out
 
-    monkeypatch.setattr(LayerSequence, "__call__", wrong)
+    monkeypatch.setattr(LayerStack, "__call__", wrong)
     if what == "q":
         monkeypatch.setattr(LayerSequence, "queries", lambda *args: queries(*args) * 1.001)
     fused = make_runner(zoo("llama")).fused
@@ -323,6 +360,7 @@ def test_it_is_the_one_call_that_is_proven(zoo, what, monkeypatch):
 def test_int8_does_not_keep_the_weights_it_replaces(zoo):
     runner = make_runner(zoo("qwen3"), dtype="bfloat16", deterministic=False, weights="int8")
     logits_of(runner, steps=1)
+    assert runner.fused.chains == [3]
     for layer in runner.model.model.layers:
         parts = layer._sequence[1]._parts
         assert parts.qkv.weight is layer.attention.qkv.packed
