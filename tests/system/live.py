@@ -63,6 +63,11 @@ class Cluster:
         applications = self.serve_status()["applications"].values()
         return all(application["status"] == "RUNNING" for application in applications)
 
+    def every_router_knows_every_replica(self) -> bool:
+        """They begin to answer with the first one. HAProxy gives the next connection to another router."""
+        num_replicas = len(self.pids("Replica"))
+        return all(len(self.loads()) == num_replicas for _ in range(4))
+
     def pids(self, deployment: str) -> list[int]:
         """Of the running replicas of a deployment, as Serve knows them: its news are a second old."""
         deployments = self.serve_status()["applications"]["quire"]["deployments"]
@@ -153,6 +158,7 @@ def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[C
         )
         # Routers answer a moment before Serve says so.
         wait_until(cluster.is_running, 60, f"Serve is done: {output.read_text()}")
+        wait_until(cluster.every_router_knows_every_replica, 60, "routers know all replicas")
         yield cluster
     finally:
         process.send_signal(signal.SIGTERM)

@@ -221,10 +221,13 @@ def slower(cluster: Cluster, step_ms: float) -> Iterator[None]:
 
 
 def make_slower(cluster: Cluster, step_ms: float) -> None:
-    """From now on every step of every replica takes so much longer."""
+    """From now on every step of every replica takes so much longer.
+
+    In turns: under prices a replica that a step was held up on may get none of these requests.
+    """
     wanted = {load.replica for load in cluster.loads()}
     label = f"fault:crawl:{step_ms}@0"
-    with ThreadPoolExecutor(8) as pool:  # at once: of idle replicas the faster one gets all
+    with router_settings(cluster, policy="round_robin"), ThreadPoolExecutor(8) as pool:
         for attempt in range(40):
             # As long as those of `closed_loop`: a price is of a token, of few it would be a step's.
             prompts = [[300 + 8 * attempt + i] * 200 for i in range(8)]
