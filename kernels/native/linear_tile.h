@@ -2,10 +2,11 @@
  *
  *     W [columns, depth]  ->  panels of 64 columns, each [steps][64 columns], a step 32 bits of depth:
  *
- *     panel 0   | step 0: w[0] w[1] .. w[63] | step 1: .. | ...     read once, front to back, by one thread
+ *     panel 0   | step 0: w[0] w[1] .. w[63] | step 1: .. | ...     read front to back, once for every 128 rows
  *     panel 1   | ...
  *
- * A unit of work is a panel and up to 128 rows. 128 steps of the panel (32 KiB) at a time serve all of its rows, a
+ * A unit of work is a panel and up to 128 rows; all panels come before the next rows, whose x then lies in the
+ * second-level cache. 128 steps of the panel (32 KiB) at a time serve all of its rows, a
  * register tile of BLOCK_ROWS rows x MAX_VECTORS vectors of columns after the other; while they compute, the
  * next 32 KiB are prefetched, a share by each tile. So with few rows the product runs at the speed of the
  * memory, with many at that of the multipliers.
@@ -171,8 +172,8 @@ FN void widen_chunk(uint32_t *pairs, const uint32_t *bytes, int64_t steps) {
     }
 }
 
-FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, int64_t row_blocks, float *total, uint32_t *pairs, int dtype) {
-    int64_t panel = unit / row_blocks, row = unit % row_blocks * MAX_UNIT_ROWS;
+FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, int64_t panels, float *total, uint32_t *pairs, int dtype) {
+    int64_t panel = unit % panels, row = unit / panels * MAX_UNIT_ROWS;
     int64_t rows = c->rows - row < MAX_UNIT_ROWS ? c->rows - row : MAX_UNIT_ROWS;
     int64_t steps_per_word = c->scales ? 2 : 1, panel_words = c->steps / steps_per_word * PANEL_COLUMNS;
     const uint32_t *weight = c->weight + panel * panel_words;
@@ -182,7 +183,7 @@ FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, i
         if (first + CHUNK < c->steps) {
             ahead = chunk + CHUNK / steps_per_word * PANEL_COLUMNS;
         } else if (next >= 0) {
-            ahead = c->weight + next / row_blocks * panel_words;
+            ahead = c->weight + next % panels * panel_words;
         }
         if (c->scales) widen_chunk(pairs, chunk, steps);
         struct product p = {c, (const float *)(c->scales ? pairs : chunk), (const char *)ahead, c->x + row * c->x_stride + first * 4, total,
@@ -195,7 +196,7 @@ FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, i
 /* Take units until none is left; the next is taken before a unit begins, so that its weights can be prefetched. */
 TARGETED int64_t LINEAR_WORKER(void *argument) {
     struct linear_call *c = argument;
-    int64_t row_blocks = linear_row_blocks(c);
+    int64_t panels = linear_panels(c);
     _Alignas(64) float total[MAX_UNIT_ROWS * PANEL_COLUMNS];
     _Alignas(64) uint32_t pairs[CHUNK * PANEL_COLUMNS];
     struct member member = team_join(c->team);
@@ -203,9 +204,9 @@ TARGETED int64_t LINEAR_WORKER(void *argument) {
     for (int64_t next, unit = team_take(c->team, &member); unit >= 0; unit = next, done++) {
         next = team_take(c->team, &member);
         if (DOT_BF16 || c->dtype == BFLOAT16) {
-            multiply_unit(c, unit, next, row_blocks, total, pairs, BFLOAT16);
+            multiply_unit(c, unit, next, panels, total, pairs, BFLOAT16);
         } else {
-            multiply_unit(c, unit, next, row_blocks, total, pairs, FLOAT32);
+            multiply_unit(c, unit, next, panels, total, pairs, FLOAT32);
         }
     }
     return done;
