@@ -304,8 +304,11 @@ class LayerSequence:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What layers of a stack have in common, beside a step's plan and tables."""
-        return (self._hidden, self._dtype, self._q_shape, self._parts.k_cache.shape)
+        """What layers of a stack have in common, beside a step's plan and tables.
+
+        Their widths too: they are placed before any runs, so none may make the workspace grow after another's place.
+        """
+        return (*self._token_bytes, self._dtype, self._q_shape, self._parts.k_cache.shape)
 
     def check(self, x: torch.Tensor, step: LayerStep) -> None:
         """Raise ValueError where x or the step do not fit."""

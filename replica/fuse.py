@@ -261,9 +261,7 @@ class _FusePass:
         def begin(layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal last
             x = args[0] if args else kwargs["hidden_states"]
-            sequence = layer.sequence(self.pool)
-            if sequence is None:
-                last = None
+            if layer.sequence(self.pool) is None:
                 return
             if (
                 last is None
@@ -279,7 +277,9 @@ class _FusePass:
             layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
         ) -> None:
             nonlocal last
-            last = result, result.clone(), kwargs["position_embeddings"]
+            last = None
+            if layer.sequence(self.pool) is not None:
+                last = result, result.clone(), kwargs["position_embeddings"]
 
         layers = [module for module in self.model.modules() if isinstance(module, FusedLayer)]
         hooks = [layer.register_forward_pre_hook(begin, with_kwargs=True) for layer in layers]

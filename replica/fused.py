@@ -357,8 +357,8 @@ class FusedLayer(nn.Module):
         return middle + self.mlp(normed)
 
     def forget_sequence(self) -> None:
-        """Its products have changed, or will."""
-        self._sequence = None
+        """Its products have changed, or will: nothing here may keep the ones before."""
+        self._sequence = self._stack = None
 
     def sequence(self, pool: KVPool) -> LayerSequence | None:
         """All of it as one call; None where some of it has no such form."""

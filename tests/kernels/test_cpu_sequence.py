@@ -413,7 +413,11 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
     with pytest.raises(ValueError, match=r"^calls: must each be another"):
         Sequence({"a": norm, "b": norm})
     sequence, other = LayerSequence(parts), Layer(torch.bfloat16).sequence
-    for layers in ([], [sequence, other]):
+    gate_up, down = (
+        ProductPart(PackedWeight.pack([normal(*shape)]), None) for shape in ((320, 96), (96, 160))
+    )
+    wider = dataclasses.replace(parts, gate_up=gate_up, down=down)
+    for layers in ([], [sequence, other], [sequence, LayerSequence(wider)]):
         with pytest.raises(ValueError, match=r"^layers: must have one shape, dtype and cache"):
             LayerStack(layers)
 
@@ -463,3 +467,4 @@ def test_a_sequence_of_calls_that_differ_in_size():
 def test_structures_have_the_size_that_c_gives_them():
     functions = native_library.load().functions
     assert ctypes.sizeof(cpu_sequence._Sequence) == functions.quire_sequence_bytes()
+    assert ctypes.sizeof(cpu_sequence._Layer) == functions.quire_layer_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from quire.kernels import native_library
 from quire.kernels.cpu_attention import has_native
+from quire.kernels.cpu_linear import PackedWeight
 from quire.kernels.cpu_sequence import LayerSequence, LayerStack
 from quire.replica import fuse as fuse_module
 from quire.replica.engine import Engine
@@ -320,6 +322,20 @@ def test_a_layer_whose_input_the_model_changes_begins_another_call(zoo, monkeypa
     assert np.array_equal(found, expected)
 
 
+@pytest.mark.parametrize("without, chains", [(0, [2]), (1, [1, 1]), (2, [2])])
+def test_a_layer_that_is_no_call_ends_a_chain(zoo, without, chains, monkeypatch):
+    expected = logits_of(make_runner(zoo("llama")))
+    original = FusedLayer._make_sequence
+
+    def make(self, pool):
+        return None if self.attention.facts.layer == without else original(self, pool)
+
+    monkeypatch.setattr(FusedLayer, "_make_sequence", make)
+    runner = make_runner(zoo("llama"))
+    assert runner.fused.chains == chains
+    assert np.array_equal(logits_of(runner), expected)
+
+
 def test_layers_of_several_groups_are_several_calls(zoo):
     runner = make_runner(zoo("qwen2_mixed"))
     groups = [runner.pool.group_of(i) for i in range(len(runner.model.model.layers))]
@@ -358,9 +374,16 @@ def test_it_is_the_one_call_that_is_proven(zoo, what, monkeypatch):
 
 
 def test_int8_does_not_keep_the_weights_it_replaces(zoo):
+    def wide_weights() -> list[PackedWeight]:
+        gc.collect()
+        return [w for w in gc.get_objects() if isinstance(w, PackedWeight) and w.scales is None]
+
+    before = {id(weight) for weight in wide_weights()}
     runner = make_runner(zoo("qwen3"), dtype="bfloat16", deterministic=False, weights="int8")
     logits_of(runner, steps=1)
     assert runner.fused.chains == [3]
+    kept = [weight for weight in wide_weights() if id(weight) not in before]
+    assert len(kept) == 1 and kept[0] is runner.model.get_output_embeddings().packed
     for layer in runner.model.model.layers:
         parts = layer._sequence[1]._parts
         assert parts.qkv.weight is layer.attention.qkv.packed
