@@ -10,6 +10,11 @@ passes from part to part lies in a workspace that all layers of a model share::
     token  | normed | middle | q | qkv, attended |        elements of all tokens side by side
                                  | gate_up, inner|        of the MLP, in place of the attention's
 
+Where only some tokens' results are read, as after a model's last layer, that layer may run for these alone once the
+keys and values of all are written:
+
+    norm │ qkv │ norm, rotate, write │ pick tokens │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
+
 Bytes: those of the parts.
 """
 
@@ -206,6 +211,14 @@ class LayerStep:
         return cls(plan, tables, cos.dtype, (rows, cos, sin))
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The tokens of a step whose results are read, where that is not all of them."""
+
+    tokens: torch.Tensor  # [selected] int64, each at most once
+    plan: NativePlan  # of these alone, in this order
+
+
 def workspace_columns(
     hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate: int
 ) -> int:
@@ -260,19 +273,21 @@ class LayerSequence:
         self._gated = GatedCall.of(inner, dtype, parts.gelu)
         self._down = LinearCall.of(*parts.down)
         self._set_strides()
-        self._sequence = Sequence(
-            {
-                "attention_norm": self._attention_norm,
-                "qkv": self._qkv,
-                "rotate and write": self._rotate,
-                "attention": self._attention,
-                "output": self._output,
-                "mlp_norm": self._mlp_norm,
-                "gate_up": self._gate_up,
-                "gated": self._gated,
-                "down": self._down,
-            }
-        )
+        writing = {
+            "attention_norm": self._attention_norm,
+            "qkv": self._qkv,
+            "rotate and write": self._rotate,
+        }
+        reading = {
+            "attention": self._attention,
+            "output": self._output,
+            "mlp_norm": self._mlp_norm,
+            "gate_up": self._gate_up,
+            "gated": self._gated,
+            "down": self._down,
+        }
+        self._sequence = Sequence(writing | reading)
+        self._halves = Sequence(writing), Sequence(reading)
         self._num_tokens = 0  # that the calls are set to, like the next two
         self._num_bytes = 0
         self._address = 0
@@ -328,6 +343,10 @@ class LayerSequence:
             raise ValueError(f"step: must have tables of {self._dtype}, got {step.dtype}")
         step.plan.check(num_tokens, self._q_shape[0], self._parts.k_cache)
 
+    def check_selection(self, selection: Selection) -> None:
+        """Raise ValueError where its plan is not of its tokens."""
+        selection.plan.check(len(selection.tokens), self._q_shape[0], self._parts.k_cache)
+
     def run_timed(
         self, x: int, out: int, step: LayerStep, isa: str | None
     ) -> tuple[dict[str, float], int]:
@@ -337,6 +356,38 @@ class LayerSequence:
         self._rotate.step, self._attention.plan = step.tables, step.plan.part
         seconds = self._sequence.run_timed(step.plan.num_threads, isa)
         return seconds, self._rotate.outside
+
+    @property
+    def selectable_work(self) -> int:
+        """Multiplications that the products save for each token that is not selected; attention saves more."""
+        products = (self._parts.output, self._parts.gate_up, self._parts.down)
+        return sum(weight.columns * weight.depth for weight, _ in products)
+
+    def run_selected(
+        self,
+        x: torch.Tensor,
+        step: LayerStep,
+        selection: Selection,
+        workspace: Workspace,
+        isa: str | None,
+    ) -> tuple[torch.Tensor, int]:
+        """The result [selected, hidden] from x [tokens, hidden], which `check` has taken, and rows outside the pages."""
+        writing, reading = self._halves
+        self.place(len(x), workspace)
+        self._attention_norm.x = x.data_ptr()
+        self._rotate.step = step.tables
+        seconds = _run(writing, workspace, step.plan.num_threads, isa)
+        q, residual = self.queries(workspace)[selection.tokens], x[selection.tokens]
+        out = torch.empty_like(residual)
+        if len(out):
+            self.place(len(out), workspace)
+            self._attention.q, self._attention.plan = q.data_ptr(), selection.plan.part
+            self._output.residual, self._down.out = residual.data_ptr(), out.data_ptr()
+            seconds |= _run(reading, workspace, selection.plan.num_threads, isa)
+            self._num_tokens = 0  # q is none of the workspace's: place all of it again
+        if workspace.on_times is not None:
+            workspace.on_times(seconds)
+        return out, self._rotate.outside
 
     @property
     def pages(self) -> torch.Tensor:
@@ -407,7 +458,13 @@ class LayerStack:
         return self._layers
 
     def __call__(
-        self, x: torch.Tensor, step: LayerStep, workspace: Workspace, *, isa: str | None = None
+        self,
+        x: torch.Tensor,
+        step: LayerStep,
+        workspace: Workspace,
+        *,
+        selection: Selection | None = None,
+        isa: str | None = None,
     ) -> torch.Tensor:
         """Write the keys and values of a step's tokens, and attend, in every layer.
 
@@ -417,6 +474,8 @@ class LayerStack:
             [..., hidden] of the step's tokens in the weights' dtype, contiguous.
         step
             Of the layers' heads, window and rotation.
+        selection
+            Of the last layer: other tokens keep what it was given for them. None: all tokens.
         isa
             As in `cpu_linear.packed_linear`.
 
@@ -431,18 +490,43 @@ class LayerStack:
         IndexError
             A row that the pages do not have.
         """
-        self._layers[0].check(x, step)
-        out = torch.empty_like(x)
-        num_tokens = step.tables.tokens
-        if not num_tokens:
-            return out
-        for layer in self._layers:
-            layer.place(num_tokens, workspace)
+        last = self._layers[-1]
+        last.check(x, step)
+        if selection is not None:
+            last.check_selection(selection)
+        if not step.tables.tokens:
+            return torch.empty_like(x)
+        if selection is None:
+            out = torch.empty_like(x)
+            outside = self._run(len(self._layers), x, out, step, workspace, isa)
+        else:
+            out = torch.empty_like(x) if len(self._layers) > 1 else x.clone()
+            outside = self._run(len(self._layers) - 1, x, out, step, workspace, isa)
+            rows = out.view(-1, x.shape[-1])
+            selected, more = last.run_selected(rows, step, selection, workspace, isa)
+            rows[selection.tokens] = selected
+            outside += more
+        if outside:
+            raise IndexError(f"rows: {outside} are not between 0 and {len(last.pages) - 1}")
+        return out
+
+    def _run(
+        self,
+        count: int,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        step: LayerStep,
+        workspace: Workspace,
+        isa: str | None,
+    ) -> int:
+        """The first `count` layers; returns the rows that the pages do not have."""
+        for layer in self._layers[:count]:
+            layer.place(step.tables.tokens, workspace)
         if workspace.on_times is None:
             library = self._library
-            outside = library.functions.quire_layers(
+            return library.functions.quire_layers(
                 self._array,
-                len(self._array),
+                count,
                 x.data_ptr(),
                 out.data_ptr(),
                 ctypes.byref(step.tables),
@@ -451,16 +535,22 @@ class LayerStack:
                 library.parallel,
                 step.plan.num_threads,
             )
-        else:
-            outside, goes_in = 0, x.data_ptr()
-            for layer in self._layers:
-                seconds, more = layer.run_timed(goes_in, out.data_ptr(), step, isa)
-                workspace.on_times(seconds)
-                outside, goes_in = outside + more, out.data_ptr()
-        if outside:
-            pages = len(self._layers[0].pages)
-            raise IndexError(f"rows: {outside} are not between 0 and {pages - 1}")
-        return out
+        outside, goes_in = 0, x.data_ptr()
+        for layer in self._layers[:count]:
+            seconds, more = layer.run_timed(goes_in, out.data_ptr(), step, isa)
+            workspace.on_times(seconds)
+            outside, goes_in = outside + more, out.data_ptr()
+        return outside
+
+
+def _run(
+    sequence: Sequence, workspace: Workspace, num_threads: int, isa: str | None
+) -> dict[str, float]:
+    """Seconds of each call by name; none where nobody wants them."""
+    if workspace.on_times is not None:
+        return sequence.run_timed(num_threads, isa)
+    sequence.run(num_threads, isa)
+    return {}
 
 
 def _check_parts(parts: LayerParts) -> None:

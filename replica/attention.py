@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from quire.kernels.cpu_sequence import LayerStep, Workspace
+from quire.kernels.cpu_sequence import LayerStep, Selection, Workspace
 from quire.kernels.paged_attention import PagedAttention, Plan
 from quire.replica.kv_pool import KVPool
 
@@ -71,6 +71,8 @@ class StepContext:
     slots: torch.Tensor  # [G, T] int64, block id * block_size + offset
     num_query: np.ndarray | None = None  # [rows] query tokens of each; needed beside tensors
     workspace: Workspace | None = None  # on the CPU: of layers that run as one call
+    # [S] int64, tokens whose hidden states are read after the last layer; None: all
+    selected: np.ndarray | None = None
     on_attend: OnAttend | None = None  # told what each layer's attention is called with
     # On the CPU: layers that have run with the one before them, and are still to be called for what they have made
     ran_ahead: RanAhead | None = None
@@ -93,6 +95,18 @@ class StepContext:
             made = tables, LayerStep.of(self.plan(g), self.write_rows[g], cos, sin)
             self._layer_steps[g] = made
         return made[1]
+
+    def selection(self, g: int) -> Selection:
+        """The selected tokens, as a layer of a group that runs as one call is told of them."""
+        tokens = self.selected
+        row = np.searchsorted(self.cu_q, tokens, side="right") - 1
+        # Each as a row of its own, that ends with it.
+        plan = self.attentions[g].plan(
+            np.arange(len(tokens) + 1),
+            self.kv_len[row] - (self.cu_q[row + 1] - 1 - tokens),
+            self.block_tables[g][row],
+        )
+        return Selection(torch.from_numpy(tokens), plan)
 
     def attend(
         self,

@@ -56,6 +56,7 @@ class Forward:
         block_tables: torch.Tensor,
         slots: torch.Tensor,
         num_query: np.ndarray,
+        selected: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Write the step's KV; n rows, T tokens.
 
@@ -71,10 +72,12 @@ class Forward:
             [G, T] int64.
         num_query
             [n] query tokens of each row.
+        selected
+            [S] int64, tokens whose results are read, in order, each once; None: all.
 
         Returns
         -------
-        [T, hidden size].
+        [T, hidden size]; of tokens that are not selected, anything.
         """
         metadata = (cu_q, kv_len, block_tables)
         if cu_q.device.type == "cpu":
@@ -87,6 +90,7 @@ class Forward:
             slots=slots,
             num_query=num_query,
             workspace=self._workspace,
+            selected=selected,
         )
         output = self._decoder(
             input_ids=token_ids[None],

@@ -241,12 +241,12 @@ class _FusePass:
             for hook in hooks:
                 hook.remove()
 
-    def _run_decoder(self, context: StepContext) -> None:
+    def _run_decoder(self, context: StepContext) -> Any:
         embeddings = self.model.get_input_embeddings().num_embeddings
         ids = torch.randint(embeddings, (1, self.num_tokens), generator=self.random)
         # Positions apart from each other: a wrong rotation must show.
         positions = torch.arange(self.num_tokens)[None] * 37 + 11
-        self.decoder(
+        return self.decoder(
             input_ids=ids.to(self.device),
             position_ids=positions.to(self.device),
             use_cache=False,
@@ -295,6 +295,32 @@ class _FusePass:
             for i, layer in enumerate(chain):
                 layer.chain(chain[i + 1 :])
         self.report.chains = [len(chain) for chain in chains]
+        if chains:
+            chains[-1][-1].is_last = self._is_last(chains[-1][-1])
+
+    def _is_last(self, layer: FusedLayer) -> bool:
+        """Whether what the model makes of a token after this layer is a function of that token's result alone."""
+        kept = self.num_tokens // 2  # others before it and after it
+        results = []
+        for change in (False, True):
+
+            def replace(*call: Any, change: bool = change) -> torch.Tensor:
+                result = call[-1]
+                changed = self._normal(result) if change else result.clone()
+                changed[:, kept] = result[:, kept]
+                return changed
+
+            hook = layer.register_forward_hook(replace)
+            context, _ = self._context()
+            context.on_attend = None
+            state = self.random.get_state()
+            try:
+                results.append(self._run_decoder(context).last_hidden_state[0, kept])
+            finally:
+                hook.remove()
+                if not change:
+                    self.random.set_state(state)
+        return torch.equal(*results)
 
     def _normal(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         values = torch.randn(like.shape, generator=self.random) * scale

@@ -28,6 +28,7 @@ from quire.kernels.cpu_sequence import (
     LayerStack,
     NormPart,
     ProductPart,
+    Selection,
 )
 from quire.kernels.paged_attention import Backend
 from quire.replica.attention import RanAhead, StepContext
@@ -35,6 +36,9 @@ from quire.replica.fp8 import Fp8Linear, join_rows
 from quire.replica.kv_pool import KVPool
 
 Activation = Literal["silu", "gelu_tanh"]
+
+# Multiplications that selecting tokens must save: they take about 0.3 ms, as do another plan and two more calls.
+_MIN_WORK_SAVED = 2**28
 
 
 class Product(nn.Module):
@@ -330,6 +334,8 @@ class FusedLayer(nn.Module):
         self._sequence: tuple[KVPool, LayerSequence | None] | None = None
         # This layer, and those that the model then calls with what the one before them made; not its children.
         self._chain: tuple[FusedLayer, ...] = (self,)
+        # What the model makes of its result, it makes of each token by itself: what nobody reads may be left out.
+        self.is_last = False
         self._stack: LayerStack | None = None
 
     def forward(
@@ -369,6 +375,15 @@ class FusedLayer(nn.Module):
     def chain(self, layers: Sequence[FusedLayer]) -> None:
         """From now on run these with it: the model calls each with what the one before it made, and the same tables."""
         self._chain = (self, *layers)
+
+    def selection(self, step: StepContext) -> Selection | None:
+        """The tokens it runs for where that saves more than it costs; None for all."""
+        if not self.is_last or step.selected is None:
+            return None
+        left_out = int(step.cu_q[-1]) - len(step.selected)
+        if left_out * self.sequence(step.pool).selectable_work < _MIN_WORK_SAVED:
+            return None
+        return step.selection(step.pool.group_of(self.attention.facts.layer))
 
     def _make_sequence(self, pool: KVPool) -> LayerSequence | None:
         attention, mlp = self.attention, self.mlp
@@ -418,7 +433,9 @@ class FusedLayer(nn.Module):
         sequences = tuple(layer.sequence(step.pool) for layer in chain)
         if self._stack is None or self._stack.layers != sequences:
             self._stack = LayerStack(sequences)
-        out = self._stack(hidden_states.contiguous(), tables, step.workspace)
+        selection = chain[-1].selection(step)
+        x = hidden_states.contiguous()
+        out = self._stack(x, tables, step.workspace, selection=selection)
         step.ran_ahead = RanAhead(chain[1:], out, position_embeddings)
         if step.on_attend is not None:
             q = sequences[0].queries(step.workspace)

@@ -62,6 +62,7 @@ class RaggedStep:
             block_tables,
             inputs.slots,
             np.diff(plan.cu_q),
+            _selected(plan),
         )
         if in_flight is not None:
             in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
@@ -94,3 +95,11 @@ class RaggedStep:
                 logits.float(), sampling, masks, choose
             )
         self._outputs.keep(in_flight.slot, tokens, rows)
+
+
+def _selected(plan: StepPlan) -> np.ndarray | None:
+    """[S] int64, the tokens whose hidden states are read; None: all."""
+    sampled = plan.sampling.token_index
+    if plan.prompts or len(sampled) >= len(plan.token_ids):
+        return None
+    return np.unique(sampled).astype(np.int64)  # answers that share a prompt sample from the same

@@ -31,6 +31,7 @@ from quire.kernels.cpu_sequence import (
     LayerStep,
     NormPart,
     ProductPart,
+    Selection,
     Sequence,
     Workspace,
 )
@@ -43,6 +44,17 @@ def isas() -> tuple[str, ...]:
 
 
 TOKENS = [1, 3, 16, 130]
+PARTS = [
+    "attention_norm",
+    "qkv",
+    "rotate and write",
+    "attention",
+    "output",
+    "mlp_norm",
+    "gate_up",
+    "gated",
+    "down",
+]
 CONTEXT = 70  # tokens of each row before the step's
 BLOCK = 16
 
@@ -94,13 +106,31 @@ class Layer:
         self.sequence = LayerSequence(self.parts)
         self.stack = LayerStack([self.sequence])
 
-    def step(self, tokens, seed=0, **span) -> dict:
-        """Rows of one token, of three, and one of all others, after some context."""
+    def rows(self, tokens, seed):
+        """`cu_q`, lengths and block tables of the rows of `step`."""
         sizes = [n for n in (min(1, tokens), min(3, tokens - 1), tokens - 4) if n > 0]
         cu_q, lengths = np.cumsum([0, *sizes]), np.array(sizes) + CONTEXT
         width = -(-int(lengths.max()) // BLOCK)
         tables = np.random.default_rng(seed).permutation(len(self.pool))[: len(sizes) * width]
-        tables = tables.reshape(len(sizes), width)
+        return cu_q, lengths, tables.reshape(len(sizes), width)
+
+    def selection(self, tokens, chosen, seed=0, **span) -> Selection:
+        """The chosen of the tokens of `step`, each as a row that ends with it."""
+        cu_q, lengths, tables = self.rows(tokens, seed)
+        row = np.searchsorted(cu_q, chosen, side="right") - 1
+        plan = plan_attention(
+            np.arange(len(chosen) + 1),
+            lengths[row] - (cu_q[row + 1] - 1 - chosen),
+            tables[row],
+            self.parts.k_cache,
+            self.heads,
+            **span,
+        )
+        return Selection(torch.from_numpy(chosen), plan)
+
+    def step(self, tokens, seed=0, **span) -> dict:
+        """Rows of one token, of three, and one of all others, after some context."""
+        cu_q, lengths, tables = self.rows(tokens, seed)
         slots = np.concatenate(
             [
                 table[np.arange(CONTEXT, length) // BLOCK] * self.block_rows
@@ -318,17 +348,7 @@ def test_times_are_those_of_the_parts():
     workspace.on_times = None
     assert torch.equal(layer.together(workspace, **step), out)
     (times,) = told
-    assert list(times) == [
-        "attention_norm",
-        "qkv",
-        "rotate and write",
-        "attention",
-        "output",
-        "mlp_norm",
-        "gate_up",
-        "gated",
-        "down",
-    ]
+    assert list(times) == PARTS
     assert all(0 < seconds < 1 for seconds in times.values())
 
 
@@ -438,6 +458,72 @@ def test_a_stack_is_its_layers_one_after_the_other():
         assert torch.equal(stack(x, tables, workspace), expected)
         assert torch.equal(x, given)
     assert len(timed) == 3 and all(seconds["attention"] > 0 for seconds in timed)
+
+
+@pytest.mark.parametrize("isa", native_library.ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_selected_tokens_have_the_bits_of_a_whole_step(kind, isa, depth, threads):
+    if isa not in isas():
+        pytest.skip("not this processor's")
+    layers = [Layer(**KINDS[kind]) for _ in range(depth)]
+    last, workspace = layers[-1], Workspace()
+    stack = LayerStack([layer.sequence for layer in layers])
+    before_last = [layer.sequence for layer in layers[:-1]]
+    rng = np.random.default_rng(5)
+    for tokens in (5, 130):
+        for count in (0, 1, tokens // 2, tokens):
+            for span in ({}, dict(window=9)):
+                step = last.step(tokens, seed=tokens, **span)
+                x, tables = (
+                    step["x"],
+                    LayerStep.of(step["plan"], step["rows"], step["cos"], step["sin"]),
+                )
+                chosen = np.sort(rng.choice(tokens, count, replace=False))
+                selection = last.selection(tokens, chosen, seed=tokens, **span)
+                given = x.clone()
+                before = last.pool.clone()
+                whole = stack(x, tables, workspace, isa=isa)
+                kept = (
+                    LayerStack(before_last)(x, tables, workspace, isa=isa) if before_last else x
+                )
+                expected_pool = last.pool.clone()
+                last.pool.copy_(before)
+                found = stack(x, tables, workspace, selection=selection, isa=isa)
+                assert torch.equal(last.pool, expected_pool)
+                assert torch.equal(x, given)
+                expected = kept.clone()
+                expected[chosen] = whole[chosen]
+                assert torch.equal(found, expected)
+                # A whole step of as many tokens as were selected: nothing of the selection is left.
+                if count:
+                    other = last.step(count, seed=count)
+                    assert torch.equal(
+                        last.together(workspace, isa=isa, **other),
+                        last.apart(isa=isa, **other)[0],
+                    )
+
+
+def test_the_parts_of_a_selection_are_timed_as_one_layer():
+    layer, workspace = Layer(), Workspace()
+    step, timed = layer.step(16), []
+    workspace.on_times = timed.append
+    tables = LayerStep.of(step["plan"], step["rows"], step["cos"], step["sin"])
+    stack = LayerStack([layer.sequence])
+    stack(step["x"], tables, workspace, selection=layer.selection(16, np.array([0, 15])))
+    assert len(timed) == 1 and list(timed[0]) == PARTS
+    assert all(seconds >= 0 for seconds in timed[0].values()) and timed[0]["attention"] > 0
+
+
+def test_a_selection_of_another_cache_is_refused():
+    layer, other, workspace = Layer(), Layer(num_blocks=80), Workspace()
+    step = layer.step(16)
+    tables = LayerStep.of(step["plan"], step["rows"], step["cos"], step["sin"])
+    selection = other.selection(16, np.array([3]))
+    before = layer.pool.clone()
+    with pytest.raises(ValueError, match=r"^plan: made for 1 tokens of 6 heads"):
+        layer.stack(step["x"], tables, workspace, selection=selection)
+    assert torch.equal(layer.pool, before)
 
 
 def test_tokens_that_pad_a_step_change_no_other():

@@ -17,6 +17,8 @@ from quire.kernels.cpu_attention import has_native
 from quire.kernels.cpu_linear import PackedWeight
 from quire.kernels.cpu_sequence import LayerSequence, LayerStack
 from quire.replica import fuse as fuse_module
+from quire.replica import fused as fused_module
+from quire.replica import runner as runner_module
 from quire.replica.engine import Engine
 from quire.replica.fused import FusedLayer, PackedEmbedding, Product
 from quire.replica.kv_pool import KVPool
@@ -294,6 +296,71 @@ def test_layers_as_one_call_have_the_bits_of_their_parts(zoo, name, changes, mon
     apart = logits_of(runner)
     assert not ran
     assert np.array_equal(together, apart)
+
+
+def count_selected(monkeypatch) -> list[int | None]:
+    """How many tokens each call of layers selected, in order; None: all."""
+    selected = []
+    original = LayerStack.__call__
+
+    def counted(self, *args, selection=None, **kwargs):
+        selected.append(None if selection is None else len(selection.tokens))
+        return original(self, *args, selection=selection, **kwargs)
+
+    monkeypatch.setattr(LayerStack, "__call__", counted)
+    return selected
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("llama_mha", {}),
+        ("qwen3", {}),
+        ("mistral", {}),  # a window
+        ("qwen2_mixed", {}),  # of several groups
+        ("qwen3", dict(dtype="bfloat16", deterministic=False, weights="int8")),
+    ],
+)
+def test_the_last_layer_runs_for_the_tokens_that_are_read(zoo, name, changes, monkeypatch):
+    runner = make_runner(zoo(name), **changes)
+    selected = count_selected(monkeypatch)
+    expected = logits_of(runner)
+    assert set(selected) == {None}  # so small a layer runs as fast for all of them
+    selected.clear()
+    monkeypatch.setattr(fused_module, "_MIN_WORK_SAVED", 1)
+    found = logits_of(runner)
+    chains = len(runner.fused.chains)
+    # The last token of each of three rows; when all decode, there is nobody to leave out.
+    last = selected[chains - 1 :: chains]
+    assert None in last and set(last) - {None} and set(last) <= {None, 1, 2, 3}
+    del selected[chains - 1 :: chains]
+    assert set(selected) <= {None}
+    assert np.array_equal(found, expected)
+
+
+def test_a_model_that_mixes_tokens_after_its_layers_has_all_of_them_run(zoo, monkeypatch):
+    """As one with a convolution over its hidden states would."""
+
+    def mix(module, args, kwargs, output):
+        hidden = output.last_hidden_state
+        output.last_hidden_state = hidden + hidden.roll(1, dims=1)
+        return output
+
+    def load(*args):
+        model = load_model(*args)
+        model.model.register_forward_hook(mix, with_kwargs=True)
+        return model
+
+    plain = make_runner(zoo("llama"))
+    monkeypatch.setattr(runner_module, "load_model", load)
+    mixed = make_runner(zoo("llama"))
+    assert plain.fused.chains == mixed.fused.chains == [3]
+    last = [runner.model.model.layers[-1].is_last for runner in (plain, mixed)]
+    assert last == [True, False]
+    selected = count_selected(monkeypatch)
+    monkeypatch.setattr(fused_module, "_MIN_WORK_SAVED", 1)
+    logits_of(mixed)
+    assert set(selected) == {None}
 
 
 def test_layers_with_other_products_run_part_by_part(zoo, monkeypatch):
