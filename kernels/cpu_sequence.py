@@ -13,7 +13,7 @@ passes from part to part lies in a workspace that all layers of a model share::
 Where only some tokens' results are read, as after a model's last layer, that layer may run for these alone once the
 keys and values of all are written:
 
-    norm │ qkv │ norm, rotate, write │ pick tokens │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
+    norm │ qkv │ norm, rotate, write ║ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
 
 Bytes: those of the parts.
 """
@@ -371,7 +371,7 @@ class LayerSequence:
         workspace: Workspace,
         isa: str | None,
     ) -> tuple[torch.Tensor, int]:
-        """The result [selected, hidden] from x [tokens, hidden], which `check` has taken, and rows outside the pages."""
+        """[selected, hidden] from x [tokens, hidden], which `check` has taken; and rows outside the pages."""
         writing, reading = self._halves
         self.place(len(x), workspace)
         self._attention_norm.x = x.data_ptr()

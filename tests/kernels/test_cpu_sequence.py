@@ -484,9 +484,7 @@ def test_selected_tokens_have_the_bits_of_a_whole_step(kind, isa, depth, threads
                 given = x.clone()
                 before = last.pool.clone()
                 whole = stack(x, tables, workspace, isa=isa)
-                kept = (
-                    LayerStack(before_last)(x, tables, workspace, isa=isa) if before_last else x
-                )
+                kept = LayerStack(before_last)(x, tables, workspace, isa=isa) if before_last else x
                 expected_pool = last.pool.clone()
                 last.pool.copy_(before)
                 found = stack(x, tables, workspace, selection=selection, isa=isa)
