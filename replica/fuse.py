@@ -11,7 +11,8 @@ builds candidates, from the inside out::
 
 and compares each with the module it stands for on random input: outputs, queries, and the keys and values in the
 cache. A candidate that deviates is dropped, with the reason in the report; names of classes play no part, so a new
-architecture is fused as far as it is built like the known ones and runs unfused where not.
+architecture is fused as far as it is built like the known ones and runs unfused where not. At last it finds out which
+layers may run as one call, and whether the decoder does anything beside (`chains.py`).
 
 Memory: a layer's original weights live until its fused form is proven, so where they are packed the peak is the model
 and one layer, or the model and the output head. Elsewhere merged weights are those that the loader laid side by side
@@ -33,7 +34,7 @@ from torch.nn import functional as F
 
 from quire.kernels.cpu_sequence import Workspace
 from quire.kernels.paged_attention import Backend, PagedAttention
-from quire.replica.attention import StepContext
+from quire.replica.chains import chain_layers, fused_decoder
 from quire.replica.fp8 import CODES, Fp8Linear
 from quire.replica.fused import (
     Activation,
@@ -47,11 +48,10 @@ from quire.replica.fused import (
     Product,
 )
 from quire.replica.kv_pool import KVPool
+from quire.replica.probe import Probe
 
 logger = logging.getLogger(__name__)
 
-MAX_PROBE_TOKENS = 5
-_SEED = 0
 # Root mean square of the difference over that of the unfused result. A wrong formula is off by tenths; rounding in
 # between, which the fused form leaves out, by one in 2^9 a step in bfloat16.
 _MAX_DEVIATION = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01, CODES: 0.05}
@@ -148,12 +148,10 @@ class _FusePass:
         self.model = model
         self.decoder = decoder
         self.pool = pool
-        self.attentions = attentions
-        self.workspace = workspace
         self.backend: Backend = attentions[0].backend
-        self.device = pool.data.device
-        self.num_tokens = min(MAX_PROBE_TOKENS, pool.block_size)
-        self.random = torch.Generator().manual_seed(_SEED)
+        vocab_size = model.get_input_embeddings().num_embeddings
+        self.probe = Probe(decoder, vocab_size, pool, attentions, workspace)
+        self.as_one_call = workspace is not None
         self.report = FuseReport()
         self.calls: dict[nn.Module, _Call] = {}
         self.order: dict[nn.Module, list[nn.Module]] = {}  # of a parent's children
@@ -171,8 +169,9 @@ class _FusePass:
                     self._replace(kind, parent, name, module, build)
         if self.backend == "cpu":
             self._pack_products()
-        if self.workspace is not None:
-            self._chain_layers()
+        if self.as_one_call:
+            self.report.chains = chain_layers(self.decoder, self.probe)
+            self._fuse_decoder()
 
     @torch.inference_mode()
     def quantize(self) -> None:
@@ -184,8 +183,7 @@ class _FusePass:
                 module.forget_sequence()
             if not isinstance(module, Product) or module is head or module.packed is None:
                 continue
-            x = torch.randn(self.num_tokens, module.in_features, generator=self.random)
-            x = x.to(module.packed.dtype)
+            x = self._rows(module).to(module.packed.dtype)
             expected = module(x).float()
             if module.quantize():
                 deviations.append(_deviation(module(x).float(), expected))
@@ -193,36 +191,8 @@ class _FusePass:
         if deviations:
             self.report.int8_deviation = (float(np.mean(deviations)), max(deviations))
 
-    # ------------------------------------------------------------------------------------------------------
-    # The probing pass
-    # ------------------------------------------------------------------------------------------------------
-
-    def _context(self) -> tuple[StepContext, dict[int, dict[str, Any]]]:
-        """One row of a few tokens in the trash block, and what its layers' attention will be called with, by layer."""
-        count, trash, block_size = self.num_tokens, self.pool.trash_block, self.pool.block_size
-        num_groups = len(self.pool.groups)
-        slots = torch.arange(count, device=self.device) + trash * block_size
-        slots = slots.expand(num_groups, count)
-        calls: dict[int, dict[str, Any]] = {}
-
-        def note(layer: int, q: torch.Tensor, scaling: float, *options: Any) -> None:
-            softcap, sinks = options
-            calls[layer] = dict(q=q.clone(), scaling=scaling, softcap=softcap, sinks=sinks)
-
-        context = StepContext(
-            pool=self.pool,
-            attentions=self.attentions,
-            cu_q=np.array([0, count]),
-            kv_len=np.array([count]),
-            block_tables=np.full((num_groups, 1, 1), trash),
-            write_rows=[self.pool.rows_of(g, slots[g]) for g in range(num_groups)],
-            slots=slots,
-            workspace=self.workspace,
-            on_attend=note,
-        )
-        return context, calls
-
     def _observe(self) -> None:
+        """The probing pass."""
         parents = {child: parent for parent, _, child in _children(self.model)}
 
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -234,97 +204,12 @@ class _FusePass:
             module.register_forward_pre_hook(record, with_kwargs=True)
             for module in self.model.modules()
         ]
-        context, self.attention_calls = self._context()
+        context, self.attention_calls = self.probe.noting_context()
         try:
-            self._run_decoder(context)
+            self.probe.run(context)
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _run_decoder(self, context: StepContext) -> Any:
-        embeddings = self.model.get_input_embeddings().num_embeddings
-        ids = torch.randint(embeddings, (1, self.num_tokens), generator=self.random)
-        # Positions apart from each other: a wrong rotation must show.
-        positions = torch.arange(self.num_tokens)[None] * 37 + 11
-        return self.decoder(
-            input_ids=ids.to(self.device),
-            position_ids=positions.to(self.device),
-            use_cache=False,
-            quire=context,
-        )
-
-    def _chain_layers(self) -> None:
-        """Find out which layers the model gives nothing but what the one before it made: they may run as one call."""
-        chains: list[list[FusedLayer]] = []
-        last: tuple[torch.Tensor, torch.Tensor, object] | None = None  # result, its copy, tables
-
-        def begin(layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal last
-            x = args[0] if args else kwargs["hidden_states"]
-            if layer.sequence(self.pool) is None:
-                return
-            if (
-                last is None
-                or x is not last[0]
-                or not torch.equal(x, last[1])
-                or kwargs["position_embeddings"] is not last[2]
-                or not _run_alike(chains[-1][-1], layer, self.pool)
-            ):
-                chains.append([])
-            chains[-1].append(layer)
-
-        def end(
-            layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-        ) -> None:
-            nonlocal last
-            last = None
-            if layer.sequence(self.pool) is not None:
-                last = result, result.clone(), kwargs["position_embeddings"]
-
-        layers = [module for module in self.model.modules() if isinstance(module, FusedLayer)]
-        hooks = [layer.register_forward_pre_hook(begin, with_kwargs=True) for layer in layers]
-        hooks += [layer.register_forward_hook(end, with_kwargs=True) for layer in layers]
-        context, _ = self._context()
-        context.on_attend = None
-        try:
-            self._run_decoder(context)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        for chain in chains:
-            for i, layer in enumerate(chain):
-                layer.chain(chain[i + 1 :])
-        self.report.chains = [len(chain) for chain in chains]
-        if chains:
-            chains[-1][-1].is_last = self._is_last(chains[-1][-1])
-
-    def _is_last(self, layer: FusedLayer) -> bool:
-        """Whether what the model makes of a token after this layer is a function of that token's result alone."""
-        kept = self.num_tokens // 2  # others before it and after it
-        results = []
-        for change in (False, True):
-
-            def replace(*call: Any, change: bool = change) -> torch.Tensor:
-                result = call[-1]
-                changed = self._normal(result) if change else result.clone()
-                changed[:, kept] = result[:, kept]
-                return changed
-
-            hook = layer.register_forward_hook(replace)
-            context, _ = self._context()
-            context.on_attend = None
-            state = self.random.get_state()
-            try:
-                results.append(self._run_decoder(context).last_hidden_state[0, kept])
-            finally:
-                hook.remove()
-                if not change:
-                    self.random.set_state(state)
-        return torch.equal(*results)
-
-    def _normal(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        values = torch.randn(like.shape, generator=self.random) * scale
-        return values.to(like.dtype).to(like.device)
 
     # ------------------------------------------------------------------------------------------------------
     # Candidates: None where the structure is another
@@ -334,7 +219,8 @@ class _FusePass:
         weight, eps = _norm_parameters(module)
         if weight is None:
             return None
-        x = torch.randn(4, len(weight), generator=self.random).to(weight.dtype).to(weight.device)
+        x = torch.randn(4, len(weight), generator=self.probe.random)
+        x = x.to(weight.dtype).to(weight.device)
         expected = module(x).float()
         rms = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
         deviations = {
@@ -491,10 +377,10 @@ class _FusePass:
         # So small that the residual does not hide what is added to it: norms undo the scale.
         scale = 2.0**-6 if isinstance(fused, FusedLayer) else 1.0
         if args:
-            args[0] = self._normal(args[0], scale)
+            args[0] = self.probe.normal(args[0], scale)
         else:
             first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-            kwargs[first] = self._normal(kwargs[first], scale)
+            kwargs[first] = self.probe.normal(kwargs[first], scale)
         expected = self._results(module, args, kwargs)
         found = self._results(fused, args, kwargs)
         if expected.keys() != found.keys():
@@ -517,7 +403,7 @@ class _FusePass:
     ) -> dict[str, torch.Tensor]:
         """A module's output, and what it left in the cache and asked of attention."""
         kwargs = dict(kwargs)
-        context, calls = self._context() if "quire" in kwargs else (None, {})
+        context, calls = self.probe.noting_context() if "quire" in kwargs else (None, {})
         if context is not None:
             kwargs["quire"] = context
         output = module(*args, **kwargs)
@@ -534,9 +420,20 @@ class _FusePass:
     def _name(self, module: nn.Module) -> str:
         return next(name for name, other in self.model.named_modules() if other is module)
 
+    def _fuse_decoder(self) -> None:
+        """The decoder as a whole, where all it does is to call known parts in order."""
+        fused = fused_decoder(self.decoder, self.probe)
+        if fused is not None:
+            ((parent, name),) = [(p, n) for p, n, m in _children(self.model) if m is self.decoder]
+            self._put("decoders", parent, name, fused)
+
     # ------------------------------------------------------------------------------------------------------
     # Packing, on the CPU
     # ------------------------------------------------------------------------------------------------------
+
+    def _rows(self, module: nn.Linear | Product) -> torch.Tensor:
+        """Normal input of a product [probe's tokens, in_features] float32."""
+        return torch.randn(self.probe.num_tokens, module.in_features, generator=self.probe.random)
 
     def _pack_products(self) -> None:
         """Pack the linear layers left over, one at a time; an embedding tied to one becomes a look-up."""
@@ -556,8 +453,7 @@ class _FusePass:
             product = Product([module], self.backend)
             if product.packed is None:
                 continue
-            x = torch.randn(self.num_tokens, module.in_features, generator=self.random)
-            x = x.to(module.weight.dtype)
+            x = self._rows(module).to(module.weight.dtype)
             deviation = _deviation(product(x).float(), module(x).float())
             if not deviation <= _MAX_DEVIATION[x.dtype]:
                 self.report.dropped.append(
@@ -621,13 +517,6 @@ def _activation_of(module: nn.Module) -> Activation | None:
             if (function(x) - expected).abs().max() < 1e-5:
                 return activation
     return None
-
-
-def _run_alike(one: FusedLayer, other: FusedLayer, pool: KVPool) -> bool:
-    """Whether two layers, each of which is one call, may be parts of the same one."""
-    groups = {pool.group_of(layer.attention.facts.layer) for layer in (one, other)}
-    kinds = {layer.sequence(pool).kind for layer in (one, other)}
-    return len(groups) == len(kinds) == 1
 
 
 def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from quire.kernels import cpu_attention_native, cpu_layer, cpu_linear
 from quire.kernels.cpu_linear import PackedWeight, packed_linear
@@ -352,7 +353,7 @@ class FusedLayer(nn.Module):
                 quire.ran_ahead.passes(self, hidden_states, position_embeddings)
                 return hidden_states
             if self.sequence(quire.pool) is not None:
-                return self._run_chain(hidden_states, position_embeddings, quire)
+                return self.run_chained(hidden_states, position_embeddings, quire)
         step = dict(position_embeddings=position_embeddings, quire=quire)
         normed = self.attention_norm(hidden_states)
         if self.attention.backend == "cpu":  # the products add the residual
@@ -375,6 +376,11 @@ class FusedLayer(nn.Module):
     def chain(self, layers: Sequence[FusedLayer]) -> None:
         """From now on run these with it: the model calls each with what the one before it made, and the same tables."""
         self._chain = (self, *layers)
+
+    @property
+    def chained(self) -> tuple[FusedLayer, ...]:
+        """Itself and the layers that run with it, in order."""
+        return self._chain
 
     def selection(self, step: StepContext) -> Selection | None:
         """The tokens it runs for where that saves more than it costs; None for all."""
@@ -420,12 +426,13 @@ class FusedLayer(nn.Module):
             )
         )
 
-    def _run_chain(
+    def run_chained(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         step: StepContext,
     ) -> torch.Tensor:
+        """As `forward`, with the layers that are chained to it; each has a form as one call."""
         facts = self.attention.facts
         tables = step.layer_step(step.pool.group_of(facts.layer), position_embeddings)
         # Whoever wants to know of each layer's attention gets it from a layer alone.
@@ -441,6 +448,51 @@ class FusedLayer(nn.Module):
             q = sequences[0].queries(step.workspace)
             step.on_attend(facts.layer, q, facts.scaling, facts.softcap, facts.sinks)
         return out
+
+
+class FusedDecoder(nn.Module):
+    """Embedding, rotation's tables, the layers as one call, norm: a decoder whose own loop adds nothing.
+
+    Its children are the decoder's, under their names. Passes that look at single layers still go through its loop.
+
+    Parameters
+    ----------
+    decoder
+        transformers' own.
+    embedding, rotation, norm
+        Parts of it.
+    first
+        The layer that the others are chained to.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        embedding: nn.Module,
+        rotation: nn.Module,
+        first: FusedLayer,
+        norm: nn.Module,
+    ):
+        super().__init__()
+        for name, child in decoder.named_children():
+            self.add_module(name, child)
+        self._parts = (decoder, embedding, rotation, first, norm)  # in a tuple: not its children
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        *,
+        quire: StepContext,
+        **options: object,
+    ) -> BaseModelOutputWithPast:
+        """[1, T] and [1, T] to hidden states [1, T, hidden]; called as transformers' decoder."""
+        decoder, embedding, rotation, first, norm = self._parts
+        if quire.workspace is None or quire.on_attend is not None:
+            return decoder(input_ids=input_ids, position_ids=position_ids, quire=quire, **options)
+        x = embedding(input_ids)
+        x = first.run_chained(x, rotation(x, position_ids), quire)
+        return BaseModelOutputWithPast(last_hidden_state=norm(x))
 
 
 def _part(product: Product) -> ProductPart | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from quire.protos.errors import EngineError, QuireError
 from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
 from quire.replica.loop import LoopOutput
+from quire.replica.machine import give_back_free_memory
 from quire.replica.plan import RequestDelta
 from quire.replica.request import Request, validate
 
@@ -252,6 +253,7 @@ class OfflineFront:
                 tokenizer.no_truncation()  # some files ask for it; a prompt is refused, never cut
                 tokenizer.no_padding()
                 self._cached_tokenizer = tokenizer
+                give_back_free_memory()  # as much again as the tokenizer holds, once its file is parsed
         return self._cached_tokenizer
 
 

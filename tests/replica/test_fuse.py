@@ -30,14 +30,14 @@ pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C 
 
 # What each architecture's own form allows; norms and products left over are fused by themselves.
 EXPECTED = {
-    "llama": dict(layers=3, norms=1, products=1),
-    "llama_tied": dict(layers=3, norms=1, products=1, embeddings=1),
-    "llama_yarn": dict(layers=3, norms=1, products=1),
-    "llama_mha": dict(layers=3, norms=1, products=1),  # biases
-    "qwen2": dict(layers=3, norms=1, products=1),  # biases of q, k and v only
-    "qwen3": dict(layers=3, norms=1, products=1),  # norms of the heads
-    "phi3": dict(layers=3, norms=1, products=1),  # merged in the checkpoint
-    "mistral": dict(layers=3, norms=1, products=1),
+    "llama": dict(decoders=1, layers=3, norms=1, products=1),
+    "llama_tied": dict(decoders=1, layers=3, norms=1, products=1, embeddings=1),
+    "llama_yarn": dict(decoders=1, layers=3, norms=1, products=1),
+    "llama_mha": dict(decoders=1, layers=3, norms=1, products=1),  # biases
+    "qwen2": dict(decoders=1, layers=3, norms=1, products=1),  # biases of q, k and v only
+    "qwen3": dict(decoders=1, layers=3, norms=1, products=1),  # norms of the heads
+    "phi3": dict(decoders=1, layers=3, norms=1, products=1),  # merged in the checkpoint
+    "mistral": dict(decoders=1, layers=3, norms=1, products=1),
     "smollm3": {
         "layers": 3,
         "MLPs": 1,
@@ -235,7 +235,7 @@ def test_a_module_that_cannot_be_probed_stays(zoo):
     model = load(zoo("llama"))
     model.model.norm = Caller(model.model.norm)
     runner = runner_of(model, zoo("llama"))
-    assert dict(runner.fused.fused) == {"layers": 3, "products": 1}
+    assert dict(runner.fused.fused) == {"decoders": 1, "layers": 3, "products": 1}
     assert any("norms model.norm.gated (Gated)" in reason for reason in runner.fused.dropped)
     plain = make_runner(zoo("llama"), fuse="off")
     assert np.abs(logits_of(runner) - logits_of(plain)).max() < 1e-3
@@ -357,6 +357,7 @@ def test_a_model_that_mixes_tokens_after_its_layers_has_all_of_them_run(zoo, mon
     assert plain.fused.chains == mixed.fused.chains == [3]
     last = [runner.model.model.layers[-1].is_last for runner in (plain, mixed)]
     assert last == [True, False]
+    assert [runner.fused.fused["decoders"] for runner in (plain, mixed)] == [1, 0]
     selected = count_selected(monkeypatch)
     monkeypatch.setattr(fused_module, "_MIN_WORK_SAVED", 1)
     logits_of(mixed)
@@ -411,7 +412,8 @@ def test_layers_of_several_groups_are_several_calls(zoo):
     assert runner.fused.chains == runs
 
 
-def test_a_model_that_calls_its_layers_otherwise_is_stopped(zoo):
+def test_a_model_that_calls_its_layers_otherwise_is_stopped(zoo, monkeypatch):
+    monkeypatch.setattr(fuse_module, "fused_decoder", lambda *args: None)
     runner = make_runner(zoo("llama"))
     del runner.model.model.layers[1]
     with pytest.raises(RuntimeError, match="otherwise than when it was loaded"):

@@ -77,7 +77,7 @@ def test_grammar_masks_are_filled_while_the_forward_pass_runs(runner):
     driver = Driver(runner)
     plan, _ = driver.plan([(driver.add(prompt(9), 1), 9)])
     columns = plan.sampling._replace(grammars=((0, grammar),))
-    hook = runner.model.model.layers[-1].register_forward_pre_hook(meet)
+    hook = runner.model.model.norm.register_forward_pre_hook(meet)
     try:
         result = runner.run(plan._replace(sampling=columns))
     finally:

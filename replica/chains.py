@@ -1,0 +1,130 @@
+"""Layers that run as one call, and what the model does around them: found by watching it, kept after proof.
+
+```
+ the model      embedding │ rotation's tables │ layer │ layer │ ... │ layer │ norm
+ chains                                       └───────── one call ─────────┘
+ FusedDecoder   └──────────────── in place of the model's own loop ───────────────┘
+```
+
+A chain are layers of which the model gives each nothing but what the one before it made, with the same tables.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.replica.fused import FusedDecoder, FusedLayer
+from quire.replica.kv_pool import KVPool
+from quire.replica.probe import Probe
+
+
+def chain_layers(decoder: nn.Module, probe: Probe) -> list[int]:
+    """Tell layers of `decoder` which others to run with them, and the last whether it is; the numbers of layers."""
+    chains: list[list[FusedLayer]] = []
+    last: tuple[torch.Tensor, torch.Tensor, object] | None = None  # result, its copy, tables
+    pool = probe.pool
+
+    def begin(layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal last
+        x = args[0] if args else kwargs["hidden_states"]
+        if layer.sequence(pool) is None:
+            return
+        if (
+            last is None
+            or x is not last[0]
+            or not torch.equal(x, last[1])
+            or kwargs["position_embeddings"] is not last[2]
+            or not _run_alike(chains[-1][-1], layer, pool)
+        ):
+            chains.append([])
+        chains[-1].append(layer)
+
+    def end(
+        layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    ) -> None:
+        nonlocal last
+        last = None
+        if layer.sequence(pool) is not None:
+            last = result, result.clone(), kwargs["position_embeddings"]
+
+    layers = [module for module in decoder.modules() if isinstance(module, FusedLayer)]
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(end, with_kwargs=True))
+        probe.run(probe.context())
+    for chain in chains:
+        for i, layer in enumerate(chain):
+            layer.chain(chain[i + 1 :])
+    if chains:
+        chains[-1][-1].is_last = _is_last(chains[-1][-1], probe)
+    return [len(chain) for chain in chains]
+
+
+def fused_decoder(decoder: nn.Module, probe: Probe) -> FusedDecoder | None:
+    """`decoder` without its own loop, where that has no bit of its own; None where it has."""
+    calls = _calls(decoder, probe)
+    layers = calls[2:-1]
+    if len(layers) < 1 or any(not isinstance(layer, FusedLayer) for layer in layers):
+        return None
+    if layers[0].chained != tuple(layers):
+        return None
+    embedding, rotation, norm = calls[0], calls[1], calls[-1]
+    fused = FusedDecoder(decoder, embedding, rotation, layers[0], norm)
+    given = probe.input()
+    try:
+        found = probe.run(probe.context(), given, fused)
+    except (TypeError, ValueError, AttributeError, RuntimeError):  # parts called otherwise
+        return None
+    return fused if torch.equal(found, probe.run(probe.context(), given)) else None
+
+
+def _calls(decoder: nn.Module, probe: Probe) -> list[nn.Module]:
+    """The modules that `decoder` itself calls, in order."""
+    calls: list[nn.Module] = []
+    depth = 0
+
+    def begin(module: nn.Module, _: tuple[Any, ...]) -> None:
+        nonlocal depth
+        if not depth:
+            calls.append(module)
+        depth += 1
+
+    def end(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    with ExitStack() as hooks:
+        for module in decoder.modules():
+            if module is not decoder:
+                hooks.enter_context(module.register_forward_pre_hook(begin))
+                hooks.enter_context(module.register_forward_hook(end))
+        probe.run(probe.context())
+    return calls
+
+
+def _run_alike(one: FusedLayer, other: FusedLayer, pool: KVPool) -> bool:
+    """Whether two layers, each of which is one call, may be parts of the same one."""
+    groups = {pool.group_of(layer.attention.facts.layer) for layer in (one, other)}
+    kinds = {layer.sequence(pool).kind for layer in (one, other)}
+    return len(groups) == len(kinds) == 1
+
+
+def _is_last(layer: FusedLayer, probe: Probe) -> bool:
+    """Whether what the model makes of a token after this layer is a function of that token's result alone."""
+    kept = probe.num_tokens // 2  # others before it and after it
+
+    def change(_layer: FusedLayer, _args: tuple[Any, ...], result: torch.Tensor) -> torch.Tensor:
+        changed = probe.normal(result)
+        changed[:, kept] = result[:, kept]
+        return changed
+
+    given = probe.input()
+    expected = probe.run(probe.context(), given)
+    with layer.register_forward_hook(change):
+        found = probe.run(probe.context(), given)
+    return torch.equal(found[:, kept], expected[:, kept])
