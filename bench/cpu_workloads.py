@@ -1,9 +1,10 @@
 """W1 to W5 on the 0.6B shape: Quire beside transformers, OpenVINO and vLLM on the CPU, as bars.
 
-    python -m quire.bench cpu-workloads TURNS.jsonl ...
+    python -m quire.bench cpu-workloads TURNS.jsonl ... [--baseline quire-torch --prefix cpu/without_compiler]
 
 Reads the turns that `quire bench compare halfb` kept (`compare.jsonl`), of one run or of several short ones with
-different --first-repetition; bench/README.md has the commands. Peers that were not run have no rows and no bars.
+different --first-repetition; bench/README.md has the commands. Peers that were not run have no rows and no bars. With --baseline the
+bars are those of another of the engines, as of Quire where it was installed without a compiler.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from quire.bench import compare, plots, report
 from quire.bench.floor import ModelShape
 from quire.bench.workloads import WORKLOADS
 
-BASELINE = "quire"
+QUIRE = "quire"
+PREFIX = "cpu"
 # Of the floor, in percent; and times as fast as transformers' continuous batching. Set before anything was measured.
 FLOOR_GOALS = {"W1": 78, "W2": 70, "W3": 92, "W4": 72, "W5": 98}
 TRANSFORMERS_GOALS = {"W1": 3.0, "W2": 3.0, "W4": 3.0}
 
 
-def bars(summary: dict[str, Any]) -> list[report.Bar]:
-    """The bars of everything that has turns."""
+def bars(summary: dict[str, Any], baseline: str = QUIRE, prefix: str = PREFIX) -> list[report.Bar]:
+    """The bars of everything that has turns; peers are all engines but Quire's own."""
     rows = {(row["engine"], row["workload"]): row for row in summary["rows"]}
     found = []
     for workload, goal in FLOOR_GOALS.items():
-        row = rows.get((BASELINE, workload))
+        row = rows.get((baseline, workload))
         if row is None:
             continue
         found.append(
             report.Bar(
-                f"cpu/{workload}_percent_of_floor",
+                f"{prefix}/{workload}_percent_of_floor",
                 row["percent_of_floor"],
                 "%",
                 goal,
@@ -45,14 +47,14 @@ def bars(summary: dict[str, Any]) -> list[report.Bar]:
         peers = [
             rows[engine, workload]
             for engine in summary["engines"]
-            if engine != BASELINE and "ratio" in rows.get((engine, workload), {})
+            if not engine.startswith(QUIRE) and "ratio" in rows.get((engine, workload), {})
         ]
-        found += [_against(row, peer) for peer in peers]
+        found += [_against(row, peer, prefix) for peer in peers]
         if peers:
             best = min(peers, key=lambda peer: statistics.median([peer["seconds"]["median"]]))
             found.append(
                 report.Bar(
-                    f"cpu/{workload}_over_best_peer",
+                    f"{prefix}/{workload}_over_best_peer",
                     best["ratio"]["median"],
                     "x",
                     1.0,
@@ -63,11 +65,11 @@ def bars(summary: dict[str, Any]) -> list[report.Bar]:
     return found
 
 
-def _against(row: dict[str, Any], peer: dict[str, Any]) -> report.Bar:
+def _against(row: dict[str, Any], peer: dict[str, Any], prefix: str) -> report.Bar:
     workload, engine = peer["workload"], peer["engine"]
     goal = TRANSFORMERS_GOALS.get(workload, 1.0) if engine == "transformers" else 1.0
     return report.Bar(
-        f"cpu/{workload}_over_{engine}",
+        f"{prefix}/{workload}_over_{engine}",
         peer["ratio"]["median"],
         "x",
         goal,
@@ -87,15 +89,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("turns", type=Path, nargs="+", help="compare.jsonl of each run")
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the model")
     parser.add_argument("--out", type=Path, default=report.RESULTS / "cpu_workloads.json")
+    parser.add_argument("--baseline", default=QUIRE, help="name of the engine whose bars these are")
+    parser.add_argument("--prefix", default=PREFIX, help="of the bars' names")
     options = parser.parse_args(arguments)
     found = compare.read(options.turns)
     shape = ModelShape.of_checkpoint(options.checkpoint)
-    summary = compare.summarise(found, list(WORKLOADS.values()), shape, BASELINE)
-    print(compare.table(summary, BASELINE))
+    summary = compare.summarise(found, list(WORKLOADS.values()), shape, options.baseline)
+    print(compare.table(summary, options.baseline))
     report.write(
         options.out,
         f"quire bench compare {options.checkpoint.name} --engines {' '.join(found.settings)}",
-        bars(summary),
+        bars(summary, options.baseline, options.prefix),
         method="engines in turns, each in a process of its own that stands still while another runs; ratios turn "
         "by turn; medians",
         model=options.checkpoint.name,
