@@ -3,8 +3,8 @@
     python -m quire.bench cpu-workloads TURNS.jsonl ... [--baseline quire-torch --prefix cpu/without_compiler]
 
 Reads the turns that `quire bench compare halfb` kept (`compare.jsonl`), of one run or of several short ones with
-different --first-repetition; bench/README.md has the commands. Peers that were not run have no rows and no bars. With --baseline the
-bars are those of another of the engines, as of Quire where it was installed without a compiler.
+different --first-repetition; bench/README.md has the commands. Peers that were not run have no rows and no bars. With
+--baseline the bars are those of another of the engines, as of Quire where it was installed without a compiler.
 """
 
 from __future__ import annotations

@@ -29,6 +29,17 @@ def test_a_cache_is_filled_and_a_known_prompt_is_found_in_it():
     host.scheduler.check()
 
 
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32_000,
+}
+
+
 def test_growth_and_residuals():
     line = [{"x": x, "median": 5.0 + 2.0 * x} for x in (8, 64, 128, 256)]
     assert scaling.growth(line) == pytest.approx(517 / 21)
@@ -55,16 +66,7 @@ def test_bars_are_of_what_was_run(tmp_path):
         found.turns.append(Turn(engine, "W1", 0, seconds, seconds, 0.0, 100.0))
     found.turns.append(Turn("quire", "W5", 0, 8.0, 8.0, 0.0, 100.0))
     found.write(tmp_path / "turns")
-    config = {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 32_000,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     pytest.importorskip("matplotlib")
     out = tmp_path / "result.json"
     cpu_workloads.main([str(tmp_path / "turns"), "--checkpoint", str(tmp_path), "--out", str(out)])
@@ -78,3 +80,23 @@ def test_bars_are_of_what_was_run(tmp_path):
     assert bars["cpu/W1_percent_of_floor"]["value"] == pytest.approx(69, abs=1)
     assert not any("W3" in name for name in bars) and "cpu/W5_percent_of_floor" in bars
     assert out.with_suffix(".png").exists()
+
+
+def test_bars_of_quire_as_it_was_installed_elsewhere(tmp_path):
+    settings = {"engine": "x", "model": "m"}
+    found = Comparison({name: settings for name in ("quire", "quire-torch", "openvino")})
+    found.rates = [Rates(33.0, 410.0)]
+    for engine, seconds in (("quire", 10.0), ("quire-torch", 30.0), ("openvino", 18.0)):
+        found.turns.append(Turn(engine, "W1", 0, seconds, seconds, 0.0, 100.0))
+    found.write(tmp_path / "turns")
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "result.json"
+    command = [str(tmp_path / "turns"), "--checkpoint", str(tmp_path), "--out", str(out)]
+    cpu_workloads.main(command)
+    bars = {bar["name"]: bar["value"] for bar in json.loads(out.read_text())["bars"]}
+    assert bars["cpu/W1_over_best_peer"] == bars["cpu/W1_over_openvino"] == 1.8
+    cpu_workloads.main([*command, "--baseline", "quire-torch", "--prefix", "cpu/other"])
+    bars = {bar["name"]: bar["value"] for bar in json.loads(out.read_text())["bars"]}
+    assert bars.pop("cpu/other/W1_percent_of_floor") == pytest.approx(46, abs=1)
+    assert bars == {"cpu/other/W1_over_openvino": 0.6, "cpu/other/W1_over_best_peer": 0.6}
