@@ -36,6 +36,7 @@ RAY_MODULES = {
 # The modules of replica/ that may load torch; all of kernels/ may but its __init__.
 TORCH_MODULES = {
     "quire.replica.attention",
+    "quire.replica.chains",
     "quire.replica.cuda_device",
     "quire.replica.device",
     "quire.replica.device_memory",
@@ -53,6 +54,7 @@ TORCH_MODULES = {
     "quire.replica.output_head",
     "quire.replica.fixed_step",
     "quire.replica.placement",
+    "quire.replica.probe",
     "quire.replica.device_table",
     "quire.replica.forward",
     "quire.replica.graph_cache",
