@@ -376,15 +376,17 @@ class LayerSequence:
         self.place(len(x), workspace)
         self._attention_norm.x = x.data_ptr()
         self._rotate.step = step.tables
-        seconds = _run(writing, workspace, step.plan.num_threads, isa)
+        seconds = _run_parts(writing, workspace, step.plan.num_threads, isa)
         q, residual = self.queries(workspace)[selection.tokens], x[selection.tokens]
         out = torch.empty_like(residual)
         if len(out):
             self.place(len(out), workspace)
             self._attention.q, self._attention.plan = q.data_ptr(), selection.plan.part
             self._output.residual, self._down.out = residual.data_ptr(), out.data_ptr()
-            seconds |= _run(reading, workspace, selection.plan.num_threads, isa)
-            self._num_tokens = 0  # q is none of the workspace's: place all of it again
+            self._num_tokens = (
+                0  # q is none of the workspace's: the next step places all of it again
+            )
+            seconds |= _run_parts(reading, workspace, selection.plan.num_threads, isa)
         if workspace.on_times is not None:
             workspace.on_times(seconds)
         return out, self._rotate.outside
@@ -496,12 +498,10 @@ class LayerStack:
             last.check_selection(selection)
         if not step.tables.tokens:
             return torch.empty_like(x)
-        if selection is None:
-            out = torch.empty_like(x)
-            outside = self._run(len(self._layers), x, out, step, workspace, isa)
-        else:
-            out = torch.empty_like(x) if len(self._layers) > 1 else x.clone()
-            outside = self._run(len(self._layers) - 1, x, out, step, workspace, isa)
+        whole = len(self._layers) - (selection is not None)  # layers that run for all tokens
+        out = torch.empty_like(x) if whole else x.clone()
+        outside = self._run(whole, x, out, step, workspace, isa)
+        if selection is not None:
             rows = out.view(-1, x.shape[-1])
             selected, more = last.run_selected(rows, step, selection, workspace, isa)
             rows[selection.tokens] = selected
@@ -543,7 +543,7 @@ class LayerStack:
         return outside
 
 
-def _run(
+def _run_parts(
     sequence: Sequence, workspace: Workspace, num_threads: int, isa: str | None
 ) -> dict[str, float]:
     """Seconds of each call by name; none where nobody wants them."""

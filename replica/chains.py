@@ -69,7 +69,7 @@ def fused_decoder(decoder: nn.Module, probe: Probe) -> FusedDecoder | None:
     """`decoder` without its own loop, where that has no bit of its own; None where it has."""
     calls = _calls(decoder, probe)
     layers = calls[2:-1]
-    if len(layers) < 1 or any(not isinstance(layer, FusedLayer) for layer in layers):
+    if not layers or not all(isinstance(layer, FusedLayer) for layer in layers):
         return None
     if layers[0].chained != tuple(layers):
         return None

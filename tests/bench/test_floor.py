@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from quire.bench.checkpoints import SHAPES, VOCAB_SIZE
 from quire.bench.floor import ModelShape, Rates, best_of, floor_of, measure_rates
 from quire.bench.workloads import WORKLOADS, Workload
 
@@ -14,15 +15,7 @@ HALFB = ModelShape(28, 16, 8, 128, 440_401_920, 32_000 * 1024, 2)
 
 
 def test_the_shape_comes_from_the_configuration(tmp_path):
-    config = {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 32_000,
-    }
+    config = SHAPES["halfb"] | {"vocab_size": VOCAB_SIZE}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ModelShape.of_checkpoint(tmp_path) == HALFB
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 8}))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from quire.bench import cpu_workloads, scaling, startup
+from quire.bench.checkpoints import SHAPES, VOCAB_SIZE
 from quire.bench.compare import Comparison, Turn
 from quire.bench.floor import Rates
 from quire.replica.embedded import CHECKPOINT
@@ -29,17 +30,6 @@ def test_a_cache_is_filled_and_a_known_prompt_is_found_in_it():
     host.scheduler.check()
 
 
-SHAPE = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32_000,
-}
-
-
 def test_growth_and_residuals():
     line = [{"x": x, "median": 5.0 + 2.0 * x} for x in (8, 64, 128, 256)]
     assert scaling.growth(line) == pytest.approx(517 / 21)
@@ -58,15 +48,21 @@ def test_a_new_process_is_measured_from_outside():
     assert found["peak_rss_bytes"] > found["weights_bytes"] + found["cache_bytes"]
 
 
-def test_bars_are_of_what_was_run(tmp_path):
-    settings = {"engine": "x", "model": "m"}
-    found = Comparison({name: settings for name in ("quire", "transformers", "openvino")})
+def keep_turns(folder, w1_seconds: dict[str, float]) -> Comparison:
+    """A turn of W1 for each engine, and the model's configuration, where `cpu_workloads` reads them."""
+    found = Comparison({name: {"engine": "x", "model": "m"} for name in w1_seconds})
     found.rates = [Rates(33.0, 410.0)]
-    for engine, seconds in (("quire", 20.0), ("transformers", 70.0), ("openvino", 18.0)):
+    for engine, seconds in w1_seconds.items():
         found.turns.append(Turn(engine, "W1", 0, seconds, seconds, 0.0, 100.0))
+    (folder / "config.json").write_text(json.dumps(SHAPES["halfb"] | {"vocab_size": VOCAB_SIZE}))
+    found.write(folder / "turns")
+    return found
+
+
+def test_bars_are_of_what_was_run(tmp_path):
+    found = keep_turns(tmp_path, {"quire": 20.0, "transformers": 70.0, "openvino": 18.0})
     found.turns.append(Turn("quire", "W5", 0, 8.0, 8.0, 0.0, 100.0))
     found.write(tmp_path / "turns")
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     pytest.importorskip("matplotlib")
     out = tmp_path / "result.json"
     cpu_workloads.main([str(tmp_path / "turns"), "--checkpoint", str(tmp_path), "--out", str(out)])
@@ -83,13 +79,7 @@ def test_bars_are_of_what_was_run(tmp_path):
 
 
 def test_bars_of_quire_as_it_was_installed_elsewhere(tmp_path):
-    settings = {"engine": "x", "model": "m"}
-    found = Comparison({name: settings for name in ("quire", "quire-torch", "openvino")})
-    found.rates = [Rates(33.0, 410.0)]
-    for engine, seconds in (("quire", 10.0), ("quire-torch", 30.0), ("openvino", 18.0)):
-        found.turns.append(Turn(engine, "W1", 0, seconds, seconds, 0.0, 100.0))
-    found.write(tmp_path / "turns")
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    keep_turns(tmp_path, {"quire": 10.0, "quire-torch": 30.0, "openvino": 18.0})
     pytest.importorskip("matplotlib")
     out = tmp_path / "result.json"
     command = [str(tmp_path / "turns"), "--checkpoint", str(tmp_path), "--out", str(out)]
