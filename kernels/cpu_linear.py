@@ -50,6 +50,7 @@ class LinearCall(ctypes.Structure):
         ("steps", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
+        ("unit_rows", ctypes.c_int64),
         ("team", ctypes.c_void_p),
     ]
 

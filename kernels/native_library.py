@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-ABI = 8  # QUIRE_ABI of native/attention.h
-ISAS = ("generic", "avx2", "avx512", "avx512_bf16")  # enum isa of native/attention.c
+ABI = 9  # QUIRE_ABI of native/attention.h
+ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of native/attention.c
 
 
 class NativeLibraryError(RuntimeError):

@@ -1,6 +1,23 @@
 /* The library's entry points: which instruction sets the processor has, and a call over a team of threads. */
 #include "attention.h"
 
+#if HAS_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Whether there are matrix registers that multiply bfloat16, and the kernel lets this process use them: it has to be asked, since they
+ * make what it saves of a thread larger. It refuses where a thread's signal stack could not hold that. */
+static int may_use_amx(void) {
+    enum { LEAF = 7, AMX_BF16_BIT = 1 << 22, AMX_TILE_BIT = 1 << 24, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(LEAF, 0, &a, &b, &c, &d) || !(d & AMX_BF16_BIT) || !(d & AMX_TILE_BIT)) return 0;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#else
+static inline int may_use_amx(void) { return 0; }
+#endif
+
 int64_t quire_abi(void) { return QUIRE_ABI; }
 
 /* The best instruction set of this processor, an `enum isa`. */
@@ -10,7 +27,7 @@ int64_t quire_best_isa(void) {
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) return AVX512_BF16;
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) return may_use_amx() ? AMX_BF16 : AVX512_BF16;
     return avx512 ? AVX512 : avx2 ? AVX2 : GENERIC;
 #else
     return GENERIC;
@@ -28,7 +45,7 @@ void quire_attention_job(struct job *job, struct attention_call *call, int64_t i
 #if defined(__x86_64__)
     if (isa == AVX2) worker = quire_attention_avx2;
     if (isa >= AVX512) worker = quire_attention_avx512;
-    if (isa == AVX512_BF16 && call->dtype == BFLOAT16) worker = quire_attention_avx512_bf16;
+    if (isa >= AVX512_BF16 && call->dtype == BFLOAT16) worker = quire_attention_avx512_bf16;
 #else
     (void)isa;
 #endif
@@ -58,7 +75,7 @@ void quire_exp2(const float *x, float *y, int64_t count, int64_t isa) {
 #if defined(__x86_64__)
     if (isa == AVX2) quire_exp2_avx2(x, y, count);
     if (isa == AVX512) quire_exp2_avx512(x, y, count);
-    if (isa == AVX512_BF16) quire_exp2_avx512_bf16(x, y, count);
+    if (isa >= AVX512_BF16) quire_exp2_avx512_bf16(x, y, count);
 #endif
     if (isa == GENERIC) quire_exp2_generic(x, y, count);
 }

@@ -10,7 +10,7 @@
 
 #include "team.h"
 
-#define QUIRE_ABI 8
+#define QUIRE_ABI 9
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
@@ -23,7 +23,14 @@ enum {
 
 enum dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 
-enum isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3 };
+enum isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3, AMX_BF16 = 4 };
+
+/* Whether the compiler knows the matrix registers, and the system hands them out. */
+#if defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#define HAS_AMX 1
+#else
+#define HAS_AMX 0
+#endif
 
 struct query_tile {
     int64_t first_token, num_tokens; /* consecutive flat query tokens of one row */

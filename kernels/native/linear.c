@@ -57,10 +57,17 @@ void quire_unpack_rows(const uint32_t *packed, int64_t steps, const int64_t *ids
 
 void quire_linear_job(struct job *job, struct linear_call *call, int64_t isa, int64_t num_threads) {
     int64_t (*worker)(void *) = quire_linear_generic;
+    call->unit_rows = MAX_UNIT_ROWS;
 #if defined(__x86_64__)
     if (isa == AVX2) worker = quire_linear_avx2;
     if (isa >= AVX512) worker = quire_linear_avx512;
-    if (isa == AVX512_BF16 && call->dtype == BFLOAT16) worker = quire_linear_avx512_bf16;
+    if (isa >= AVX512_BF16 && call->dtype == BFLOAT16) worker = quire_linear_avx512_bf16;
+#if HAS_AMX
+    if (isa == AMX_BF16 && call->dtype == BFLOAT16) {
+        worker = quire_linear_amx;
+        call->unit_rows = MAX_TALL_UNIT_ROWS;
+    }
+#endif
 #else
     (void)isa;
 #endif

@@ -15,6 +15,7 @@ enum {
     PANEL_COLUMNS = 64, /* of the output, that lie together */
     CHUNK = 128,        /* steps that are summed before they join the total: 32 KiB of weights */
     MAX_UNIT_ROWS = 128,
+    MAX_TALL_UNIT_ROWS = 256, /* where matrix registers multiply: they are done with 128 before the memory has brought the next chunk */
 };
 
 struct linear_call {
@@ -28,10 +29,11 @@ struct linear_call {
     const char *residual;   /* [rows, columns], rows contiguous, dtype of x; may be `out`; or NULL */
     int64_t residual_stride; /* bytes between rows */
     int64_t rows, steps, columns, dtype;
-    struct team *team;      /* of units, panels times blocks of rows; set by the library */
+    int64_t unit_rows;      /* rows of a unit of work at most; this and the next are set by the library */
+    struct team *team;      /* of units, panels times blocks of rows */
 };
 
-static inline int64_t linear_row_blocks(const struct linear_call *c) { return (c->rows + MAX_UNIT_ROWS - 1) / MAX_UNIT_ROWS; }
+static inline int64_t linear_row_blocks(const struct linear_call *c) { return (c->rows + c->unit_rows - 1) / c->unit_rows; }
 
 static inline int64_t linear_panels(const struct linear_call *c) { return (c->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
 
@@ -46,6 +48,9 @@ int64_t quire_linear_generic(void *call);
 int64_t quire_linear_avx2(void *call);
 int64_t quire_linear_avx512(void *call);
 int64_t quire_linear_avx512_bf16(void *call);
+#endif
+#if HAS_AMX
+int64_t quire_linear_amx(void *call);
 #endif
 
 #endif

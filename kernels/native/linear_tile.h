@@ -1,41 +1,27 @@
-/* y = x W^T (+ b) (+ residual) for packed weights; included once per instruction set.
+/* A packed product in vector registers; included once per instruction set.
  *
- *     W [columns, depth]  ->  panels of 64 columns, each [steps][64 columns], a step 32 bits of depth:
- *
- *     panel 0   | step 0: w[0] w[1] .. w[63] | step 1: .. | ...     read front to back, once for every 128 rows
- *     panel 1   | ...
- *
- * A unit of work is a panel and up to 128 rows; all panels come before the next rows, whose x then lies in the
- * second-level cache. 128 steps of the panel (32 KiB) at a time serve all of its rows, a
- * register tile of BLOCK_ROWS rows x MAX_VECTORS vectors of columns after the other; while they compute, the
- * next 32 KiB are prefetched, a share by each tile. So with few rows the product runs at the speed of the
- * memory, with many at that of the multipliers.
- *
- * Weights in int8 are widened to pairs of bfloat16, which hold them exactly, 32 KiB at a time; the sums are multiplied
- * by their columns' scales at the end.
+ * A chunk of a panel serves all rows of a unit, a register tile of BLOCK_ROWS rows x MAX_VECTORS vectors of columns after
+ * the other; each prefetches its share of the next chunk.
  *
  * One element of y is a sum in one lane: the steps of a chunk in order, then the chunks in order, times the scale, then the bias, then the residual.
  * Which rows, columns or threads compute beside it changes nothing: a row's bits are a function of that row alone.
  * In float32 they are the same on every instruction set with a fused multiply-add.
  *
- * The includer defines FN, LINEAR_WORKER (the function's name), DOT_BF16, BLOCK_ROWS (2, 4 or 6) and MAX_VECTORS
+ * The includer defines FN, TARGETED, LINEAR_WORKER, DOT_BF16, BLOCK_ROWS (2, 4 or 6) and MAX_VECTORS
  * (1, 2 or 4), and has included its simd_*.h.
  */
-#include "row_part.h"
+#define ONLY_BF16 DOT_BF16
+#define MOST_ROWS MAX_UNIT_ROWS
 
-enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, LINES_PER_STEP = PANEL_COLUMNS * 4 / 64 };
-
-struct product {
-    const struct linear_call *call;
-    const float *weight;      /* the panel's chunk, 32 bits a step and column */
-    const char *ahead;        /* the chunk after it as it is stored; NULL: none */
-    const char *x;            /* of the chunk's first step */
-    float *total;             /* [rows][PANEL_COLUMNS] */
-    int64_t ahead_lines;      /* of 64 bytes in it */
-    int64_t steps;            /* of the chunk */
-    int is_first, is_last;    /* whether total is undefined, whether the sums are complete after it */
-    int64_t row, column;      /* the unit's first */
+struct multiplier {
+    char nothing;
 };
+
+#include "linear_unit.h"
+
+FN void begin_multiplying(struct multiplier *m) { (void)m; }
+
+FN void end_multiplying(struct multiplier *m) { (void)m; }
 
 /* sum[r][v] += one step of `rows` rows and `vectors` vectors of columns. */
 FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, const char *const x[BLOCK_ROWS],
@@ -115,40 +101,12 @@ FN void multiply_tile(const struct product *p, int64_t row, int vector, int rows
     }
 }
 
-/* Scale, add the bias and the residual, round, store: rows of the unit whose sums are complete. */
-FN void store_rows(const struct product *p, int64_t row, int64_t rows, int dtype) {
-    const struct linear_call *c = p->call;
-    int64_t end = p->column + PANEL_COLUMNS < c->columns ? p->column + PANEL_COLUMNS : c->columns;
-    for (int64_t r = row; r < row + rows; r++) {
-        const float *total = p->total + r * PANEL_COLUMNS - p->column;
-        for (int64_t i = p->column; i < end; i += LANES) {
-            v16 y = v_load(total + i);
-            if (c->scales) y = v_mul(y, v_load(c->scales + i));
-            if (c->bias) y = v_add(y, v_load(c->bias + i));
-            if (c->residual) y = v_add(y, load_part(c->residual + (p->row + r) * c->residual_stride, i, end, dtype));
-            store_part(c->out + (p->row + r) * c->out_stride, i, end, dtype, y);
-        }
-    }
-}
-
-/* Ask for what `store_rows` will read and write. Other threads have written it last: where each line was fetched by the access
- * itself, a prefill waited for 5% of its cycles. */
-FN void ask_for_rows(const struct product *p, int64_t row, int64_t rows, int dtype) {
-    const struct linear_call *c = p->call;
-    int64_t bytes = dtype == FLOAT32 ? 4 : 2, begin = p->column * bytes, end = begin + PANEL_COLUMNS * bytes;
-    for (int64_t r = p->row + row; r < p->row + row + rows; r++) {
-        for (int64_t i = begin; i < end; i += CACHE_LINE) {
-            __builtin_prefetch(c->out + r * c->out_stride + i, 1, 3);
-            if (c->residual) __builtin_prefetch(c->residual + r * c->residual_stride + i, 0, 3);
-        }
-    }
-}
-
-/* All rows of a unit over a chunk, in tiles of nearly equal height. */
-FN void multiply_chunk(const struct product *p, int64_t rows, int dtype) {
+/* In tiles of nearly equal height. */
+FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t rows, int dtype) {
+    (void)m;
     int64_t tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, row = 0;
     int64_t passes = tiles * (PANEL_VECTORS / MAX_VECTORS), pass = 0;
-    int64_t lines = p->ahead ? p->ahead_lines : 0;
+    int64_t lines = p->ahead_lines;
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t height = (rows - row + tiles - tile - 1) / (tiles - tile);
         if (p->is_last) ask_for_rows(p, row, height, dtype);
@@ -176,54 +134,4 @@ FN void multiply_chunk(const struct product *p, int64_t rows, int dtype) {
         if (p->is_last) store_rows(p, row, height, dtype);
         row += height;
     }
-}
-
-/* `steps` steps of pairs from half as many of int8, each as many columns. */
-FN void widen_chunk(uint32_t *pairs, const uint32_t *bytes, int64_t steps) {
-    for (int64_t step = 0; step < steps; step += 2, bytes += PANEL_COLUMNS) {
-        for (int v = 0; v < PANEL_COLUMNS; v += LANES) {
-            v16 four = v_load((const float *)(bytes + v));
-            v_store((float *)(pairs + step * PANEL_COLUMNS + v), v_byte_pair(four, 0));
-            v_store((float *)(pairs + (step + 1) * PANEL_COLUMNS + v), v_byte_pair(four, 2));
-        }
-    }
-}
-
-FN void multiply_unit(const struct linear_call *c, int64_t unit, int64_t next, int64_t panels, float *total, uint32_t *pairs, int dtype) {
-    int64_t panel = unit % panels, row = unit / panels * MAX_UNIT_ROWS;
-    int64_t rows = c->rows - row < MAX_UNIT_ROWS ? c->rows - row : MAX_UNIT_ROWS;
-    int64_t steps_per_word = c->scales ? 2 : 1, panel_words = c->steps / steps_per_word * PANEL_COLUMNS;
-    const uint32_t *weight = c->weight + panel * panel_words;
-    for (int64_t first = 0; first < c->steps; first += CHUNK) {
-        int64_t steps = c->steps - first < CHUNK ? c->steps - first : CHUNK;
-        const uint32_t *chunk = weight + first / steps_per_word * PANEL_COLUMNS, *ahead = NULL;
-        if (first + CHUNK < c->steps) {
-            ahead = chunk + CHUNK / steps_per_word * PANEL_COLUMNS;
-        } else if (next >= 0) {
-            ahead = c->weight + next % panels * panel_words;
-        }
-        if (c->scales) widen_chunk(pairs, chunk, steps);
-        struct product p = {c, (const float *)(c->scales ? pairs : chunk), (const char *)ahead, c->x + row * c->x_stride + first * 4, total,
-                            CHUNK / steps_per_word * LINES_PER_STEP, steps, first == 0, first + CHUNK >= c->steps, row, panel * PANEL_COLUMNS};
-        multiply_chunk(&p, rows, dtype);
-    }
-}
-
-/* Take units until none is left; the next is taken before a unit begins, so that its weights can be prefetched. */
-TARGETED int64_t LINEAR_WORKER(void *argument) {
-    struct linear_call *c = argument;
-    int64_t panels = linear_panels(c);
-    _Alignas(64) float total[MAX_UNIT_ROWS * PANEL_COLUMNS];
-    _Alignas(64) uint32_t pairs[CHUNK * PANEL_COLUMNS];
-    struct member member = team_join(c->team);
-    int64_t done = 0;
-    for (int64_t next, unit = team_take(c->team, &member); unit >= 0; unit = next, done++) {
-        next = team_take(c->team, &member);
-        if (DOT_BF16 || c->dtype == BFLOAT16) {
-            multiply_unit(c, unit, next, panels, total, pairs, BFLOAT16);
-        } else {
-            multiply_unit(c, unit, next, panels, total, pairs, FLOAT32);
-        }
-    }
-    return done;
 }

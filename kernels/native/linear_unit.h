@@ -1,0 +1,122 @@
+/* Units of a packed product, whatever multiplies them; included once per instruction set, before what multiplies.
+ *
+ *     W [columns, depth]  ->  panels of 64 columns, each [steps][64 columns], a step 32 bits of depth:
+ *
+ *     panel 0   | step 0: w[0] w[1] .. w[63] | step 1: .. | ...     read front to back, once for every 128 rows
+ *     panel 1   | ...
+ *
+ * A unit of work is a panel and up to 128 rows; all panels come before the next rows, whose x then lies in the
+ * second-level cache. 128 steps of the panel (32 KiB) at a time serve all of its rows; while they compute, the
+ * next 32 KiB are prefetched. So with few rows the product runs at the speed of the
+ * memory, with many at that of the multipliers.
+ *
+ * Weights in int8 are widened to pairs of bfloat16, which hold them exactly, 32 KiB at a time; the sums are multiplied
+ * by their columns' scales at the end, then come the bias, then the residual, then one rounding.
+ *
+ * The includer defines FN, TARGETED, LINEAR_WORKER (the function's name), ONLY_BF16 and `struct multiplier`, what a thread keeps from chunk to
+ * chunk, and has included its simd_*.h; after this, it defines the three functions declared here.
+ */
+#include "row_part.h"
+
+enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, LINES_PER_STEP = PANEL_COLUMNS * 4 / 64 };
+
+struct product {
+    const struct linear_call *call;
+    const float *weight;      /* the panel's chunk, 32 bits a step and column */
+    const char *ahead;        /* the chunk after it as it is stored */
+    const char *x;            /* of the chunk's first step */
+    float *total;             /* [rows][PANEL_COLUMNS] */
+    int64_t ahead_lines;      /* of 64 bytes in it; 0: there is none */
+    int64_t steps;            /* of the chunk */
+    int is_first, is_last;    /* whether total is undefined, whether the sums are complete after it */
+    int64_t row, column;      /* the unit's first */
+};
+
+FN void begin_multiplying(struct multiplier *m);
+
+/* All rows of a unit over a chunk: their sums to p->total, with `store_rows` of them after the last chunk. */
+FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t rows, int dtype);
+
+FN void end_multiplying(struct multiplier *m);
+
+/* Scale, add the bias and the residual, round, store: rows of the unit whose sums are complete. */
+FN void store_rows(const struct product *p, int64_t row, int64_t rows, int dtype) {
+    const struct linear_call *c = p->call;
+    int64_t end = p->column + PANEL_COLUMNS < c->columns ? p->column + PANEL_COLUMNS : c->columns;
+    for (int64_t r = row; r < row + rows; r++) {
+        const float *total = p->total + r * PANEL_COLUMNS - p->column;
+        for (int64_t i = p->column; i < end; i += LANES) {
+            v16 y = v_load(total + i);
+            if (c->scales) y = v_mul(y, v_load(c->scales + i));
+            if (c->bias) y = v_add(y, v_load(c->bias + i));
+            if (c->residual) y = v_add(y, load_part(c->residual + (p->row + r) * c->residual_stride, i, end, dtype));
+            store_part(c->out + (p->row + r) * c->out_stride, i, end, dtype, y);
+        }
+    }
+}
+
+/* Ask for what `store_rows` will read and write. Other threads have written it last: where each line was fetched by the access
+ * itself, a prefill waited for 5% of its cycles. */
+FN void ask_for_rows(const struct product *p, int64_t row, int64_t rows, int dtype) {
+    const struct linear_call *c = p->call;
+    int64_t bytes = dtype == FLOAT32 ? 4 : 2, begin = p->column * bytes, end = begin + PANEL_COLUMNS * bytes;
+    for (int64_t r = p->row + row; r < p->row + row + rows; r++) {
+        for (int64_t i = begin; i < end; i += CACHE_LINE) {
+            __builtin_prefetch(c->out + r * c->out_stride + i, 1, 3);
+            if (c->residual) __builtin_prefetch(c->residual + r * c->residual_stride + i, 0, 3);
+        }
+    }
+}
+
+/* `steps` steps of pairs from half as many of int8, each as many columns. */
+FN void widen_chunk(uint32_t *pairs, const uint32_t *bytes, int64_t steps) {
+    for (int64_t step = 0; step < steps; step += 2, bytes += PANEL_COLUMNS) {
+        for (int v = 0; v < PANEL_COLUMNS; v += LANES) {
+            v16 four = v_load((const float *)(bytes + v));
+            v_store((float *)(pairs + step * PANEL_COLUMNS + v), v_byte_pair(four, 0));
+            v_store((float *)(pairs + (step + 1) * PANEL_COLUMNS + v), v_byte_pair(four, 2));
+        }
+    }
+}
+
+FN void multiply_unit(struct multiplier *m, const struct linear_call *c, int64_t unit, int64_t next, int64_t panels, float *total, uint32_t *pairs, int dtype) {
+    int64_t panel = unit % panels, row = unit / panels * c->unit_rows;
+    int64_t rows = c->rows - row < c->unit_rows ? c->rows - row : c->unit_rows;
+    int64_t steps_per_word = c->scales ? 2 : 1, panel_words = c->steps / steps_per_word * PANEL_COLUMNS;
+    const uint32_t *weight = c->weight + panel * panel_words;
+    for (int64_t first = 0; first < c->steps; first += CHUNK) {
+        int64_t steps = c->steps - first < CHUNK ? c->steps - first : CHUNK;
+        const uint32_t *chunk = weight + first / steps_per_word * PANEL_COLUMNS, *ahead = NULL;
+        if (first + CHUNK < c->steps) {
+            ahead = chunk + CHUNK / steps_per_word * PANEL_COLUMNS;
+        } else if (next >= 0) {
+            ahead = c->weight + next % panels * panel_words;
+        }
+        if (c->scales) widen_chunk(pairs, chunk, steps);
+        struct product p = {c, (const float *)(c->scales ? pairs : chunk), (const char *)ahead, c->x + row * c->x_stride + first * 4, total,
+                            ahead ? CHUNK / steps_per_word * LINES_PER_STEP : 0, steps, first == 0, first + CHUNK >= c->steps, row, panel * PANEL_COLUMNS};
+        multiply_chunk(m, &p, rows, dtype);
+    }
+}
+
+/* Take units until none is left; the next is taken before a unit begins, so that its weights can be prefetched. */
+TARGETED int64_t LINEAR_WORKER(void *argument) {
+    struct linear_call *c = argument;
+    int64_t panels = linear_panels(c);
+    _Alignas(64) float total[MOST_ROWS * PANEL_COLUMNS];
+    _Alignas(64) uint32_t pairs[CHUNK * PANEL_COLUMNS];
+    struct multiplier m;
+    struct member member = team_join(c->team);
+    begin_multiplying(&m);
+    int64_t done = 0;
+    for (int64_t next, unit = team_take(c->team, &member); unit >= 0; unit = next, done++) {
+        next = team_take(c->team, &member);
+        if (ONLY_BF16 || c->dtype == BFLOAT16) {
+            multiply_unit(&m, c, unit, next, panels, total, pairs, BFLOAT16);
+        } else {
+            multiply_unit(&m, c, unit, next, panels, total, pairs, FLOAT32);
+        }
+    }
+    end_multiplying(&m);
+    return done;
+}
