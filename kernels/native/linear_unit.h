@@ -45,7 +45,21 @@ FN void store_rows(const struct product *p, int64_t row, int64_t rows, int dtype
     int64_t end = p->column + PANEL_COLUMNS < c->columns ? p->column + PANEL_COLUMNS : c->columns;
     for (int64_t r = row; r < row + rows; r++) {
         const float *total = p->total + r * PANEL_COLUMNS - p->column;
-        for (int64_t i = p->column; i < end; i += LANES) {
+        int64_t i = p->column;
+#if ONLY_BF16
+        for (; i + 2 * LANES <= end; i += 2 * LANES) {
+            v16 y[2] = {v_load(total + i), v_load(total + i + LANES)};
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; j++) {
+                int64_t column = i + j * LANES;
+                if (c->scales) y[j] = v_mul(y[j], v_load(c->scales + column));
+                if (c->bias) y[j] = v_add(y[j], v_load(c->bias + column));
+                if (c->residual) y[j] = v_add(y[j], v_load_elements(c->residual + (p->row + r) * c->residual_stride + column * 2, BFLOAT16, LANES));
+            }
+            _mm512_storeu_si512(c->out + (p->row + r) * c->out_stride + i * 2, (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
+        }
+#endif
+        for (; i < end; i += LANES) {
             v16 y = v_load(total + i);
             if (c->scales) y = v_mul(y, v_load(c->scales + i));
             if (c->bias) y = v_add(y, v_load(c->bias + i));
