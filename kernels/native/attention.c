@@ -46,6 +46,9 @@ void quire_attention_job(struct job *job, struct attention_call *call, int64_t i
     if (isa == AVX2) worker = quire_attention_avx2;
     if (isa >= AVX512) worker = quire_attention_avx512;
     if (isa >= AVX512_BF16 && call->dtype == BFLOAT16) worker = quire_attention_avx512_bf16;
+#if HAS_AMX
+    if (isa == AMX_BF16 && call->dtype == BFLOAT16) worker = quire_attention_amx;
+#endif
 #else
     (void)isa;
 #endif

@@ -110,5 +110,8 @@ DECLARE(avx2)
 DECLARE(avx512)
 DECLARE(avx512_bf16)
 #endif
+#if HAS_AMX
+DECLARE(amx)
+#endif
 
 #endif

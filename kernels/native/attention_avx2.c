@@ -8,6 +8,7 @@
 #define EXP2 quire_exp2_avx2
 #define DOT_BF16 0
 #define BLOCK_ROWS 6
+#define MATRIX_REGISTERS 0
 #define MAX_VECTORS 1
 
 #include "simd_avx2.h"

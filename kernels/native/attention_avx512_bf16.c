@@ -8,6 +8,7 @@
 #define EXP2 quire_exp2_avx512_bf16
 #define DOT_BF16 1
 #define BLOCK_ROWS 6
+#define MATRIX_REGISTERS 0
 #define MAX_VECTORS 4
 
 #include "simd_avx512.h"

@@ -7,6 +7,7 @@
 #define EXP2 quire_exp2_generic
 #define DOT_BF16 0
 #define BLOCK_ROWS 2
+#define MATRIX_REGISTERS 0
 #define MAX_VECTORS 1
 
 #include "simd_generic.h"

@@ -173,12 +173,13 @@ FN void copy_edges(struct unit *u, int64_t tile_begin, int64_t begin, int64_t en
  * of 256 bytes' distance, which are not in the first-level cache, took three times as long. */
 FN void pack_keys(struct unit *u) {
     int dtype = DOT_BF16 ? FLOAT32 : u->dtype; /* a pair moves as one float32 would */
+    int token_steps = DOT_BF16 ? u->dim / 2 : u->dim;
     int64_t step_bytes = DOT_BF16 ? 4 : u->element_bytes, token_bytes = (int64_t)u->dim * u->element_bytes;
     for (int r = u->runs_begin; r < u->runs_end; r += 2) {
         read_values_ahead(u, 2 * run_lines(u));
         float *vector = u->scratch->k + (int64_t)r * RUN * u->steps;
         for (int step = 0; step < u->steps; step += LANES) {
-            int count = u->steps - step < LANES ? u->steps - step : LANES;
+            int count = token_steps - step < LANES ? token_steps - step : LANES;
             v16 rows[LANES];
             for (int i = 0; i < RUN; i++) {
                 int64_t offset = i * token_bytes + step * step_bytes;
@@ -187,7 +188,7 @@ FN void pack_keys(struct unit *u) {
             }
             v_transpose(rows);
             float *to = vector + (int64_t)step * LANES;
-            if (count == LANES) {
+            if (count == LANES || MATRIX_REGISTERS) { /* they multiply 16 steps: zeros after the last */
 #pragma GCC unroll 16
                 for (int i = 0; i < LANES; i++) v_store(to + i * LANES, rows[i]);
             } else {
@@ -245,7 +246,7 @@ FN v16 dot(v16 a, v16 b, v16 c) { return v_fma(a, b, c); }
 #endif
 
 /* Whether a tile serves one block of rows: packed for it alone, keys and values would cost more than they save. */
-FN int pages_stay(const struct unit *u) { return DOT_BF16 && u->rows <= BLOCK_ROWS && u->dim % 64 == 0; }
+FN int pages_stay(const struct unit *u) { return DOT_BF16 && u->rows <= BLOCK_ROWS && u->dim % (MATRIX_REGISTERS ? 32 : 64) == 0; }
 
 FN void pack_values(struct unit *u) {
     for (int r = u->runs_begin; r < u->runs_end; r++) {
@@ -279,166 +280,11 @@ FN void divide_rows(const struct unit *u, int64_t tile_begin, struct row_block *
     }
 }
 
-/* scores[row][column] = sum over steps of q[row][step] * keys[column / 16][step][column % 16], `rows` by 16 * `vectors`. */
-FN void score_block(int rows, int vectors, const float *q, const float *keys, int steps, float *scores) {
-    v16 sums[BLOCK_ROWS][4];
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++) sums[i][j] = v_set1(0.0f);
-    for (int step = 0; step < steps; step++) {
-        v16 key[4];
-        for (int j = 0; j < vectors; j++) key[j] = v_load(keys + (j * steps + step) * LANES);
-        for (int i = 0; i < rows; i++) {
-            v16 element = v_set1(q[i * steps + step]);
-            for (int j = 0; j < vectors; j++) sums[i][j] = dot(element, key[j], sums[i][j]);
-        }
-    }
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++) v_store(scores + i * TILE + j * LANES, sums[i][j]);
-}
-
-/* mixed[row][column] = factor[row] * mixed[row][column] + sum over the block's keys of weight * value. */
-FN void mix_block(int rows, int vectors, const struct unit *u, const struct row_block *block, float *all_mixed, int column) {
-    const float *weights = u->scratch->scores + block->row * TILE, *factors = u->scratch->factors + block->row;
-    float *mixed = all_mixed + block->row * u->padded + column;
-    v16 sums[BLOCK_ROWS][4];
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++)
-            sums[i][j] = v_mul(v_load(mixed + i * u->padded + j * LANES), v_set1(factors[i]));
-    for (int r = block->begin / RUN; r < block->end / RUN; r++) {
-        const float *values = (const float *)u->v_runs[r] + column;
-        for (int step = 0; step < RUN_STEPS; step++) {
-            v16 value[4];
-            for (int j = 0; j < vectors; j++) value[j] = v_load(values + step * u->padded + j * LANES);
-            for (int i = 0; i < rows; i++) {
-                v16 weight = v_set1(weights[i * TILE + r * RUN_STEPS + step]);
-                for (int j = 0; j < vectors; j++) sums[i][j] = dot(weight, value[j], sums[i][j]);
-            }
-        }
-    }
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++) v_store(mixed + i * u->padded + j * LANES, sums[i][j]);
-}
-
-#if DOT_BF16
-/* The scores of all rows with the keys as they lie in their pages: transposed in registers, the same sums. */
-FN void score_pages(int rows, struct unit *u) {
-    const float *q = u->scratch->q;
-    const int64_t token_steps = u->dim / 2;
-    for (int r = u->runs_begin; r < u->runs_end; r += 2) {
-        v16 sums[BLOCK_ROWS];
-        for (int i = 0; i < rows; i++) sums[i] = v_set1(0.0f);
-        const float *first = (const float *)u->k_runs[r], *second = (const float *)u->k_runs[r + 1];
-        for (int step = 0; step < u->steps; step += LANES) {
-            v16 keys[LANES];
-            read_values_ahead(u, 2 * RUN); /* as many lines as are read here */
-#pragma GCC unroll 8
-            for (int i = 0; i < RUN; i++) {
-                keys[i] = v_load(first + i * token_steps + step);
-                keys[i + RUN] = v_load(second + i * token_steps + step);
-            }
-            v_transpose(keys);
-#pragma GCC unroll 16
-            for (int j = 0; j < LANES; j++)
-                for (int i = 0; i < rows; i++) sums[i] = dot(v_set1(q[i * u->steps + step + j]), keys[j], sums[i]);
-        }
-        for (int i = 0; i < rows; i++) v_store(u->scratch->scores + i * TILE + r * RUN, sums[i]);
-    }
-}
-
-/* What mix_block does, for 64 columns of all rows, with the values as they lie in their pages. */
-FN void mix_pages(int rows, struct unit *u, const struct row_block *block, float *all_mixed, int column) {
-    const __m512i low = FIRST_PAIRS, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    const float *weights = u->scratch->scores, *factors = u->scratch->factors;
-    float *mixed = all_mixed + column;
-    v16 sums[BLOCK_ROWS][4];
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < 4; j++) sums[i][j] = v_mul(v_load(mixed + i * u->padded + j * LANES), v_set1(factors[i]));
-    for (int r = block->begin / RUN; r < block->end / RUN; r++) {
-        read_keys_ahead(u, 2 * RUN);
-        const uint16_t *token = (const uint16_t *)u->v_runs[r] + column;
-        for (int step = 0; step < RUN_STEPS; step++, token += 2 * u->dim) {
-            v16 value[4];
-            for (int j = 0; j < 4; j += 2) {
-                __m512i even = _mm512_loadu_si512(token + j * LANES), odd = _mm512_loadu_si512(token + u->dim + j * LANES);
-                value[j] = (v16)_mm512_permutex2var_epi16(even, low, odd);
-                value[j + 1] = (v16)_mm512_permutex2var_epi16(even, high, odd);
-            }
-            for (int i = 0; i < rows; i++) {
-                v16 weight = v_set1(weights[i * TILE + r * RUN_STEPS + step]);
-                for (int j = 0; j < 4; j++) sums[i][j] = dot(weight, value[j], sums[i][j]);
-            }
-        }
-    }
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < 4; j++) v_store(mixed + i * u->padded + j * LANES, sums[i][j]);
-}
+#if MATRIX_REGISTERS
+#include "attention_matrix.h"
+#else
+#include "attention_vectors.h"
 #endif
-
-/* The blocks above with their extents known to the compiler, so that the sums stay in registers. */
-#define CASE(n, call) \
-    case n: \
-        if (n <= BLOCK_ROWS) call(n); \
-        break;
-#define WITH_CONSTANT_ROWS(rows, call) \
-    switch (rows) { CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call) }
-
-/* Some keys after the others, each for all rows while they lie in the first-level cache. */
-FN void score_tile(struct unit *u, const struct row_block *blocks) {
-#if DOT_BF16
-    if (pages_stay(u)) {
-#define CALL(n) score_pages(n, u)
-        WITH_CONSTANT_ROWS(u->rows, CALL)
-#undef CALL
-        return;
-    }
-#endif
-    const int vectors = MAX_VECTORS, width = vectors * LANES;
-    for (int first = u->runs_begin * RUN / width * width; first < u->runs_end * RUN; first += width) {
-        for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
-            int key = first > b->begin ? first : b->begin, end = first + width < b->end ? first + width : b->end;
-            const float *q = u->scratch->q + (int64_t)b->row * u->steps;
-            float *scores = u->scratch->scores + b->row * TILE;
-            if (vectors > 1 && end - key == width) {
-#define CALL(n) score_block(n, vectors, q, u->scratch->k + (int64_t)key * u->steps, u->steps, scores + key)
-                WITH_CONSTANT_ROWS(b->rows, CALL)
-#undef CALL
-                continue;
-            }
-            for (; key < end; key += LANES) {
-#define CALL(n) score_block(n, 1, q, u->scratch->k + (int64_t)key * u->steps, u->steps, scores + key)
-                WITH_CONSTANT_ROWS(b->rows, CALL)
-#undef CALL
-            }
-        }
-    }
-}
-
-/* Some columns after the others, each for all rows. */
-FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
-    for (int column = 0, width; column < u->padded; column += width) {
-        const int vectors = column + MAX_VECTORS * LANES <= u->padded ? MAX_VECTORS : 1;
-        width = vectors * LANES; /* 64 where the pages stay */
-        for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
-#if DOT_BF16
-            if (pages_stay(u)) {
-#define CALL(n) mix_pages(n, u, b, mixed, column)
-                WITH_CONSTANT_ROWS(b->rows, CALL)
-#undef CALL
-                continue;
-            }
-#endif
-            if (vectors > 1) {
-#define CALL(n) mix_block(n, MAX_VECTORS, u, b, mixed, column)
-                WITH_CONSTANT_ROWS(b->rows, CALL)
-#undef CALL
-            } else {
-#define CALL(n) mix_block(n, 1, u, b, mixed, column)
-                WITH_CONSTANT_ROWS(b->rows, CALL)
-#undef CALL
-            }
-        }
-    }
-}
 
 /* What is left to multiply scores with after `top_score`: a positive factor moves no maximum. */
 FN float late_factor(const struct attention_call *c) { return c->softcap > 0 || c->scale <= 0 ? 1.0f : c->scale * LOG2_E; }
@@ -522,14 +368,16 @@ FN void attend_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t e
     struct row_block blocks[MAX_BLOCKS];
     locate_runs(u, tile_begin, begin, end);
     divide_rows(u, tile_begin, blocks);
-    if (!pages_stay(u)) {
-        pack_keys(u);
+    const int values_early = !MATRIX_REGISTERS && !pages_stay(u), values_late = MATRIX_REGISTERS;
+    if (!pages_stay(u)) pack_keys(u);
+    if (values_early) {
         copy_edges(u, tile_begin, begin, end);
         pack_values(u);
     }
     score_tile(u, blocks);
     soften(u, tile_begin, blocks, state);
-    if (pages_stay(u)) copy_edges(u, tile_begin, begin, end);
+    if (!values_early) copy_edges(u, tile_begin, begin, end);
+    if (values_late) pack_values(u);
     mix_tile(u, blocks, state->mixed);
 }
 
@@ -585,31 +433,6 @@ FN void finish(const struct unit *u, struct row_state *state) {
             v16 x = v_mul(v_load(state->mixed + row * u->padded + column), v_set1(factor));
             x = total == 0.0f ? v_set1(0.0f) : v_div(x, v_set1(total));
             v_store_elements(out + (int64_t)column * u->element_bytes, u->dtype, count, x);
-        }
-    }
-}
-
-/* scratch->q: [rows][steps]. */
-FN void load_queries(struct unit *u) {
-    const struct attention_call *c = u->call;
-    for (int row = 0; row < u->rows; row++) {
-        int64_t token = u->tile->first_token + row / u->group, head = u->head * u->group + row % u->group;
-        const char *q = (const char *)c->q + (token * c->q_token_stride + head * c->q_head_stride) * u->element_bytes;
-        float *to = u->scratch->q + (int64_t)row * u->steps;
-        if (DOT_BF16) {
-            memcpy(to, q, (size_t)u->dim * u->element_bytes);
-            continue;
-        }
-        for (int column = 0; column < u->dim; column += LANES) {
-            int count = u->dim - column < LANES ? u->dim - column : LANES;
-            v16 x = v_load_elements(q + (int64_t)column * u->element_bytes, u->dtype, count);
-            if (count == LANES) {
-                v_store(to + column, x);
-            } else {
-                float lane[LANES];
-                v_store(lane, x);
-                memcpy(to + column, lane, count * sizeof(float));
-            }
         }
     }
 }
@@ -688,10 +511,14 @@ TARGETED int64_t WORKER(void *argument) {
     u.dtype = (int)call->dtype;
     u.element_bytes = call->dtype == FLOAT32 ? 4 : 2;
     u.steps = DOT_BF16 ? u.dim / 2 : u.dim;
+    if (MATRIX_REGISTERS) u.steps = (u.steps + LANES - 1) / LANES * LANES;
     memset(u.scratch->zeros, 0, (size_t)RUN * u.dim * u.element_bytes);
 #ifdef X86_FLUSH_DENORMALS
     unsigned modes = _mm_getcsr();
     _mm_setcsr(modes | 0x8040); /* what dpbf16 does anyhow; and a denormal costs 100 cycles */
+#endif
+#if MATRIX_REGISTERS
+    set_extents();
 #endif
     struct item item = claim(call, &member, &work);
     u.ahead.next = item;
@@ -709,6 +536,9 @@ TARGETED int64_t WORKER(void *argument) {
         attend_unit(&u, current);
         done++;
     }
+#if MATRIX_REGISTERS
+    _tile_release();
+#endif
 #ifdef X86_FLUSH_DENORMALS
     _mm_setcsr(modes);
 #endif

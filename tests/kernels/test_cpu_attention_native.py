@@ -102,7 +102,7 @@ def available_isas():
     head_dim=st.sampled_from([8, 24, 64, 80, 96, 128, 256, 512]),
     block_size=st.sampled_from([8, 16, 40, 128]),
     dtype=st.sampled_from(DTYPES),
-    isa=st.sampled_from(["generic", "avx2", "avx512", "avx512_bf16"]),
+    isa=st.sampled_from(native_library.ISAS),
     options=OPTIONS,
     with_sinks=st.booleans(),
 )
@@ -279,7 +279,7 @@ def test_python_and_c_agree_on_the_arguments():
     assert ctypes.sizeof(cpu_attention_native.AttentionCall) == library.functions.quire_call_bytes()
 
 
-@pytest.mark.parametrize("isa", range(4))
+@pytest.mark.parametrize("isa", range(len(native_library.ISAS)))
 def test_weights_are_exact_to_one_unit_in_the_last_place(isa):
     """2^x as the softmax computes it: against float64 on every 997th float, and where the result has an edge.
 

@@ -1,0 +1,193 @@
+/* The products of attention in matrix registers: scores of a tile's keys, and the values mixed. Included by attention_tile.h.
+ *
+ *     scores [rows][keys] = q [rows][steps] . packed keys [16 keys][steps][key]          the tile serves more than 16 rows
+ *     scores^T [keys][rows] = pages [key][steps] . q^T [steps][rows]                     the keys stay in their pages
+ *     mixed [rows][columns] += weights [rows][pairs] . packed values [pairs][columns]
+ *
+ * A register has 16 rows of 16 times 32 bits; all are used in full, with whatever lies beyond a unit's rows, which nobody reads. A
+ * score is a sum over 32 elements of head_dim at a time, an element of the result one over 32 keys at a time, which begin at absolute positions; each
+ * time the first elements of the pairs and the second ones are added up apart. Both ways to the scores multiply the same pairs in the same order.
+ */
+#include "matrix_registers.h"
+
+enum { PAIRED_KEYS = 2 * REGISTER_ROWS, STAGED_KEYS = 4 * LANES };
+
+FN void set_extents(void) {
+    struct extents e = no_extents();
+    for (int i = 0; i < 8; i++) set_extent(&e, i, REGISTER_ROWS, LANES);
+    _tile_loadconfig(&e);
+}
+
+/* scratch->q: [rows][steps], or [steps][16 rows] where the keys stay in their pages; zeros after a row's last step. */
+FN void load_queries(struct unit *u) {
+    const struct attention_call *c = u->call;
+    const int is_turned = pages_stay(u), token_steps = u->dim / 2;
+    for (int first = 0; first < u->rows; first += LANES) {
+        for (int step = 0; step < u->steps; step += LANES) {
+            int count = token_steps - step < LANES ? token_steps - step : LANES;
+            v16 rows[LANES];
+            for (int i = 0; i < LANES; i++) {
+                rows[i] = v_set1(0.0f);
+                if (first + i >= u->rows) continue;
+                int64_t token = u->tile->first_token + (first + i) / u->group, head = u->head * u->group + (first + i) % u->group;
+                const uint16_t *q = (const uint16_t *)c->q + token * c->q_token_stride + head * c->q_head_stride;
+                rows[i] = v_load_elements(q + 2 * step, FLOAT32, count);
+            }
+            if (is_turned) v_transpose(rows);
+            float *to = u->scratch->q + (is_turned ? step * LANES : first * u->steps + step);
+            for (int i = 0; i < LANES; i++) v_store(to + i * (is_turned ? LANES : u->steps), rows[i]);
+        }
+    }
+}
+
+/* The scores of 16 rows and 64 keys, or 16, from the packed keys. */
+FN void score_rows(const float *q, const float *keys, int steps, float *scores, int vectors) {
+    const int key_stride = REGISTER_BYTES, q_stride = steps * 4, vector = LANES * steps;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int step = 0; step < steps; step += REGISTER_ROWS, keys += REGISTER_ROWS * LANES) {
+        _tile_loadd(4, q + step, q_stride);
+        _tile_loadd(5, keys, key_stride);
+        _tile_dpbf16ps(0, 4, 5);
+        if (vectors == 1) continue;
+        _tile_loadd(6, keys + vector, key_stride);
+        _tile_loadd(7, keys + 2 * vector, key_stride);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(5, keys + 3 * vector, key_stride);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, scores, TILE * 4);
+    if (vectors == 1) return;
+    _tile_stored(1, scores + LANES, TILE * 4);
+    _tile_stored(2, scores + 2 * LANES, TILE * 4);
+    _tile_stored(3, scores + 3 * LANES, TILE * 4);
+}
+
+/* The tile's 16 keys from a run on, together: as they lie where both runs do, else a copy. */
+FN const char *keys_together(const struct unit *u, int r, char *copy) {
+    const int64_t run_bytes = (int64_t)RUN * u->dim * 2;
+    if (u->k_runs[r + 1] == u->k_runs[r] + run_bytes) return u->k_runs[r];
+    memcpy(copy, u->k_runs[r], run_bytes);
+    memcpy(copy + run_bytes, u->k_runs[r + 1], run_bytes);
+    return copy;
+}
+
+/* The scores of up to 16 rows with the keys in their pages. */
+FN void score_pages(struct unit *u) {
+    _Alignas(64) float staged[STAGED_KEYS * LANES];
+    const int key_bytes = u->dim * 2;
+    for (int r = u->runs_begin; r < u->runs_end; r += 2 * 4) {
+        const int vectors = u->runs_end - r < 2 * 4 ? (u->runs_end - r) / 2 : 4;
+        const char *keys[4];
+        for (int i = 0; i < 4; i++) /* those that are not there are the last again */
+            keys[i] = i < vectors ? keys_together(u, r + 2 * i, (char *)(u->scratch->k + i * LANES * u->steps)) : keys[i - 1];
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int step = 0; step < u->steps; step += REGISTER_ROWS) {
+            read_values_ahead(u, vectors * LANES); /* as many lines as are read here */
+            _tile_loadd(4, u->scratch->q + step * LANES, REGISTER_BYTES);
+            _tile_loadd(5, keys[0] + step * 4, key_bytes);
+            _tile_loadd(6, keys[1] + step * 4, key_bytes);
+            _tile_loadd(7, keys[2] + step * 4, key_bytes);
+            _tile_dpbf16ps(0, 5, 4);
+            _tile_loadd(5, keys[3] + step * 4, key_bytes);
+            _tile_dpbf16ps(1, 6, 4);
+            _tile_dpbf16ps(2, 7, 4);
+            _tile_dpbf16ps(3, 5, 4);
+        }
+        _tile_stored(0, staged, REGISTER_BYTES);
+        _tile_stored(1, staged + LANES * LANES, REGISTER_BYTES);
+        _tile_stored(2, staged + 2 * LANES * LANES, REGISTER_BYTES);
+        _tile_stored(3, staged + 3 * LANES * LANES, REGISTER_BYTES);
+        for (int i = 0; i < vectors; i++) {
+            v16 rows[LANES];
+#pragma GCC unroll 16
+            for (int key = 0; key < LANES; key++) rows[key] = v_load(staged + (i * LANES + key) * LANES);
+            v_transpose(rows);
+            float *scores = u->scratch->scores + (r + 2 * i) * RUN;
+            for (int row = 0; row < u->rows; row++) v_store(scores + row * TILE, rows[row]);
+        }
+    }
+}
+
+FN void score_tile(struct unit *u, const struct row_block *blocks) {
+    if (pages_stay(u)) {
+        score_pages(u);
+        return;
+    }
+    for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
+        const float *q = u->scratch->q + (int64_t)b->row * u->steps;
+        float *scores = u->scratch->scores + b->row * TILE;
+        int key = b->begin;
+        for (; key + 4 * LANES <= b->end; key += 4 * LANES) score_rows(q, u->scratch->k + (int64_t)key * u->steps, u->steps, scores + key, 4);
+        for (; key < b->end; key += LANES) score_rows(q, u->scratch->k + (int64_t)key * u->steps, u->steps, scores + key, 1);
+    }
+}
+
+/* Values of the 16 keys that make up 32 with the tile's first or last. */
+FN void clear_values(struct unit *u, int r) {
+    memset(u->scratch->v + (int64_t)r * RUN_STEPS * u->padded, 0, sizeof(float) * 2 * RUN_STEPS * u->padded);
+}
+
+/* What was mixed before, times the rows' factors. */
+FN void scale_mixed(const struct unit *u, float *mixed) {
+    for (int row = 0; row < u->rows; row++, mixed += u->padded) {
+        float factor = u->scratch->factors[row];
+        if (factor == 1.0f) continue;
+        for (int i = 0; i < u->padded; i += LANES) v_store(mixed + i, v_mul(v_load(mixed + i), v_set1(factor)));
+    }
+}
+
+/* 16 rows and 64 columns, or 16, over `turns` times 32 keys. */
+FN void mix_rows(const float *weights, const float *values, int padded, float *mixed, int turns, int vectors) {
+    const int stride = padded * 4;
+    _tile_loadd(0, mixed, stride);
+    if (vectors > 1) {
+        _tile_loadd(1, mixed + LANES, stride);
+        _tile_loadd(2, mixed + 2 * LANES, stride);
+        _tile_loadd(3, mixed + 3 * LANES, stride);
+    }
+    for (; turns > 0; turns--, weights += REGISTER_ROWS, values += REGISTER_ROWS * padded) {
+        _tile_loadd(4, weights, TILE * 4);
+        _tile_loadd(5, values, stride);
+        _tile_dpbf16ps(0, 4, 5);
+        if (vectors == 1) continue;
+        _tile_loadd(6, values + LANES, stride);
+        _tile_loadd(7, values + 2 * LANES, stride);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(5, values + 3 * LANES, stride);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, mixed, stride);
+    if (vectors == 1) return;
+    _tile_stored(1, mixed + LANES, stride);
+    _tile_stored(2, mixed + 2 * LANES, stride);
+    _tile_stored(3, mixed + 3 * LANES, stride);
+}
+
+FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
+    if (u->runs_begin % 4) clear_values(u, u->runs_begin - 2);
+    if (u->runs_end % 4) clear_values(u, u->runs_end);
+    scale_mixed(u, mixed);
+    for (int column = 0, vectors; column < u->padded; column += vectors * LANES) {
+        vectors = column + 4 * LANES <= u->padded ? 4 : 1;
+        for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
+            int begin = b->begin / PAIRED_KEYS, end = (b->end + PAIRED_KEYS - 1) / PAIRED_KEYS;
+            if (b->begin == b->end) continue;
+            const float *weights = u->scratch->scores + b->row * TILE + begin * REGISTER_ROWS;
+            const float *values = u->scratch->v + (int64_t)begin * REGISTER_ROWS * u->padded + column;
+            float *to = mixed + (int64_t)b->row * u->padded + column;
+            if (vectors == 4) {
+                mix_rows(weights, values, u->padded, to, end - begin, 4);
+            } else {
+                mix_rows(weights, values, u->padded, to, end - begin, 1);
+            }
+        }
+    }
+}
