@@ -49,9 +49,19 @@ FN void set_extents(struct multiplier *m, int rows, int steps) {
     _tile_loadconfig(&m->extents);
 }
 
-/* Up to 16 rows and the panel's columns over `turns` times the steps of a register; `lines` lines from `ahead` on are
- * prefetched evenly. */
-FN void multiply_rows(const float *weight, const char *x, int64_t x_stride, float *total, int is_first, int64_t turns, const char *ahead, int64_t lines) {
+/* Lines to prefetch, an even share with each of `turns` turns. */
+struct share {
+    const char *next;
+    int64_t lines, turns, due;
+};
+
+FN void prefetch_share(struct share *s) {
+    for (s->due += s->lines; s->due >= s->turns; s->due -= s->turns, s->next += CACHE_LINE) __builtin_prefetch(s->next, 0, 2);
+}
+
+/* Up to 16 rows and the panel's columns over `turns` times the steps of a register. What is prefetched goes between the loads, a few lines at
+ * a time: in one burst a turn, one row read its weights a seventh slower. */
+FN void multiply_rows(const float *weight, const char *x, int64_t x_stride, float *total, int is_first, int64_t turns, struct share ahead) {
     enum { STRIDE = PANEL_COLUMNS * 4 };
     if (is_first) {
         _tile_zero(0);
@@ -64,13 +74,16 @@ FN void multiply_rows(const float *weight, const char *x, int64_t x_stride, floa
         _tile_loadd(2, total + 2 * LANES, STRIDE);
         _tile_loadd(3, total + 3 * LANES, STRIDE);
     }
-    for (int64_t i = 0, due = 0; i < turns; i++, weight += REGISTER_ROWS * PANEL_COLUMNS, x += REGISTER_BYTES) {
-        for (due += lines; due >= turns; due -= turns, ahead += CACHE_LINE) __builtin_prefetch(ahead, 0, 2);
+    for (; turns > 0; turns--, weight += REGISTER_ROWS * PANEL_COLUMNS, x += REGISTER_BYTES) {
+        prefetch_share(&ahead);
         _tile_stream_loadd(4, x, x_stride);
         _tile_loadd(5, weight, STRIDE);
+        prefetch_share(&ahead);
         _tile_loadd(6, weight + LANES, STRIDE);
+        prefetch_share(&ahead);
         _tile_loadd(7, weight + 2 * LANES, STRIDE);
         _tile_dpbf16ps(0, 4, 5);
+        prefetch_share(&ahead);
         _tile_loadd(5, weight + 3 * LANES, STRIDE);
         _tile_dpbf16ps(1, 4, 6);
         _tile_dpbf16ps(2, 4, 7);
@@ -85,14 +98,15 @@ FN void multiply_rows(const float *weight, const char *x, int64_t x_stride, floa
 /* The chunk's steps from `first` on, `turns` times as many as a register is set for. */
 FN void multiply_steps(struct multiplier *m, const struct product *p, int64_t rows, int64_t first, int64_t turns, int steps, int64_t lines) {
     const int is_first = p->is_first && !first, is_last = p->is_last && first + turns * steps == p->steps;
+    const float *weight = p->weight + first * PANEL_COLUMNS;
     for (int64_t row = 0, end; row < rows; row = end) {
         end = row + REGISTER_ROWS < rows ? row + REGISTER_ROWS : rows;
-        int64_t ahead = lines * row / rows, ahead_end = lines * end / rows;
+        int64_t begin_line = lines * row / rows, end_line = lines * end / rows;
+        struct share ahead = {p->ahead + begin_line * CACHE_LINE, end_line - begin_line, turns * 4, 0};
         float *total = p->total + row * PANEL_COLUMNS;
         set_extents(m, (int)(end - row), steps);
         if (is_last) ask_for_rows(p, row, end - row, BFLOAT16);
-        multiply_rows(p->weight + first * PANEL_COLUMNS, p->x + row * p->call->x_stride + first * 4, p->call->x_stride, total, is_first,
-                      turns, p->ahead + ahead * CACHE_LINE, ahead_end - ahead);
+        multiply_rows(weight, p->x + row * p->call->x_stride + first * 4, p->call->x_stride, total, is_first, turns, ahead);
         if (is_last) store_rows(p, row, end - row, BFLOAT16);
     }
 }
