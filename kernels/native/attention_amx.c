@@ -8,7 +8,8 @@
 #define EXP2 quire_exp2_amx
 #define DOT_BF16 1
 #define MATRIX_REGISTERS 1
-#define BLOCK_ROWS 16
+#define BLOCK_ROWS 32
+#define AHEAD_LEVEL 2
 
 #include "simd_avx512.h"
 

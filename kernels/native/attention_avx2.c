@@ -9,6 +9,7 @@
 #define DOT_BF16 0
 #define BLOCK_ROWS 6
 #define MATRIX_REGISTERS 0
+#define AHEAD_LEVEL 3
 #define MAX_VECTORS 1
 
 #include "simd_avx2.h"

@@ -9,6 +9,7 @@
 #define DOT_BF16 1
 #define BLOCK_ROWS 6
 #define MATRIX_REGISTERS 0
+#define AHEAD_LEVEL 3
 #define MAX_VECTORS 4
 
 #include "simd_avx512.h"

@@ -8,6 +8,7 @@
 #define DOT_BF16 0
 #define BLOCK_ROWS 2
 #define MATRIX_REGISTERS 0
+#define AHEAD_LEVEL 3
 #define MAX_VECTORS 1
 
 #include "simd_generic.h"

@@ -40,30 +40,30 @@ FN void load_queries(struct unit *u) {
     }
 }
 
-/* The scores of 16 rows and 64 keys, or 16, from the packed keys. */
-FN void score_rows(const float *q, const float *keys, int steps, float *scores, int vectors) {
-    const int key_stride = REGISTER_BYTES, q_stride = steps * 4, vector = LANES * steps;
+/* The scores of a block of up to 16 or 32 rows (`tall`) and 16 or 32 keys (`wide`), from the packed keys. */
+FN void score_block(const float *q, const float *keys, int steps, float *scores, int tall, int wide) {
+    const int row_bytes = steps * 4, below = LANES * steps, beside = LANES * steps;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int step = 0; step < steps; step += REGISTER_ROWS, keys += REGISTER_ROWS * LANES) {
-        _tile_loadd(4, q + step, q_stride);
-        _tile_loadd(5, keys, key_stride);
-        _tile_dpbf16ps(0, 4, 5);
-        if (vectors == 1) continue;
-        _tile_loadd(6, keys + vector, key_stride);
-        _tile_loadd(7, keys + 2 * vector, key_stride);
-        _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(5, keys + 3 * vector, key_stride);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 4, 5);
+        _tile_loadd(4, q + step, row_bytes);
+        _tile_loadd(6, keys, REGISTER_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        if (wide) {
+            _tile_loadd(7, keys + beside, REGISTER_BYTES);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (!tall) continue;
+        _tile_loadd(5, q + below + step, row_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        if (wide) _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, scores, TILE * 4);
-    if (vectors == 1) return;
-    _tile_stored(1, scores + LANES, TILE * 4);
-    _tile_stored(2, scores + 2 * LANES, TILE * 4);
-    _tile_stored(3, scores + 3 * LANES, TILE * 4);
+    if (wide) _tile_stored(1, scores + LANES, TILE * 4);
+    if (tall) _tile_stored(2, scores + LANES * TILE, TILE * 4);
+    if (tall && wide) _tile_stored(3, scores + LANES * TILE + LANES, TILE * 4);
 }
 
 /* The tile's 16 keys from a run on, together: as they lie where both runs do, else a copy. */
@@ -89,12 +89,15 @@ FN void score_pages(struct unit *u) {
         _tile_zero(2);
         _tile_zero(3);
         for (int step = 0; step < u->steps; step += REGISTER_ROWS) {
-            read_values_ahead(u, vectors * LANES); /* as many lines as are read here */
             _tile_loadd(4, u->scratch->q + step * LANES, REGISTER_BYTES);
+            read_values_ahead(u, vectors * LANES / 4); /* in all as many lines as are read here */
             _tile_loadd(5, keys[0] + step * 4, key_bytes);
+            read_values_ahead(u, vectors * LANES / 4);
             _tile_loadd(6, keys[1] + step * 4, key_bytes);
+            read_values_ahead(u, vectors * LANES / 4);
             _tile_loadd(7, keys[2] + step * 4, key_bytes);
             _tile_dpbf16ps(0, 5, 4);
+            read_values_ahead(u, vectors * LANES / 4);
             _tile_loadd(5, keys[3] + step * 4, key_bytes);
             _tile_dpbf16ps(1, 6, 4);
             _tile_dpbf16ps(2, 7, 4);
@@ -115,78 +118,85 @@ FN void score_pages(struct unit *u) {
     }
 }
 
-FN void score_tile(struct unit *u, const struct row_block *blocks) {
-    if (pages_stay(u)) {
-        score_pages(u);
-        return;
-    }
-    for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
-        const float *q = u->scratch->q + (int64_t)b->row * u->steps;
-        float *scores = u->scratch->scores + b->row * TILE;
-        int key = b->begin;
-        for (; key + 4 * LANES <= b->end; key += 4 * LANES) score_rows(q, u->scratch->k + (int64_t)key * u->steps, u->steps, scores + key, 4);
-        for (; key < b->end; key += LANES) score_rows(q, u->scratch->k + (int64_t)key * u->steps, u->steps, scores + key, 1);
-    }
-}
-
 /* Values of the 16 keys that make up 32 with the tile's first or last. */
 FN void clear_values(struct unit *u, int r) {
     memset(u->scratch->v + (int64_t)r * RUN_STEPS * u->padded, 0, sizeof(float) * 2 * RUN_STEPS * u->padded);
 }
 
 /* What was mixed before, times the rows' factors. */
-FN void scale_mixed(const struct unit *u, float *mixed) {
-    for (int row = 0; row < u->rows; row++, mixed += u->padded) {
-        float factor = u->scratch->factors[row];
+FN void scale_mixed(const struct unit *u, const struct row_block *b, float *mixed) {
+    for (int row = b->row; row < b->row + b->rows; row++) {
+        float factor = u->scratch->factors[row], *to = mixed + (int64_t)row * u->padded;
         if (factor == 1.0f) continue;
-        for (int i = 0; i < u->padded; i += LANES) v_store(mixed + i, v_mul(v_load(mixed + i), v_set1(factor)));
+        for (int i = 0; i < u->padded; i += LANES) v_store(to + i, v_mul(v_load(to + i), v_set1(factor)));
     }
 }
 
-/* 16 rows and 64 columns, or 16, over `turns` times 32 keys. */
-FN void mix_rows(const float *weights, const float *values, int padded, float *mixed, int turns, int vectors) {
+/* The same block and 16 or 32 columns, over `turns` times 32 keys. */
+FN void mix_block(const float *weights, const float *values, int padded, float *mixed, int turns, int tall, int wide) {
     const int stride = padded * 4;
+    float *below = mixed + LANES * padded;
     _tile_loadd(0, mixed, stride);
-    if (vectors > 1) {
-        _tile_loadd(1, mixed + LANES, stride);
-        _tile_loadd(2, mixed + 2 * LANES, stride);
-        _tile_loadd(3, mixed + 3 * LANES, stride);
-    }
+    if (wide) _tile_loadd(1, mixed + LANES, stride);
+    if (tall) _tile_loadd(2, below, stride);
+    if (tall && wide) _tile_loadd(3, below + LANES, stride);
     for (; turns > 0; turns--, weights += REGISTER_ROWS, values += REGISTER_ROWS * padded) {
         _tile_loadd(4, weights, TILE * 4);
-        _tile_loadd(5, values, stride);
-        _tile_dpbf16ps(0, 4, 5);
-        if (vectors == 1) continue;
-        _tile_loadd(6, values + LANES, stride);
-        _tile_loadd(7, values + 2 * LANES, stride);
-        _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(5, values + 3 * LANES, stride);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 4, 5);
+        _tile_loadd(6, values, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        if (wide) {
+            _tile_loadd(7, values + LANES, stride);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (!tall) continue;
+        _tile_loadd(5, weights + LANES * TILE, TILE * 4);
+        _tile_dpbf16ps(2, 5, 6);
+        if (wide) _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, mixed, stride);
-    if (vectors == 1) return;
-    _tile_stored(1, mixed + LANES, stride);
-    _tile_stored(2, mixed + 2 * LANES, stride);
-    _tile_stored(3, mixed + 3 * LANES, stride);
+    if (wide) _tile_stored(1, mixed + LANES, stride);
+    if (tall) _tile_stored(2, below, stride);
+    if (tall && wide) _tile_stored(3, below + LANES, stride);
 }
 
-FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
-    if (u->runs_begin % 4) clear_values(u, u->runs_begin - 2);
-    if (u->runs_end % 4) clear_values(u, u->runs_end);
-    scale_mixed(u, mixed);
-    for (int column = 0, vectors; column < u->padded; column += vectors * LANES) {
-        vectors = column + 4 * LANES <= u->padded ? 4 : 1;
-        for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
-            int begin = b->begin / PAIRED_KEYS, end = (b->end + PAIRED_KEYS - 1) / PAIRED_KEYS;
-            if (b->begin == b->end) continue;
-            const float *weights = u->scratch->scores + b->row * TILE + begin * REGISTER_ROWS;
-            const float *values = u->scratch->v + (int64_t)begin * REGISTER_ROWS * u->padded + column;
-            float *to = mixed + (int64_t)b->row * u->padded + column;
-            if (vectors == 4) {
-                mix_rows(weights, values, u->padded, to, end - begin, 4);
+/* Scores, weights and values of one block after the other, while they lie in the first-level cache. */
+FN void attend_blocks(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, const struct row_block *blocks, struct row_state *state) {
+    const int stays = pages_stay(u);
+    if (stays) score_pages(u);
+    for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
+        const int tall = b->rows > REGISTER_ROWS;
+        if (!stays) {
+            const float *q = u->scratch->q + (int64_t)b->row * u->steps;
+            float *scores = u->scratch->scores + b->row * TILE;
+            for (int key = b->begin; key < b->end; key += 2 * LANES) {
+                const float *keys = u->scratch->k + (int64_t)key * u->steps;
+                const int wide = key + LANES < b->end;
+                if (tall && wide) {
+                    score_block(q, keys, u->steps, scores + key, 1, 1);
+                } else {
+                    score_block(q, keys, u->steps, scores + key, tall, wide);
+                }
+            }
+        }
+        soften(u, tile_begin, b, 1, state);
+        if (stays) {
+            copy_edges(u, tile_begin, begin, end);
+            pack_values(u);
+        }
+        if (b == blocks && u->runs_begin % 4) clear_values(u, u->runs_begin - 2);
+        if (b == blocks && u->runs_end % 4) clear_values(u, u->runs_end);
+        scale_mixed(u, b, state->mixed);
+        const int first = b->begin / PAIRED_KEYS, turns = (b->end + PAIRED_KEYS - 1) / PAIRED_KEYS - first;
+        if (b->begin == b->end) continue;
+        const float *weights = u->scratch->scores + b->row * TILE + first * REGISTER_ROWS;
+        const float *values = u->scratch->v + (int64_t)first * REGISTER_ROWS * u->padded;
+        float *mixed = state->mixed + (int64_t)b->row * u->padded;
+        for (int column = 0; column < u->padded; column += 2 * LANES) {
+            const int wide = column + LANES < u->padded;
+            if (tall && wide) {
+                mix_block(weights, values + column, u->padded, mixed + column, turns, 1, 1);
             } else {
-                mix_rows(weights, values, u->padded, to, end - begin, 1);
+                mix_block(weights, values + column, u->padded, mixed + column, turns, tall, wide);
             }
         }
     }

@@ -114,7 +114,7 @@ FN void read_keys_ahead(struct unit *u, int lines) {
             a->key_line = (const char *)u->call->k + a->runs[(a->keys - 1) % READ_RING];
             a->key_end = a->key_line + run_lines(u) * 64;
         }
-        __builtin_prefetch(a->key_line, 0, 3);
+        __builtin_prefetch(a->key_line, 0, AHEAD_LEVEL);
     }
 }
 
@@ -129,7 +129,7 @@ FN void read_values_ahead(struct unit *u, int lines) {
             a->value_line = (const char *)u->call->v + a->runs[a->values++ % READ_RING];
             a->value_end = a->value_line + run_lines(u) * 64;
         }
-        __builtin_prefetch(a->value_line, 0, 3);
+        __builtin_prefetch(a->value_line, 0, AHEAD_LEVEL);
     }
 }
 
@@ -210,6 +210,7 @@ FN const float *packed_values(struct unit *u, int r) {
     const __m512i low = FIRST_PAIRS, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     float *packed = u->scratch->v + (int64_t)r * RUN_STEPS * u->padded;
     for (int pair = 0; pair < RUN_STEPS; pair++) {
+        read_keys_ahead(u, run_lines(u) / RUN_STEPS);
         const uint16_t *even = (const uint16_t *)u->v_runs[r] + 2 * pair * u->dim, *odd = even + u->dim;
         float *to = packed + (int64_t)pair * u->padded;
         for (int column = 0; column < u->dim; column += 32) {
@@ -246,11 +247,14 @@ FN v16 dot(v16 a, v16 b, v16 c) { return v_fma(a, b, c); }
 #endif
 
 /* Whether a tile serves one block of rows: packed for it alone, keys and values would cost more than they save. */
-FN int pages_stay(const struct unit *u) { return DOT_BF16 && u->rows <= BLOCK_ROWS && u->dim % (MATRIX_REGISTERS ? 32 : 64) == 0; }
+FN int pages_stay(const struct unit *u) {
+    const int most_rows = MATRIX_REGISTERS ? LANES : BLOCK_ROWS, columns = MATRIX_REGISTERS ? 32 : 64;
+    return DOT_BF16 && u->rows <= most_rows && u->dim % columns == 0;
+}
 
 FN void pack_values(struct unit *u) {
     for (int r = u->runs_begin; r < u->runs_end; r++) {
-        read_keys_ahead(u, run_lines(u));
+        if (!DOT_BF16) read_keys_ahead(u, run_lines(u));
         u->v_runs[r] = (const char *)packed_values(u, r);
     }
 }
@@ -279,12 +283,6 @@ FN void divide_rows(const struct unit *u, int64_t tile_begin, struct row_block *
         *blocks = (struct row_block){row, rows, (int)begin, (int)end};
     }
 }
-
-#if MATRIX_REGISTERS
-#include "attention_matrix.h"
-#else
-#include "attention_vectors.h"
-#endif
 
 /* What is left to multiply scores with after `top_score`: a positive factor moves no maximum. */
 FN float late_factor(const struct attention_call *c) { return c->softcap > 0 || c->scale <= 0 ? 1.0f : c->scale * LOG2_E; }
@@ -319,19 +317,43 @@ FN float top_score(const struct unit *u, int64_t tile_begin, const struct row_bl
     return v_hmax(top) * late_factor(c);
 }
 
+#if DOT_BF16
+/* As v_exp2, for what is rounded to bfloat16 next: a polynomial of degree 4 (relative error 2.8e-6); what would be denormal is flushed. */
+FN v16 short_exp2(v16 x) {
+    v16 bounded = v_max(v_set1(-127.0f), x);
+    v16 n = v_round(bounded);
+    v16 r = v_sub(bounded, n);
+    v16 p = v_set1(9.5828531e-3f);
+    p = v_fma(p, r, v_set1(5.5906425e-2f));
+    p = v_fma(p, r, v_set1(2.4024099e-1f));
+    p = v_fma(p, r, v_set1(6.9312419e-1f));
+    p = v_fma(p, r, v_set1(1.0f));
+    return v_scale2(p, n);
+}
+
+/* total + both elements of each pair. */
+FN v16 add_pairs(v16 total, v16 pairs) {
+#if MATRIX_REGISTERS /* processors with these take three times as long for a product of pairs */
+    return v_add(v_add(total, v_bfloat_low(pairs)), v_bfloat_high(pairs));
+#else
+    return dot(pairs, (v16)_mm512_set1_epi16(0x3f80), total);
+#endif
+}
+#endif
+
 /* Scores of a row to weights 2^(score - base), in place; returns the 16 partial sums with theirs added.
  * With DOT_BF16 the weights are pairs of bfloat16 in the first half of the row. */
 FN v16 weigh(const struct unit *u, const struct row_block *block, int row, v16 base, v16 total) {
     const v16 factor = v_set1(late_factor(u->call));
     float *scores = u->scratch->scores + row * TILE;
 #if DOT_BF16
-    const v16 ones = (v16)_mm512_set1_epi16(0x3f80);
+    const v16 minus_base = v_sub(v_set1(0.0f), base);
     for (int key = block->begin / 32 * 32; key < block->end; key += 32) {
         v16 low = v_set1(0.0f), high = low;
-        if (key >= block->begin) low = v_exp2(v_sub(v_mul(v_load(scores + key), factor), base));
-        if (key + LANES < block->end) high = v_exp2(v_sub(v_mul(v_load(scores + key + LANES), factor), base));
+        if (key >= block->begin) low = short_exp2(v_fma(v_load(scores + key), factor, minus_base));
+        if (key + LANES < block->end) high = short_exp2(v_fma(v_load(scores + key + LANES), factor, minus_base));
         v16 pairs = (v16)_mm512_cvtne2ps_pbh(high, low);
-        total = dot(pairs, ones, total);
+        total = add_pairs(total, pairs);
         v_store(scores + key / 2, pairs);
     }
 #else
@@ -344,41 +366,44 @@ FN v16 weigh(const struct unit *u, const struct row_block *block, int row, v16 b
     return total;
 }
 
-/* Scores to weights, and the running maximum and sum; the factors for what was summed before to scratch->factors. */
-FN void soften(const struct unit *u, int64_t tile_begin, const struct row_block *blocks, struct row_state *state) {
+/* Scores of some blocks to weights, and the running maximum and sum; the factors for what was summed before to scratch->factors. Where
+ * it is not all blocks, their rows begin at a multiple of LANES. */
+FN void soften(const struct unit *u, int64_t tile_begin, const struct row_block *blocks, int count, struct row_state *state) {
     float tops[MAX_ROWS], bases[MAX_ROWS], *factors = u->scratch->factors;
-    for (const struct row_block *b = blocks; b < blocks + u->blocks; b++)
+    const int begin = blocks->row, end = blocks[count - 1].row + blocks[count - 1].rows;
+    for (const struct row_block *b = blocks; b < blocks + count; b++)
         for (int row = b->row; row < b->row + b->rows; row++) tops[row] = top_score(u, tile_begin, b, row);
-    for (int row = u->rows; row % LANES; row++) tops[row] = 0.0f;
-    for (int row = 0; row < u->rows; row += LANES) {
+    for (int row = end; row % LANES; row++) tops[row] = 0.0f;
+    for (int row = begin; row < end; row += LANES) {
         v16 old = v_load(state->top + row), top = v_max(v_load(tops + row), old);
         v16 base = v_where_less(top, v_set1(-3e38f), v_set1(0.0f), top); /* nothing seen yet: all weights are 0 */
         v_store(factors + row, v_exp2(v_sub(old, base)));
         v_store(bases + row, base);
         v_store(state->top + row, top);
     }
-    for (const struct row_block *b = blocks; b < blocks + u->blocks; b++)
+    for (const struct row_block *b = blocks; b < blocks + count; b++)
         for (int row = b->row; row < b->row + b->rows; row++) {
             float *total = state->total + row * LANES;
             v_store(total, weigh(u, b, row, v_set1(bases[row]), v_mul(v_load(total), v_set1(factors[row]))));
         }
 }
 
+#if MATRIX_REGISTERS
+#include "attention_matrix.h"
+#else
+#include "attention_vectors.h"
+#endif
+
 FN void attend_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, struct row_state *state) {
     struct row_block blocks[MAX_BLOCKS];
     locate_runs(u, tile_begin, begin, end);
     divide_rows(u, tile_begin, blocks);
-    const int values_early = !MATRIX_REGISTERS && !pages_stay(u), values_late = MATRIX_REGISTERS;
-    if (!pages_stay(u)) pack_keys(u);
-    if (values_early) {
+    if (!pages_stay(u)) {
+        pack_keys(u);
         copy_edges(u, tile_begin, begin, end);
         pack_values(u);
     }
-    score_tile(u, blocks);
-    soften(u, tile_begin, blocks, state);
-    if (!values_early) copy_edges(u, tile_begin, begin, end);
-    if (values_late) pack_values(u);
-    mix_tile(u, blocks, state->mixed);
+    attend_blocks(u, tile_begin, begin, end, blocks, state);
 }
 
 FN void clear(const struct unit *u, struct row_state *state) {
@@ -428,10 +453,14 @@ FN void finish(const struct unit *u, struct row_state *state) {
             total = total * factor + lane[0];
         }
         char *out = (char *)c->out + (token * c->heads + head) * u->dim * u->element_bytes;
+#if DOT_BF16
+        factor /= total; /* 16 divisions cost as much as 16 columns' products with their values */
+#endif
         for (int column = 0; column < u->dim; column += LANES) {
             int count = u->dim - column < LANES ? u->dim - column : LANES;
             v16 x = v_mul(v_load(state->mixed + row * u->padded + column), v_set1(factor));
-            x = total == 0.0f ? v_set1(0.0f) : v_div(x, v_set1(total));
+            if (!DOT_BF16) x = v_div(x, v_set1(total));
+            if (total == 0.0f) x = v_set1(0.0f);
             v_store_elements(out + (int64_t)column * u->element_bytes, u->dtype, count, x);
         }
     }
@@ -452,14 +481,28 @@ FN void save_partial(const struct unit *u, int64_t split, const struct row_state
     }
 }
 
+FN void load_partial(const struct unit *u, int64_t split, struct row_state *state) {
+    for (int row = 0; row < u->rows; row++) {
+        const float *from = partial_of(u, split, row);
+        state->top[row] = from[0];
+        memcpy(state->total + row * LANES, from + LANES, LANES * sizeof(float));
+        memcpy(state->mixed + row * u->padded, from + 2 * LANES, u->padded * sizeof(float));
+    }
+}
+
 FN void attend_unit(struct unit *u, const struct work_unit *work) {
     struct scratch *s = u->scratch;
     struct row_state part = {s->top[0], s->total[0], s->mixed[0]}, whole = {s->top[1], s->total[1], s->mixed[1]};
+    const int is_shared = u->tile->first_partial >= 0;
     load_queries(u);
-    clear(u, &whole);
-    for (int64_t split = work->split_begin; split < work->split_end; split++) {
+    if (!is_shared && work->split_begin < work->split_end) { /* the others join the first */
+        attend_split(u, work->split_begin, &whole);
+    } else if (!is_shared) {
+        clear(u, &whole);
+    }
+    for (int64_t split = work->split_begin + !is_shared; split < work->split_end; split++) {
         attend_split(u, split, &part);
-        if (u->tile->first_partial >= 0) {
+        if (is_shared) {
             save_partial(u, split, &part);
             continue;
         }
@@ -471,7 +514,9 @@ FN void attend_unit(struct unit *u, const struct work_unit *work) {
         int32_t done = (int32_t)(work->split_end - work->split_begin);
         int32_t *missing = u->call->plan.missing + work->tile * u->call->kv_heads + u->head;
         if (__atomic_sub_fetch(missing, done, __ATOMIC_ACQ_REL) > 0) return;
-        for (int64_t split = u->tile->key_begin / SPLIT; split * SPLIT < u->tile->key_end; split++)
+        int64_t split = u->tile->key_begin / SPLIT;
+        load_partial(u, split, &whole);
+        while (++split * SPLIT < u->tile->key_end)
             for (int row = 0; row < u->rows; row++) {
                 const float *from = partial_of(u, split, row);
                 merge(u, row, from[0], from + LANES, from + 2 * LANES, &whole);

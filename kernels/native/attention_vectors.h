@@ -185,3 +185,10 @@ FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
         }
     }
 }
+
+FN void attend_blocks(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, const struct row_block *blocks, struct row_state *state) {
+    score_tile(u, blocks);
+    soften(u, tile_begin, blocks, u->blocks, state);
+    if (pages_stay(u)) copy_edges(u, tile_begin, begin, end);
+    mix_tile(u, blocks, state->mixed);
+}
