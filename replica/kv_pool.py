@@ -27,7 +27,7 @@ import torch
 
 from quire.kernels.cpu_scatter import scatter_rows
 from quire.kernels.fp8_linear import MAX_E4M3
-from quire.kernels.huge_pages import ask_for_huge_pages
+from quire.kernels.huge_pages import ask_for_huge_pages, back_with_memory
 from quire.replica.groups import LayerGroup
 
 
@@ -42,7 +42,8 @@ class KVPool:
     """Owns the KV memory; who may use which block is the block manager's affair.
 
     On the CPU the memory is an anonymous mapping: zero pages that the kernel backs when they are first
-    written, so the resident size grows with use and a large pool costs nothing at start.
+    written, so the resident size grows with use and a large pool costs nothing at start. A first write takes
+    longer than all else that is done with a token's keys and values: see `back_next`.
 
     Parameters
     ----------
@@ -72,6 +73,7 @@ class KVPool:
         self.block_size = block_size
         self.trash_block = num_blocks
         self.groups = tuple(groups)
+        self._num_backed = 0  # blocks from the first on that need no first write
         shape = (num_blocks + 1, block_elements(groups, block_size))
         if device == "cpu":
             # torch.zeros would write every page; the mapping lives as long as the tensor refers to it.
@@ -89,6 +91,34 @@ class KVPool:
         }
         self.is_scaled = dtype == torch.float8_e4m3fn
         self._scales = self._fixed_scales(scales or {}) if self.is_scaled else {}
+
+    def back_next(self, num_bytes: int) -> int:
+        """On the CPU, have more blocks backed by memory before their first write, in the order in which they are taken.
+
+        Parameters
+        ----------
+        num_bytes
+            About so many of them, at least a block.
+
+        Returns
+        -------
+        Bytes that are left: 0 also where the system cannot do this.
+        """
+        if self.data.device.type != "cpu" or self._num_backed == len(self.data):
+            return 0
+        block_bytes = self.data.stride(0) * self.data.element_size()
+        end = min(self._num_backed + max(num_bytes // block_bytes, 1), len(self.data))
+        done = back_with_memory(self.data[self._num_backed : end])
+        self._num_backed = end if done else len(self.data)
+        return self.unbacked_bytes
+
+    @property
+    def unbacked_bytes(self) -> int:
+        """What `back_next` has left."""
+        if self.data.device.type != "cpu":
+            return 0
+        left = len(self.data) - self._num_backed
+        return left * self.data.stride(0) * self.data.element_size()
 
     def _fixed_scales(
         self, given: Mapping[int, tuple[torch.Tensor, torch.Tensor]]

@@ -43,6 +43,7 @@ from quire.replica.kv_pool import KVPool
 from quire.replica.kv_scales import read_kv_scales
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
+from quire.replica.machine import available_bytes
 from quire.replica.output_head import split_model
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.queued_steps import QueuedSteps
@@ -54,6 +55,7 @@ from quire.replica.step_sampler import Masks, StepSampler
 from quire.replica.telemetry import DeviceTime
 
 _NO_BLOCKS = np.empty(0, np.int64)
+_IDLE_BYTES = 16 << 20  # of the pool at a time: some 5 ms, which a request that arrives may wait
 
 
 class Runner:
@@ -311,9 +313,16 @@ class Runner:
     def use_idle(self) -> bool:
         """Prepare for later steps while there is none; returns whether there was anything to do."""
         if self.queued is None:
-            return False
+            return self._back_pool()
         self.queued.fall_idle()
         return self.queued.graphs.use_idle()
+
+    def _back_pool(self) -> bool:
+        """Some more of the pool, as long as the machine has twice what it still lacks: others may need it first."""
+        left = self.pool.unbacked_bytes
+        if not left or available_bytes("cpu") < 2 * left:
+            return False
+        return self.pool.back_next(_IDLE_BYTES) > 0
 
     def telemetry(self) -> dict[str, object]:
         """Counters of the device's time, graphs and copies since the start."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels.huge_pages import ask_for_huge_pages
+from quire.kernels.huge_pages import ask_for_huge_pages, back_with_memory
 
 needs_linux = pytest.mark.skipif(
     not hasattr(mmap, "MADV_HUGEPAGE"), reason="large pages are asked for on Linux only"
@@ -52,3 +52,16 @@ def test_contents_stay(size):
     expected = x.clone()
     ask_for_huge_pages(x)
     assert torch.equal(x, expected)
+
+
+@needs_linux
+def test_backed_memory_is_resident_and_keeps_its_contents():
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    x = mapped(64 << 20)
+    x[5000] = 7
+    before = resident_bytes()
+    assert back_with_memory(x[100 : 48 << 20])
+    assert (40 << 20) < resident_bytes() - before < (56 << 20)
+    assert x[5000] == 7 and int(x.sum()) == 7
