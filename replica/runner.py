@@ -55,6 +55,7 @@ from quire.replica.step_sampler import Masks, StepSampler
 from quire.replica.telemetry import DeviceTime
 
 _NO_BLOCKS = np.empty(0, np.int64)
+_WARM_UP_BACKING_S = 1.0  # 3 GB or so; what is left is backed in idle moments
 _IDLE_BYTES = 16 << 20  # of the pool at a time: some 5 ms, which a request that arrives may wait
 
 
@@ -344,6 +345,10 @@ class Runner:
             self.queued.graphs.capture_first()
             self.queued.fall_idle()
             self.queued.time = DeviceTime()
+            return
+        end_s = time.perf_counter() + _WARM_UP_BACKING_S
+        while time.perf_counter() < end_s and self._back_pool():
+            pass
 
     def run_largest(self) -> None:
         """Run the largest steps on the trash block.
