@@ -49,6 +49,7 @@ class _PlanPart(ctypes.Structure):
         ("units", ctypes.c_void_p),
         ("num_tiles", ctypes.c_int64),
         ("num_units", ctypes.c_int64),
+        ("by_head", ctypes.c_int64),
         ("partials", ctypes.c_void_p),
         ("missing", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
@@ -121,6 +122,7 @@ class NativePlan:
     cache_shape: torch.Size
     num_heads: int
     num_threads: int
+    by_head: bool  # the order of the work
     part: _PlanPart = field(init=False, repr=False)  # where all of it lies
 
     def __post_init__(self) -> None:
@@ -133,6 +135,7 @@ class NativePlan:
             units=self.units.ctypes.data,
             num_tiles=len(self.tiles),
             num_units=len(self.units),
+            by_head=self.by_head,
             partials=self.partials.ctypes.data,
             missing=self.missing.ctypes.data,
             scratch=-(-self.scratch.ctypes.data // 64) * 64,
@@ -226,7 +229,16 @@ def plan(
         cache_shape=k_cache.shape,
         num_heads=num_heads,
         num_threads=num_threads,
+        by_head=_share_blocks(block_tables, kv_len, block_size),
     )
+
+
+def _share_blocks(block_tables: np.ndarray, kv_len: np.ndarray, block_size: int) -> bool:
+    """Whether at most half as many blocks as rows are read in the middle of the shortest row: a shared prefix."""
+    if len(kv_len) < 2:
+        return False
+    middle = block_tables[: len(kv_len), int(kv_len.min()) // 2 // block_size]
+    return 2 * len(set(middle.tolist())) <= len(kv_len)
 
 
 def _query_tiles(

@@ -52,6 +52,7 @@ struct attention_plan {
     const struct query_tile *tiles;
     const struct work_unit *units;       /* most expensive first */
     int64_t num_tiles, num_units;
+    int64_t by_head;                     /* whether a head's units follow each other, else a unit's heads */
     float *partials;                     /* [partials, row_floats()] of the tiles that several units share */
     int32_t *missing;                    /* [tiles * kv_heads] splits of such a tile that are not done */
     char *scratch;                       /* [threads, scratch_stride], 64-byte aligned */

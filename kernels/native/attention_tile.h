@@ -525,14 +525,16 @@ FN void attend_unit(struct unit *u, const struct work_unit *work) {
     finish(u, &whole);
 }
 
-/* Take the next item: a thread's are the heads of one unit after those of another, whose pages lie side by side. */
+/* Take the next item: a thread's are the heads of one unit after those of another, whose pages lie side by side; where rows
+ * share their first pages it is the units of one head, which read the same pages one after the other. */
 FN struct item claim(struct attention_call *call, struct member *member, const struct work_unit **work) {
     int64_t number = team_take(call->team, member);
     struct item item = {0};
     if (number < 0) return item;
-    *work = &call->plan.units[number / call->kv_heads];
+    const int64_t units = call->plan.num_units, heads = call->kv_heads;
+    *work = &call->plan.units[call->plan.by_head ? number % units : number / heads];
     item.tile = &call->plan.tiles[(*work)->tile];
-    item.head = number % call->kv_heads;
+    item.head = call->plan.by_head ? number / units : number % heads;
     int64_t begin = (*work)->split_begin * SPLIT, end = (*work)->split_end * SPLIT;
     item.begin = begin > item.tile->key_begin ? begin : item.tile->key_begin;
     item.end = end < item.tile->key_end ? end : item.tile->key_end;
