@@ -148,6 +148,32 @@ def test_a_decoded_token_has_the_bits_of_a_prefilled_one(dtype, options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared_tokens", [0, 96, 288])
+def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(dtype, shared_tokens):
+    batch = Batch([(1, 300), (1, 330), (5, 700), (1, 310)], 6, 2, 64, 32, dtype)
+    shared = shared_tokens // 32
+    batch.tables[1:, :shared] = batch.tables[0, :shared]
+
+    def attend(rows):
+        q_len = batch.q_len[rows]
+        cu_q = np.concatenate([[0], np.cumsum(q_len)]).astype(np.int64)
+        plan = plan_attention(
+            cu_q, batch.kv_len[rows], batch.tables[rows], batch.k, 6, backend="native"
+        )
+        q = batch.q[batch.cu_q[rows[0]] : batch.cu_q[rows[-1] + 1]]
+        out = torch.empty_like(q)
+        cpu_attention_native.attend(
+            q, batch.k, batch.v, 0.125, plan, softcap=None, sinks=None, out=out
+        )
+        return out, plan
+
+    together, plan = attend([0, 1, 2, 3])
+    assert plan.by_head == (shared_tokens > 150)  # the middle of the shortest row
+    assert together.isfinite().all()
+    assert torch.equal(together, torch.cat([attend([row])[0] for row in range(4)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_splitting_a_long_row_over_threads_changes_no_bit(dtype, monkeypatch):
     batch = Batch([(1, 3000), (3, 1500), (1, 10)], 4, 2, 64, 32, dtype)
     sinks = torch.linspace(-1, 1, 4)
