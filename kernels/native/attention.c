@@ -6,8 +6,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Whether there are matrix registers that multiply bfloat16, and the kernel lets this process use them: it has to be asked, since they
- * make what it saves of a thread larger. It refuses where a thread's signal stack could not hold that. */
+/* Whether there are matrix registers that multiply bfloat16, and the kernel lets this process use them. It has to be asked,
+ * since they make what it saves of a thread larger, and refuses where a thread's signal stack could not hold that. */
 static int may_use_amx(void) {
     enum { LEAF = 7, AMX_BF16_BIT = 1 << 22, AMX_TILE_BIT = 1 << 24, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     unsigned a, b, c, d;

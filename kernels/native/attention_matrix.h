@@ -1,12 +1,14 @@
-/* The products of attention in matrix registers: scores of a tile's keys, and the values mixed. Included by attention_tile.h.
+/* The products of attention in matrix registers: scores of a tile's keys, and the values mixed. Included by
+ * attention_tile.h.
  *
  *     scores [rows][keys] = q [rows][steps] . packed keys [16 keys][steps][key]          the tile serves more than 16 rows
  *     scores^T [keys][rows] = pages [key][steps] . q^T [steps][rows]                     the keys stay in their pages
  *     mixed [rows][columns] += weights [rows][pairs] . packed values [pairs][columns]
  *
- * A register has 16 rows of 16 times 32 bits; all are used in full, with whatever lies beyond a unit's rows, which nobody reads. A
- * score is a sum over 32 elements of head_dim at a time, an element of the result one over 32 keys at a time, which begin at absolute positions; each
- * time the first elements of the pairs and the second ones are added up apart. Both ways to the scores multiply the same pairs in the same order.
+ * A register has 16 rows of 16 times 32 bits; all are used in full, with whatever lies beyond a unit's rows, which nobody
+ * reads. A score is a sum over 32 elements of head_dim at a time, an element of the result one over 32 keys at a time, which
+ * begin at absolute positions; each time the first elements of the pairs and the second ones are added up apart. Both ways to
+ * the scores multiply the same pairs in the same order.
  */
 #include "matrix_registers.h"
 

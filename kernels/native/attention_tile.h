@@ -16,8 +16,11 @@
  * the products are of bfloat16 pairs (weights are rounded to bfloat16, their sum is that of the rounded ones),
  * else all elements are widened to float32.
  *
- * The includer defines FN, WORKER and EXP2 (the functions' names), DOT_BF16, and the register tile's BLOCK_ROWS (at most 6) and
- * MAX_VECTORS (of 16 columns: 1 or 4), and has included its simd_*.h.
+ * The products are in attention_vectors.h or, with MATRIX_REGISTERS, in attention_matrix.h.
+ *
+ * The includer defines FN, WORKER and EXP2 (the functions' names), DOT_BF16, MATRIX_REGISTERS, the rows of a block BLOCK_ROWS (in
+ * vector registers at most 6) and there MAX_VECTORS (of 16 columns: 1 or 4), the cache AHEAD_LEVEL that is prefetched to (3: the first,
+ * 2: the second), and has included its simd_*.h.
  */
 #include <string.h>
 

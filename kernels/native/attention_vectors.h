@@ -1,4 +1,5 @@
-/* The products of attention in vector registers: scores of a tile's keys, and the values mixed. Included by attention_tile.h. */
+/* The products of attention in vector registers: scores of a tile's keys, and the values mixed. Included by
+ * attention_tile.h. */
 
 /* scratch->q: [rows][steps]. */
 FN void load_queries(struct unit *u) {

@@ -15,7 +15,7 @@ enum {
     PANEL_COLUMNS = 64, /* of the output, that lie together */
     CHUNK = 128,        /* steps that are summed before they join the total: 32 KiB of weights */
     MAX_UNIT_ROWS = 128,
-    MAX_TALL_UNIT_ROWS = 256, /* where matrix registers multiply: they are done with 128 before the memory has brought the next chunk */
+    MAX_TALL_UNIT_ROWS = 256, /* where matrix registers multiply, which are done with 128 before the next chunk is there */
 };
 
 struct linear_call {

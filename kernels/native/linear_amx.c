@@ -1,12 +1,13 @@
 /* bfloat16 on processors with matrix registers (Intel's AMX).
  *
- * One instruction multiplies 16 rows x 16 steps with 16 steps x 16 columns. A unit's rows go 16 at a time with all columns of the
- * panel, four registers of sums: x is read once for four products, and the chunk of the panel, which all rows read, stays in the first-level
- * cache, because x is loaded past it. With 32 x 32 sums, or with chunks of the whole depth, the second-level cache was the bound and a product a quarter
- * slower.
+ * One instruction multiplies 16 rows x 16 steps with 16 steps x 16 columns. A unit's rows go 16 at a time with all columns of
+ * the panel, four registers of sums: x is read once for four products, and the chunk of the panel, which all rows read, stays in
+ * the first-level cache, because x is loaded past it. With 32 x 32 sums, or with chunks of the whole depth, the second-level
+ * cache was the bound and a product a quarter slower.
  *
- * One element of y is a sum of float32: for 16 steps at a time, in order, the first elements of their pairs and the second ones are added up apart, and
- * then to what was there. So chunks change nothing, and a row's bits are a function of that row alone.
+ * One element of y is a sum of float32: for 16 steps at a time, in order, the first elements of their pairs and the second
+ * ones are added up apart, and then to what was there. So chunks change nothing, and a row's bits are a function of that row
+ * alone.
  */
 #include "linear.h"
 
@@ -59,8 +60,8 @@ FN void prefetch_share(struct share *s) {
     for (s->due += s->lines; s->due >= s->turns; s->due -= s->turns, s->next += CACHE_LINE) __builtin_prefetch(s->next, 0, 2);
 }
 
-/* Up to 16 rows and the panel's columns over `turns` times the steps of a register. What is prefetched goes between the loads, a few lines at
- * a time: in one burst a turn, one row read its weights a seventh slower. */
+/* Up to 16 rows and the panel's columns over `turns` times the steps of a register. What is prefetched goes between the loads,
+ * a few lines at a time: in one burst a turn, one row read its weights a seventh slower. */
 FN void multiply_rows(const float *weight, const char *x, int64_t x_stride, float *total, int is_first, int64_t turns, struct share ahead) {
     enum { STRIDE = PANEL_COLUMNS * 4 };
     if (is_first) {

@@ -2,19 +2,19 @@
  *
  *     W [columns, depth]  ->  panels of 64 columns, each [steps][64 columns], a step 32 bits of depth:
  *
- *     panel 0   | step 0: w[0] w[1] .. w[63] | step 1: .. | ...     read front to back, once for every 128 rows
+ *     panel 0   | step 0: w[0] w[1] .. w[63] | step 1: .. | ...     read front to back, once for every unit_rows rows
  *     panel 1   | ...
  *
- * A unit of work is a panel and up to 128 rows; all panels come before the next rows, whose x then lies in the
- * second-level cache. 128 steps of the panel (32 KiB) at a time serve all of its rows; while they compute, the
- * next 32 KiB are prefetched. So with few rows the product runs at the speed of the
- * memory, with many at that of the multipliers.
+ * A unit of work is a panel and up to unit_rows rows; all panels come before the next rows, whose x then lies in the
+ * second-level cache. 128 steps of the panel (32 KiB) at a time serve all of its rows; while they compute, the next 32 KiB
+ * are prefetched. So with few rows the product runs at the speed of the memory, with many at that of the multipliers.
  *
  * Weights in int8 are widened to pairs of bfloat16, which hold them exactly, 32 KiB at a time; the sums are multiplied
  * by their columns' scales at the end, then come the bias, then the residual, then one rounding.
  *
- * The includer defines FN, TARGETED, LINEAR_WORKER (the function's name), ONLY_BF16 and `struct multiplier`, what a thread keeps from chunk to
- * chunk, and has included its simd_*.h; after this, it defines the three functions declared here.
+ * The includer defines FN, TARGETED, LINEAR_WORKER (the function's name), MOST_ROWS (of a unit), ONLY_BF16 (with the processor's
+ * instructions for it) and `struct multiplier`, what a thread keeps from chunk to chunk, and has included its simd_*.h; after this,
+ * it defines the three functions declared here.
  */
 #include "row_part.h"
 
