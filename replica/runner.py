@@ -55,8 +55,8 @@ from quire.replica.step_sampler import Masks, StepSampler
 from quire.replica.telemetry import DeviceTime
 
 _NO_BLOCKS = np.empty(0, np.int64)
-_WARM_UP_BACKING_S = 1.0  # 3 GB or so; what is left is backed in idle moments
-_IDLE_BYTES = 16 << 20  # of the pool at a time: some 5 ms, which a request that arrives may wait
+_WARM_UP_BACKING_S = 1.0  # 0.5 to 3 GB of the pool
+_BACKED_BYTES = 16 << 20  # of it at a time
 
 
 class Runner:
@@ -314,7 +314,7 @@ class Runner:
     def use_idle(self) -> bool:
         """Prepare for later steps while there is none; returns whether there was anything to do."""
         if self.queued is None:
-            return self._back_pool()
+            return False
         self.queued.fall_idle()
         return self.queued.graphs.use_idle()
 
@@ -323,7 +323,7 @@ class Runner:
         left = self.pool.unbacked_bytes
         if not left or available_bytes("cpu") < 2 * left:
             return False
-        return self.pool.back_next(_IDLE_BYTES) > 0
+        return self.pool.back_next(_BACKED_BYTES) > 0
 
     def telemetry(self) -> dict[str, object]:
         """Counters of the device's time, graphs and copies since the start."""

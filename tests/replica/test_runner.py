@@ -223,28 +223,28 @@ def test_an_unused_pool_costs_no_memory():
     assert float(pool.data[16].sum()) == 0.0
 
 
-def test_an_idle_runner_backs_its_pool_and_keeps_what_is_written(zoo):
+def test_a_runner_backs_its_pool_and_keeps_what_is_written(zoo):
     spec = ModelSpec.from_checkpoint(zoo("qwen3"))
     runner = Runner.from_config(engine_config(spec, num_blocks=4000, block_size=16), spec)
     pool = runner.pool
     pool.data[3].fill_(2.0)
     turns = 0
-    while runner.use_idle():
+    while runner._back_pool():
         turns += 1
-    assert turns == -(-pool.data.nbytes // runner_module._IDLE_BYTES) - 1
-    assert pool.unbacked_bytes == 0 and not runner.use_idle()
+    assert turns == -(-pool.data.nbytes // runner_module._BACKED_BYTES) - 1
+    assert pool.unbacked_bytes == 0 and not runner._back_pool()
     assert (pool.data[3] == 2.0).all() and not pool.data[4].any()
 
 
-def test_an_idle_runner_leaves_scarce_memory_to_others(zoo, monkeypatch):
+def test_a_runner_leaves_scarce_memory_to_others(zoo, monkeypatch):
     spec = ModelSpec.from_checkpoint(zoo("qwen3"))
     runner = Runner.from_config(engine_config(spec, num_blocks=500, block_size=16), spec)
     left = runner.pool.unbacked_bytes
     monkeypatch.setattr(runner_module, "available_bytes", lambda device: 2 * left - 1)
-    assert not runner.use_idle() and runner.pool.unbacked_bytes == left
+    runner.warm_up()
+    assert runner.pool.unbacked_bytes == left
     monkeypatch.setattr(runner_module, "available_bytes", lambda device: 2 * left)
-    while runner.use_idle():
-        pass
+    runner.warm_up()
     assert runner.pool.unbacked_bytes == 0
 
 
