@@ -92,29 +92,24 @@ class KVPool:
         self.is_scaled = dtype == torch.float8_e4m3fn
         self._scales = self._fixed_scales(scales or {}) if self.is_scaled else {}
 
-    def back_next(self, num_bytes: int) -> int:
+    def back_next(self, num_bytes: int) -> None:
         """On the CPU, have more blocks backed by memory before their first write, in the order in which they are taken.
 
         Parameters
         ----------
         num_bytes
             About so many of them, at least a block.
-
-        Returns
-        -------
-        Bytes that are left: 0 also where the system cannot do this.
         """
-        if self.data.device.type != "cpu" or self._num_backed == len(self.data):
-            return 0
+        if not self.unbacked_bytes:
+            return
         block_bytes = self.data.stride(0) * self.data.element_size()
         end = min(self._num_backed + max(num_bytes // block_bytes, 1), len(self.data))
         done = back_with_memory(self.data[self._num_backed : end])
         self._num_backed = end if done else len(self.data)
-        return self.unbacked_bytes
 
     @property
     def unbacked_bytes(self) -> int:
-        """What `back_next` has left."""
+        """What `back_next` has left; 0 also where the system does not do that."""
         if self.data.device.type != "cpu":
             return 0
         left = len(self.data) - self._num_backed

@@ -55,7 +55,7 @@ from quire.replica.step_sampler import Masks, StepSampler
 from quire.replica.telemetry import DeviceTime
 
 _NO_BLOCKS = np.empty(0, np.int64)
-_WARM_UP_BACKING_S = 1.0  # 0.5 to 3 GB of the pool
+_BACKING_S = 1.0  # 0.5 to 3 GB of the pool
 _BACKED_BYTES = 16 << 20  # of it at a time
 
 
@@ -318,13 +318,6 @@ class Runner:
         self.queued.fall_idle()
         return self.queued.graphs.use_idle()
 
-    def _back_pool(self) -> bool:
-        """Some more of the pool, as long as the machine has twice what it still lacks: others may need it first."""
-        left = self.pool.unbacked_bytes
-        if not left or available_bytes("cpu") < 2 * left:
-            return False
-        return self.pool.back_next(_BACKED_BYTES) > 0
-
     def telemetry(self) -> dict[str, object]:
         """Counters of the device's time, graphs and copies since the start."""
         told = {} if self.queued is None else self.queued.telemetry()
@@ -345,10 +338,15 @@ class Runner:
             self.queued.graphs.capture_first()
             self.queued.fall_idle()
             self.queued.time = DeviceTime()
-            return
-        end_s = time.perf_counter() + _WARM_UP_BACKING_S
-        while time.perf_counter() < end_s and self._back_pool():
-            pass
+        self._back_pool()
+
+    def _back_pool(self) -> None:
+        """Have the first blocks backed with memory, a second's worth, as long as the machine has twice the rest."""
+        end_s = time.perf_counter() + _BACKING_S
+        while (left := self.pool.unbacked_bytes) and time.perf_counter() < end_s:
+            if available_bytes("cpu") < 2 * left:
+                return  # others may need it first
+            self.pool.back_next(_BACKED_BYTES)
 
     def run_largest(self) -> None:
         """Run the largest steps on the trash block.

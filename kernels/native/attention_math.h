@@ -19,6 +19,20 @@ FN v16 v_exp2(v16 x) {
     return v_where_less(x, v_set1(-125.0f), v_set1(0.0f), v_scale2(p, n));
 }
 
+/* The same for what is rounded to bfloat16 next, by a polynomial of degree 4 (relative error 2.8e-6); what would be denormal is 0
+ * where denormals are flushed, as attention has it. */
+FN v16 v_short_exp2(v16 x) {
+    v16 bounded = v_max(v_set1(-127.0f), x);
+    v16 n = v_round(bounded);
+    v16 r = v_sub(bounded, n);
+    v16 p = v_set1(9.5828531e-3f);
+    p = v_fma(p, r, v_set1(5.5906425e-2f));
+    p = v_fma(p, r, v_set1(2.4024099e-1f));
+    p = v_fma(p, r, v_set1(6.9312419e-1f));
+    p = v_fma(p, r, v_set1(1.0f));
+    return v_scale2(p, n);
+}
+
 /* tanh x = 1 - 2 / (e^2x + 1) on |x|; below 0.25, where that cancels, the odd Taylor polynomial of degree 9. */
 FN v16 v_tanh(v16 x) {
     v16 size = v_max(x, v_sub(v_set1(0.0f), x));

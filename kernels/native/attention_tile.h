@@ -287,8 +287,10 @@ FN void divide_rows(const struct unit *u, int64_t tile_begin, struct row_block *
     }
 }
 
-/* What is left to multiply scores with after `top_score`: a positive factor moves no maximum. */
-FN float late_factor(const struct attention_call *c) { return c->softcap > 0 || c->scale <= 0 ? 1.0f : c->scale * LOG2_E; }
+/* Whether scores are scaled after `top_score`: a positive factor moves no maximum. */
+FN int scales_late(const struct attention_call *c) { return c->softcap <= 0 && c->scale > 0; }
+
+FN float late_factor(const struct attention_call *c) { return scales_late(c) ? c->scale * LOG2_E : 1.0f; }
 
 /* The largest score of a row, in base 2; what it does not see becomes -inf. */
 FN float top_score(const struct unit *u, int64_t tile_begin, const struct row_block *block, int row) {
@@ -296,7 +298,7 @@ FN float top_score(const struct unit *u, int64_t tile_begin, const struct row_bl
     int64_t token = u->tile->first_token + row / u->group;
     int64_t seen_begin = c->plan.key_begin[token] - tile_begin, seen_end = c->plan.key_end[token] - tile_begin;
     const v16 hidden = v_set1(-__builtin_inff());
-    const int is_late = c->softcap <= 0 && c->scale > 0;
+    const int is_late = scales_late(c);
     float *scores = u->scratch->scores + row * TILE;
     v16 top = hidden;
     for (int key = block->begin; key < block->end; key += LANES) {
@@ -321,19 +323,6 @@ FN float top_score(const struct unit *u, int64_t tile_begin, const struct row_bl
 }
 
 #if DOT_BF16
-/* As v_exp2, for what is rounded to bfloat16 next: a polynomial of degree 4 (relative error 2.8e-6); what would be denormal is flushed. */
-FN v16 short_exp2(v16 x) {
-    v16 bounded = v_max(v_set1(-127.0f), x);
-    v16 n = v_round(bounded);
-    v16 r = v_sub(bounded, n);
-    v16 p = v_set1(9.5828531e-3f);
-    p = v_fma(p, r, v_set1(5.5906425e-2f));
-    p = v_fma(p, r, v_set1(2.4024099e-1f));
-    p = v_fma(p, r, v_set1(6.9312419e-1f));
-    p = v_fma(p, r, v_set1(1.0f));
-    return v_scale2(p, n);
-}
-
 /* total + both elements of each pair. */
 FN v16 add_pairs(v16 total, v16 pairs) {
 #if MATRIX_REGISTERS /* processors with these take three times as long for a product of pairs */
@@ -353,8 +342,8 @@ FN v16 weigh(const struct unit *u, const struct row_block *block, int row, v16 b
     const v16 minus_base = v_sub(v_set1(0.0f), base);
     for (int key = block->begin / 32 * 32; key < block->end; key += 32) {
         v16 low = v_set1(0.0f), high = low;
-        if (key >= block->begin) low = short_exp2(v_fma(v_load(scores + key), factor, minus_base));
-        if (key + LANES < block->end) high = short_exp2(v_fma(v_load(scores + key + LANES), factor, minus_base));
+        if (key >= block->begin) low = v_short_exp2(v_fma(v_load(scores + key), factor, minus_base));
+        if (key + LANES < block->end) high = v_short_exp2(v_fma(v_load(scores + key + LANES), factor, minus_base));
         v16 pairs = (v16)_mm512_cvtne2ps_pbh(high, low);
         total = add_pairs(total, pairs);
         v_store(scores + key / 2, pairs);
