@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 9  # QUIRE_ABI of native/attention.h
+ABI = 10  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of native/attention.c
 
 

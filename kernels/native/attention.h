@@ -10,7 +10,7 @@
 
 #include "team.h"
 
-#define QUIRE_ABI 9
+#define QUIRE_ABI 10
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
@@ -32,15 +32,18 @@ enum isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3, AMX_BF16 = 4 };
 #define HAS_AMX 0
 #endif
 
+/* A tile with branches is a trunk: its tokens are those of all branches, its keys in pages that their rows share. The branches
+ * follow it in the list; each goes on where the trunk's keys end, with its own tokens and in its own row's pages. */
 struct query_tile {
-    int64_t first_token, num_tokens; /* consecutive flat query tokens of one row */
+    int64_t first_token, num_tokens; /* of the plan's order */
     int64_t row;                     /* of the block tables */
-    int64_t key_begin, key_end;      /* keys that some of its tokens see */
+    int64_t key_begin, key_end;      /* keys that some of its tokens see; a branch's begin with the trunk's */
     int64_t first_partial;           /* its first row of `partials`, num_tokens x heads a split; -1: not split */
+    int64_t branches;                /* 0: a tile of its own, or a branch */
 };
 
 struct work_unit {
-    int64_t tile;
+    int64_t tile;                   /* no branch */
     int64_t split_begin, split_end; /* absolute numbers of splits */
 };
 
@@ -48,11 +51,11 @@ struct work_unit {
 struct attention_plan {
     const int64_t *block_tables;         /* [rows, table_stride] */
     int64_t table_stride;
-    const int64_t *key_begin, *key_end;  /* [tokens] keys that a token sees */
+    const int64_t *tokens;               /* [tokens] the flat query tokens in the order of the tiles */
+    const int64_t *key_begin, *key_end;  /* [tokens] keys that a token sees, in the same order */
     const struct query_tile *tiles;
     const struct work_unit *units;       /* most expensive first */
     int64_t num_tiles, num_units;
-    int64_t by_head;                     /* whether a head's units follow each other, else a unit's heads */
     float *partials;                     /* [partials, row_floats()] of the tiles that several units share */
     int32_t *missing;                    /* [tiles * kv_heads] splits of such a tile that are not done */
     char *scratch;                       /* [threads, scratch_stride], 64-byte aligned */
@@ -84,6 +87,9 @@ static inline int64_t padded_dim(int64_t head_dim) { return (head_dim + LANES - 
 /* A partial result is (top, 15 unused, total, mixed), so that every part is 64-byte aligned. */
 static inline int64_t row_floats(int64_t head_dim) { return 2 * LANES + padded_dim(head_dim); }
 
+/* A split's, and the splits' before it together; the same of a trunk. */
+enum state { PART = 0, WHOLE = 1, TRUNK_PART = 2, TRUNK_WHOLE = 3, NUM_STATES = 4 };
+
 /* Per-thread memory. The tile's keys and values are sized for float32. */
 struct scratch {
     float k[MAX_HEAD_DIM * TILE];
@@ -93,9 +99,11 @@ struct scratch {
     float edges[2][MAX_HEAD_DIM * RUN]; /* values of the first and the last run, where only part of it is seen */
     float scores[MAX_ROWS * TILE]; /* of a tile, then its weights */
     float factors[MAX_ROWS];
-    float mixed[2][MAX_HEAD_DIM * MAX_ROWS];
-    float total[2][LANES * MAX_ROWS];
-    float top[2][MAX_ROWS];
+    struct {
+        float mixed[MAX_HEAD_DIM * MAX_ROWS];
+        float total[LANES * MAX_ROWS];
+        float top[MAX_ROWS];
+    } states[NUM_STATES];
 };
 
 /* Set the counters and choose the worker of `isa`, which is at most `quire_best_isa()`. */

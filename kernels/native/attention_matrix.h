@@ -31,8 +31,8 @@ FN void load_queries(struct unit *u) {
             for (int i = 0; i < LANES; i++) {
                 rows[i] = v_set1(0.0f);
                 if (first + i >= u->rows) continue;
-                int64_t token = u->tile->first_token + (first + i) / u->group, head = u->head * u->group + (first + i) % u->group;
-                const uint16_t *q = (const uint16_t *)c->q + token * c->q_token_stride + head * c->q_head_stride;
+                int64_t element = token_of(u, first + i) * c->q_token_stride + head_of(u, first + i) * c->q_head_stride;
+                const uint16_t *q = (const uint16_t *)c->q + element;
                 rows[i] = v_load_elements(q + 2 * step, FLOAT32, count);
             }
             if (is_turned) v_transpose(rows);

@@ -28,10 +28,12 @@
 
 enum { RUNS = TILE / RUN, MAX_BLOCKS = (MAX_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS };
 
-/* A work unit and a KV head, which a thread takes; no tile: none. */
+/* A work unit and a KV head, which a thread takes, or a branch of one; no tile: none. */
 struct item {
+    const struct work_unit *work;
     const struct query_tile *tile;
     int64_t head, begin, end;      /* KV head; keys */
+    int64_t branches;              /* that follow it */
 };
 
 /* Where runs of 8 tokens lie, one after the other: a division an item, not one a run. */
@@ -96,6 +98,11 @@ FN void read_next_item(struct unit *u) {
     a->at = run_cursor_at(u, a->next.tile->row, a->next.head, a->position);
     a->next.tile = NULL;
 }
+
+/* Which flat query token and which of the heads a row of the unit is. */
+FN int64_t token_of(const struct unit *u, int row) { return u->call->plan.tokens[u->tile->first_token + row / u->group]; }
+
+FN int64_t head_of(const struct unit *u, int row) { return u->head * u->group + row % u->group; }
 
 FN int run_lines(const struct unit *u) { return RUN * u->dim * u->element_bytes / 64; }
 
@@ -404,11 +411,8 @@ FN void clear(const struct unit *u, struct row_state *state) {
     memset(state->mixed, 0, sizeof(float) * u->padded * u->rows);
 }
 
-FN void attend_split(struct unit *u, int64_t split, struct row_state *state) {
-    int64_t begin = split * SPLIT, end = begin + SPLIT;
-    begin = begin > u->tile->key_begin ? begin : u->tile->key_begin;
-    end = end < u->tile->key_end ? end : u->tile->key_end;
-    clear(u, state);
+/* Keys of one split, from a state that has those before them. */
+FN void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state) {
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         int64_t low = tile > begin ? tile : begin, high = tile + TILE < end ? tile + TILE : end;
         attend_tile(u, tile, low, high, state);
@@ -431,11 +435,16 @@ FN void merge(const struct unit *u, int row, float top, const float *total, cons
     into->top[row] = new;
 }
 
+FN void merge_all(const struct unit *u, const struct row_state *part, struct row_state *into) {
+    for (int row = 0; row < u->rows; row++)
+        merge(u, row, part->top[row], part->total + row * LANES, part->mixed + row * u->padded, into);
+}
+
 /* Divide by the sum of the weights, with the sink's where there is one, and store; zeros if no key is seen. */
 FN void finish(const struct unit *u, struct row_state *state) {
     const struct attention_call *c = u->call;
     for (int row = 0; row < u->rows; row++) {
-        int64_t token = u->tile->first_token + row / u->group, head = u->head * u->group + row % u->group;
+        int64_t token = token_of(u, row), head = head_of(u, row);
         float top = state->top[row], total = v_sum(v_load(state->total + row * LANES)), factor = 1.0f;
         if (c->sinks) {
             float sink = c->sinks[head] * LOG2_E, base = top > sink ? top : sink, lane[LANES];
@@ -482,52 +491,95 @@ FN void load_partial(const struct unit *u, int64_t split, struct row_state *stat
     }
 }
 
-FN void attend_unit(struct unit *u, const struct work_unit *work) {
-    struct scratch *s = u->scratch;
-    struct row_state part = {s->top[0], s->total[0], s->mixed[0]}, whole = {s->top[1], s->total[1], s->mixed[1]};
-    const int is_shared = u->tile->first_partial >= 0;
-    load_queries(u);
-    if (!is_shared && work->split_begin < work->split_end) { /* the others join the first */
-        attend_split(u, work->split_begin, &whole);
-    } else if (!is_shared) {
-        clear(u, &whole);
+FN struct row_state state_of(const struct unit *u, enum state number) {
+    return (struct row_state){u->scratch->states[number].top, u->scratch->states[number].total, u->scratch->states[number].mixed};
+}
+
+/* An item's keys, from its begin. The first split is summed into `whole`, each other one into `part`, which joins it where the split
+ * ends or the tile does: a trunk's last one goes on in its branches. */
+FN void attend_keys(struct unit *u, const struct item *item, struct row_state *part, struct row_state *whole) {
+    const int64_t first = item->tile->key_begin;
+    if (item->begin == first) clear(u, whole);
+    for (int64_t split = item->begin / SPLIT; split * SPLIT < item->end; split++) {
+        int64_t begin = split * SPLIT, end = begin + SPLIT;
+        struct row_state *state = split == first / SPLIT ? whole : part;
+        if (begin >= item->begin && state == part) clear(u, part);
+        begin = begin > item->begin ? begin : item->begin;
+        attend_tiles(u, begin, end < item->end ? end : item->end, state);
+        if (state == part && (end <= item->end || !item->tile->branches)) merge_all(u, part, whole);
     }
-    for (int64_t split = work->split_begin + !is_shared; split < work->split_end; split++) {
-        attend_split(u, split, &part);
-        if (is_shared) {
-            save_partial(u, split, &part);
-            continue;
+}
+
+/* Splits of a tile that several units share. Whoever completes it merges all of them, in the order in which one unit would have. */
+FN void attend_partials(struct unit *u, const struct item *item) {
+    struct row_state part = state_of(u, PART), whole = state_of(u, WHOLE);
+    const struct work_unit *work = item->work;
+    for (int64_t split = work->split_begin; split < work->split_end; split++) {
+        int64_t begin = split * SPLIT, end = begin + SPLIT;
+        clear(u, &part);
+        attend_tiles(u, begin > item->begin ? begin : item->begin, end < item->end ? end : item->end, &part);
+        save_partial(u, split, &part);
+    }
+    int32_t done = (int32_t)(work->split_end - work->split_begin);
+    int32_t *missing = u->call->plan.missing + work->tile * u->call->kv_heads + u->head;
+    if (__atomic_sub_fetch(missing, done, __ATOMIC_ACQ_REL) > 0) return;
+    int64_t split = u->tile->key_begin / SPLIT;
+    load_partial(u, split, &whole);
+    while (++split * SPLIT < u->tile->key_end)
+        for (int row = 0; row < u->rows; row++) {
+            const float *from = partial_of(u, split, row);
+            merge(u, row, from[0], from + LANES, from + 2 * LANES, &whole);
         }
-        for (int row = 0; row < u->rows; row++)
-            merge(u, row, part.top[row], part.total + row * LANES, part.mixed + row * u->padded, &whole);
-    }
-    if (u->tile->first_partial >= 0) {
-        /* Whoever completes the tile merges all of it, in the order in which one unit would have. */
-        int32_t done = (int32_t)(work->split_end - work->split_begin);
-        int32_t *missing = u->call->plan.missing + work->tile * u->call->kv_heads + u->head;
-        if (__atomic_sub_fetch(missing, done, __ATOMIC_ACQ_REL) > 0) return;
-        int64_t split = u->tile->key_begin / SPLIT;
-        load_partial(u, split, &whole);
-        while (++split * SPLIT < u->tile->key_end)
-            for (int row = 0; row < u->rows; row++) {
-                const float *from = partial_of(u, split, row);
-                merge(u, row, from[0], from + LANES, from + 2 * LANES, &whole);
-            }
-    }
     finish(u, &whole);
 }
 
-/* Take the next item: a thread's are the heads of one unit after those of another, whose pages lie side by side; where rows
- * share their first pages it is the units of one head, which read the same pages one after the other. */
-FN struct item claim(struct attention_call *call, struct member *member, const struct work_unit **work) {
-    int64_t number = team_take(call->team, member);
+/* A branch's rows of a trunk's state, which begin at row `first` of it. */
+FN void copy_rows(const struct unit *u, const struct row_state *trunk, int first, struct row_state *to) {
+    memcpy(to->top, trunk->top + first, sizeof(float) * u->rows);
+    memcpy(to->total, trunk->total + first * LANES, sizeof(float) * LANES * u->rows);
+    memcpy(to->mixed, trunk->mixed + (int64_t)first * u->padded, sizeof(float) * u->padded * u->rows);
+}
+
+/* One item after the other; the branches of a trunk follow it. */
+FN void attend_item(struct unit *u, const struct item *item) {
+    struct row_state part = state_of(u, PART), whole = state_of(u, WHOLE);
+    struct row_state trunk_part = state_of(u, TRUNK_PART), trunk_whole = state_of(u, TRUNK_WHOLE);
+    load_queries(u);
+    if (u->tile->first_partial >= 0) {
+        attend_partials(u, item);
+    } else if (u->tile->branches) {
+        attend_keys(u, item, &trunk_part, &trunk_whole);
+    } else {
+        const struct query_tile *trunk = &u->call->plan.tiles[item->work->tile];
+        if (trunk != u->tile) {
+            int first = (int)(u->tile->first_token - trunk->first_token) * u->group;
+            copy_rows(u, &trunk_whole, first, &whole);
+            copy_rows(u, &trunk_part, first, &part);
+        }
+        attend_keys(u, item, &part, &whole);
+        finish(u, &whole);
+    }
+}
+
+/* The item after another one: a branch of the same trunk, or what is claimed. A thread's items are the heads of one unit after those of
+ * another, whose pages lie side by side. */
+FN struct item next_item(struct attention_call *call, struct member *member, const struct item *now) {
     struct item item = {0};
+    if (now->branches) {
+        item = *now;
+        item.tile++;
+        item.branches--;
+        item.begin = call->plan.tiles[item.work->tile].key_end;
+        item.end = item.tile->key_end;
+        return item;
+    }
+    int64_t number = team_take(call->team, member);
     if (number < 0) return item;
-    const int64_t units = call->plan.num_units, heads = call->kv_heads;
-    *work = &call->plan.units[call->plan.by_head ? number % units : number / heads];
-    item.tile = &call->plan.tiles[(*work)->tile];
-    item.head = call->plan.by_head ? number / units : number % heads;
-    int64_t begin = (*work)->split_begin * SPLIT, end = (*work)->split_end * SPLIT;
+    item.work = &call->plan.units[number / call->kv_heads];
+    item.tile = &call->plan.tiles[item.work->tile];
+    item.head = number % call->kv_heads;
+    item.branches = item.tile->branches;
+    int64_t begin = item.work->split_begin * SPLIT, end = item.work->split_end * SPLIT;
     item.begin = begin > item.tile->key_begin ? begin : item.tile->key_begin;
     item.end = end < item.tile->key_end ? end : item.tile->key_end;
     return item;
@@ -540,7 +592,6 @@ TARGETED void EXP2(const float *x, float *y, int64_t count) {
 TARGETED int64_t WORKER(void *argument) {
     struct attention_call *call = argument;
     struct unit u = {.call = call};
-    const struct work_unit *work;
     struct member member = team_join(call->team);
     int64_t done = 0;
     u.scratch = (struct scratch *)(call->plan.scratch + member.thread * call->plan.scratch_stride);
@@ -559,10 +610,10 @@ TARGETED int64_t WORKER(void *argument) {
 #if MATRIX_REGISTERS
     set_extents();
 #endif
-    struct item item = claim(call, &member, &work);
-    u.ahead.next = item;
-    while (item.tile) {
-        const struct work_unit *current = work;
+    struct item item = {0}, next = next_item(call, &member, &item);
+    u.ahead.next = next;
+    while (next.tile) {
+        item = next;
         u.tile = item.tile;
         u.head = item.head;
         u.rows = (int)u.tile->num_tokens * u.group;
@@ -571,9 +622,9 @@ TARGETED int64_t WORKER(void *argument) {
             read_next_item(&u);
             u.ahead.keys = u.ahead.used;
         }
-        u.ahead.next = item = claim(call, &member, &work);
-        attend_unit(&u, current);
-        done++;
+        u.ahead.next = next = next_item(call, &member, &item);
+        attend_item(&u, &item);
+        done += !item.branches; /* a unit is done with its last branch */
     }
 #if MATRIX_REGISTERS
     _tile_release();

@@ -5,8 +5,8 @@
 FN void load_queries(struct unit *u) {
     const struct attention_call *c = u->call;
     for (int row = 0; row < u->rows; row++) {
-        int64_t token = u->tile->first_token + row / u->group, head = u->head * u->group + row % u->group;
-        const char *q = (const char *)c->q + (token * c->q_token_stride + head * c->q_head_stride) * u->element_bytes;
+        int64_t element = token_of(u, row) * c->q_token_stride + head_of(u, row) * c->q_head_stride;
+        const char *q = (const char *)c->q + element * u->element_bytes;
         float *to = u->scratch->q + (int64_t)row * u->steps;
         if (DOT_BF16) {
             memcpy(to, q, (size_t)u->dim * u->element_bytes);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import operator
 
 import numpy as np
 import pytest
@@ -147,30 +148,89 @@ def test_a_decoded_token_has_the_bits_of_a_prefilled_one(dtype, options):
         assert torch.equal(decoded[1], whole[20 + step])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shared_tokens", [0, 96, 288])
-def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(dtype, shared_tokens):
-    batch = Batch([(1, 300), (1, 330), (5, 700), (1, 310)], 6, 2, 64, 32, dtype)
-    shared = shared_tokens // 32
-    batch.tables[1:, :shared] = batch.tables[0, :shared]
+def share_prefixes(batch, shared):
+    """Each row's first blocks become those of the row before it, as many as `shared` says."""
+    for row, count in enumerate(shared, 1):
+        batch.tables[row, :count] = batch.tables[row - 1, :count]
 
-    def attend(rows):
-        q_len = batch.q_len[rows]
-        cu_q = np.concatenate([[0], np.cumsum(q_len)]).astype(np.int64)
-        plan = plan_attention(
-            cu_q, batch.kv_len[rows], batch.tables[rows], batch.k, 6, backend="native"
-        )
-        q = batch.q[batch.cu_q[rows[0]] : batch.cu_q[rows[-1] + 1]]
-        out = torch.empty_like(q)
-        cpu_attention_native.attend(
-            q, batch.k, batch.v, 0.125, plan, softcap=None, sinks=None, out=out
-        )
-        return out, plan
 
-    together, plan = attend([0, 1, 2, 3])
-    assert plan.by_head == (shared_tokens > 150)  # the middle of the shortest row
+def trunks(plan):
+    """(keys, branches, tokens) of each trunk of a plan."""
+    return [tuple(tile[[4, 6, 1]].tolist()) for tile in plan.tiles if tile[6]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.sampled_from([1, 1, 1, 2, 9, 40, 70]),
+            st.builds(operator.add, st.sampled_from([1100, 700, 600, 150]), st.integers(0, 70)),
+        ),
+        min_size=2,
+        max_size=7,
+    ),
+    shared=st.lists(st.sampled_from([28, 17, 21, 4, 3, 0]), min_size=6, max_size=6),
+    heads=st.sampled_from([(6, 2), (2, 2), (16, 1)]),
+    head_dim=st.sampled_from([64, 80]),
+    dtype=st.sampled_from(DTYPES),
+    isa=st.sampled_from(native_library.ISAS),
+    options=OPTIONS,
+    with_sinks=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+)
+def test_rows_that_share_a_prefix_have_the_bits_of_rows_alone(
+    rows, shared, heads, head_dim, dtype, isa, options, with_sinks, threads
+):
+    if isa not in available_isas():
+        isa = None
+    batch = Batch(rows, *heads, head_dim, 32, dtype)
+    # Whole blocks that both rows have written.
+    full = [(kv - q) // 32 for q, kv in rows]
+    share_prefixes(batch, [min(n, *full[i : i + 2]) for i, n in enumerate(shared[: len(rows) - 1])])
+    options = dict(options, sinks=torch.linspace(-1, 1, heads[0]) if with_sinks else None, isa=isa)
+    torch.set_num_threads(threads)
+    try:
+        together = batch.run(**options)
+        nobody = np.zeros(len(rows), int)
+        for row, (q_len, _) in enumerate(rows):
+            alone = nobody.copy()
+            alone[row] = q_len
+            one = batch.run(first=nobody, last=alone, **options)
+            assert torch.equal(one, together[batch.cu_q[row] : batch.cu_q[row + 1]])
+    finally:
+        torch.set_num_threads(1)
     assert together.isfinite().all()
-    assert torch.equal(together, torch.cat([attend([row])[0] for row in range(4)]))
+
+
+def test_a_shared_prefix_is_read_once_for_all_its_rows(monkeypatch):
+    lengths = [300, 290, 700, 1100, 1100, 1090, 500, 64]
+    batch = Batch([(1, kv) for kv in lengths], 4, 2, 64, 32, torch.float32)
+    # Rows 0 to 2 share 9 blocks at most, 3 to 5 the most of 1024 tokens; the rest nothing.
+    share_prefixes(batch, [9, 8, 0, 32, 32, 0, 0])
+
+    def plan(threads=1, **span):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return plan_attention(
+            batch.cu_q, batch.kv_len, batch.tables, batch.k, 4, backend="native", **span
+        )
+
+    assert sorted(trunks(plan())) == [(256, 3, 3), (1024, 3, 3)]
+    assert len(plan().units) == 2 + 2
+    assert sorted(plan().tokens.tolist()) == list(range(8))
+    # 8 rows x 2 heads are 16 items; with two threads 8 are wanted, so that two tiles may be one.
+    assert sorted(trunks(plan(threads=2))) == [(256, 2, 2), (1024, 2, 2)]
+    assert trunks(plan(threads=4)) == []
+    assert trunks(plan(window=64)) == []  # keys begin at another position in every row
+    order = np.argsort(np.array([3, 0, 6, 1, 4, 7, 2, 5]))  # wherever the rows stand
+    batch.kv_len, batch.tables = batch.kv_len[order], batch.tables[order]
+    assert sorted(trunks(plan())) == [(256, 3, 3), (1024, 3, 3)]
+
+
+def test_a_trunk_is_longer_where_that_saves_more_than_more_branches_do():
+    batch = Batch([(1, 1100)] * 3 + [(1, 200)], 4, 2, 64, 32, torch.float32)
+    share_prefixes(batch, [32, 32, 5])
+    plan = plan_attention(batch.cu_q, batch.kv_len, batch.tables, batch.k, 4, backend="native")
+    assert trunks(plan) == [(1024, 3, 3)]  # with the last row it would be 128
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -201,7 +261,7 @@ def test_split_tiles_keep_their_partial_results_apart_in_any_order_of_the_units(
     assert len(plan.units) == 2 + 2 + 3
 
     used = np.zeros(len(plan.partials), int)
-    for _, tokens, _, begin, end, first in plan.tiles:
+    for _, tokens, _, begin, end, first, _ in plan.tiles:
         splits = -(-end // cpu_attention_native.SPLIT_TOKENS) - (
             begin // cpu_attention_native.SPLIT_TOKENS
         )
@@ -222,7 +282,9 @@ def test_long_rows_are_split_only_where_threads_would_idle_and_memory_allows(mon
     def units(threads, rows=1):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         cu_q = np.arange(2 * rows + 1)
-        arrays = (cu_q, np.tile(batch.kv_len, rows), np.tile(batch.tables, (rows, 1)))
+        # Other blocks in every row: shared ones would be read together.
+        tables = np.concatenate([(batch.tables + row) % len(batch.k) for row in range(rows)])
+        arrays = (cu_q, np.tile(batch.kv_len, rows), tables)
         plan = plan_attention(*arrays, batch.k, 4, backend="native")
         assert plan.partials.nbytes <= cpu_attention_native.MAX_PARTIAL_BYTES
         return len(plan.units), len(plan.partials)
