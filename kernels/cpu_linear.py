@@ -42,6 +42,7 @@ class LinearCall(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
         ("weight", ctypes.c_void_p),
+        ("in_strips", ctypes.c_int64),
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
@@ -68,6 +69,7 @@ class LinearCall(ctypes.Structure):
             raise ValueError(f"bias: must come from pad_bias, got {list(bias.shape)} {bias.dtype}")
         return cls(
             weight=weight.data.data_ptr(),
+            in_strips=weight.in_strips,
             scales=None if weight.scales is None else weight.scales.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             steps=weight.depth * weight.dtype.itemsize // 4,
@@ -81,6 +83,7 @@ class _PackCall(ctypes.Structure):
 
     _fields_ = [
         ("packed", ctypes.c_void_p),
+        ("in_strips", ctypes.c_int64),
         ("rows", ctypes.c_void_p),
         ("row_stride", ctypes.c_int64),
         ("columns", ctypes.c_int64),
@@ -104,11 +107,13 @@ def supports(in_features: int, dtype: torch.dtype, device: torch.device) -> bool
 class PackedWeight:
     """The weight [columns, depth] of a linear layer, or of several with the same input, in panels."""
 
-    # [panels, words, 64] int32: a float32, a pair of bfloat16 or four int8; zeros after the last column.
+    # [panels, words, 64] int32: a float32, a pair of bfloat16 or four int8; zeros after the last column. In strips a
+    # panel is [4, words, 16], which matrix registers read.
     data: torch.Tensor
     columns: int  # output features
     depth: int  # input features
     dtype: torch.dtype  # of what it is multiplied with, and of the weights unless they are int8
+    in_strips: bool
     scales: torch.Tensor | None = None  # [panels * 64] float32 of int8 weights
 
     @classmethod
@@ -148,6 +153,7 @@ class PackedWeight:
                 rows = rows.contiguous()
             call = _PackCall(
                 packed=packed.data.data_ptr(),
+                in_strips=packed.in_strips,
                 rows=rows.data_ptr(),
                 row_stride=rows.stride(0) * rows.element_size(),
                 columns=part.shape[0],
@@ -180,7 +186,9 @@ class PackedWeight:
         if columns % PANEL_COLUMNS:
             data[-1].zero_()
         scales = torch.zeros(len(data) * PANEL_COLUMNS) if int8 else None
-        return cls(data, columns, depth, like.dtype, scales)
+        has_matrix_registers = native_library.load().best_isa == native_library.ISAS.index("amx_bf16")
+        in_strips = has_matrix_registers and like.dtype == torch.bfloat16 and not int8
+        return cls(data, columns, depth, like.dtype, in_strips, scales)
 
     def _quantize(self, part: torch.Tensor, first_column: int) -> torch.Tensor:
         """[columns of the part, depth] int8, and its scales."""
@@ -214,6 +222,7 @@ class PackedWeight:
                 )
             native_library.load().functions.quire_unpack_rows(
                 self.data.data_ptr(),
+                self.in_strips,
                 self.data.shape[1],
                 ids.data_ptr(),
                 ids.numel(),

@@ -90,6 +90,7 @@ def load() -> NativeLibrary | None:
     functions.quire_unpack_rows.argtypes = [
         ctypes.c_void_p,
         ctypes.c_int64,
+        ctypes.c_int64,
         ctypes.c_void_p,
         ctypes.c_int64,
         ctypes.c_void_p,

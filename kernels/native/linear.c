@@ -7,7 +7,8 @@ enum { BLOCK_STEPS = 16 }; /* a cache line of a source row */
 
 /* Mirrored in `quire/kernels/cpu_linear.py`, as linear_call is. */
 struct pack_call {
-    uint32_t *packed;        /* [panels, steps, PANEL_COLUMNS] */
+    uint32_t *packed;        /* [panels, steps, PANEL_COLUMNS], or in strips, as linear_call has it */
+    int64_t in_strips;
     const char *rows;        /* [columns, steps] of 32 bits: the weight, or part of one */
     int64_t row_stride;      /* bytes */
     int64_t columns, steps;
@@ -31,7 +32,8 @@ static void pack_worker(void *argument) {
                 uint32_t line[BLOCK_STEPS];
                 const char *row = c->rows + (column - c->first_column) * c->row_stride;
                 memcpy(line, row + step * 4, (size_t)count * 4);
-                for (int64_t s = 0; s < count; s++) to[(step + s) * PANEL_COLUMNS + column - first] = line[s];
+                struct place at = linear_place(c->in_strips, c->steps, column - first);
+                for (int64_t s = 0; s < count; s++) to[at.begin + (step + s) * at.step] = line[s];
             }
         }
     }
@@ -48,10 +50,11 @@ void quire_pack(struct pack_call *call, parallel_function *parallel, int64_t num
 }
 
 /* rows[i] = the weight's row ids[i]; `rows` [count, steps] of 32 bits, contiguous; ids are not checked. */
-void quire_unpack_rows(const uint32_t *packed, int64_t steps, const int64_t *ids, int64_t count, uint32_t *rows) {
+void quire_unpack_rows(const uint32_t *packed, int64_t in_strips, int64_t steps, const int64_t *ids, int64_t count, uint32_t *rows) {
     for (int64_t i = 0; i < count; i++) {
-        const uint32_t *from = packed + ids[i] / PANEL_COLUMNS * steps * PANEL_COLUMNS + ids[i] % PANEL_COLUMNS;
-        for (int64_t step = 0; step < steps; step++) rows[i * steps + step] = from[step * PANEL_COLUMNS];
+        struct place at = linear_place(in_strips, steps, ids[i] % PANEL_COLUMNS);
+        const uint32_t *from = packed + ids[i] / PANEL_COLUMNS * steps * PANEL_COLUMNS + at.begin;
+        for (int64_t step = 0; step < steps; step++) rows[i * steps + step] = from[step * at.step];
     }
 }
 

@@ -24,6 +24,7 @@ struct linear_call {
     char *out;              /* [rows, columns], rows contiguous, dtype of x */
     int64_t out_stride;     /* bytes between rows */
     const uint32_t *weight; /* [panels, steps, PANEL_COLUMNS]; of int8: [panels, steps / 2, PANEL_COLUMNS] */
+    int64_t in_strips;      /* whether a panel is [strips, steps, LANES] instead; not of int8 */
     const float *scales;    /* [panels * PANEL_COLUMNS] of int8 weights; NULL: weights of the dtype of x */
     const float *bias;      /* [panels * PANEL_COLUMNS] or NULL */
     const char *residual;   /* [rows, columns], rows contiguous, dtype of x; may be `out`; or NULL */
@@ -36,6 +37,16 @@ struct linear_call {
 static inline int64_t linear_row_blocks(const struct linear_call *c) { return (c->rows + c->unit_rows - 1) / c->unit_rows; }
 
 static inline int64_t linear_panels(const struct linear_call *c) { return (c->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
+
+/* Where a column of a panel of `steps` steps begins, and the distance of its steps. */
+struct place {
+    int64_t begin, step;
+};
+
+static inline struct place linear_place(int64_t in_strips, int64_t steps, int64_t column) {
+    if (in_strips) return (struct place){column / LANES * steps * LANES + column % LANES, LANES};
+    return (struct place){column, PANEL_COLUMNS};
+}
 
 /* A step of the sum over depth has 32 bits: one float32, or a pair of bfloat16. Weights in int8 have two steps in
  * 32 bits, and become such pairs a chunk at a time. */

@@ -12,6 +12,7 @@
  */
 #define ONLY_BF16 DOT_BF16
 #define MOST_ROWS MAX_UNIT_ROWS
+#define READS_STRIPS 0
 
 struct multiplier {
     char nothing;
@@ -22,6 +23,12 @@ struct multiplier {
 FN void begin_multiplying(struct multiplier *m) { (void)m; }
 
 FN void end_multiplying(struct multiplier *m) { (void)m; }
+
+FN int64_t chunk_steps(const struct linear_call *c, int64_t rows) {
+    (void)c;
+    (void)rows;
+    return CHUNK;
+}
 
 /* sum[r][v] += one step of `rows` rows and `vectors` vectors of columns. */
 FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, const char *const x[BLOCK_ROWS],

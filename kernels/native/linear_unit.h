@@ -5,6 +5,8 @@
  *     panel 0   | step 0: w[0] w[1] .. w[63] | step 1: .. | ...     read front to back, once for every unit_rows rows
  *     panel 1   | ...
  *
+ *     in strips, for matrix registers:  panel 0   | step 0: w[0] .. w[15] | step 1: .. | ... | step 0: w[16] .. w[31] | ...
+ *
  * A unit of work is a panel and up to unit_rows rows; all panels come before the next rows, whose x then lies in the
  * second-level cache. 128 steps of the panel (32 KiB) at a time serve all of its rows; while they compute, the next 32 KiB
  * are prefetched. So with few rows the product runs at the speed of the memory, with many at that of the multipliers.
@@ -13,8 +15,8 @@
  * by their columns' scales at the end, then come the bias, then the residual, then one rounding.
  *
  * The includer defines FN, TARGETED, LINEAR_WORKER (the function's name), MOST_ROWS (of a unit), ONLY_BF16 (with the processor's
- * instructions for it) and `struct multiplier`, what a thread keeps from chunk to chunk, and has included its simd_*.h; after this,
- * it defines the three functions declared here.
+ * instructions for it), READS_STRIPS (whether it multiplies what lies in strips) and `struct multiplier`, what a thread keeps from chunk to chunk, and has included its simd_*.h; after this,
+ * it defines the four functions declared here.
  */
 #include "row_part.h"
 
@@ -23,7 +25,8 @@ enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, LINES_PER_STEP = PANEL_COLUMNS * 4
 struct product {
     const struct linear_call *call;
     const float *weight;      /* the panel's chunk, 32 bits a step and column */
-    const char *ahead;        /* the chunk after it as it is stored */
+    int64_t step, strip;      /* distance of a column's steps, and of vectors of columns, in it */
+    const char *ahead;        /* the chunk after it as it is stored, or its first strip */
     const char *x;            /* of the chunk's first step */
     float *total;             /* [rows][PANEL_COLUMNS] */
     int64_t ahead_lines;      /* of 64 bytes in it; 0: there is none */
@@ -33,6 +36,9 @@ struct product {
 };
 
 FN void begin_multiplying(struct multiplier *m);
+
+/* Steps of a chunk: CHUNK, or all where no chunk needs to stay in the first-level cache. */
+FN int64_t chunk_steps(const struct linear_call *c, int64_t rows);
 
 /* All rows of a unit over a chunk: their sums to p->total, with `store_rows` of them after the last chunk. */
 FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t rows, int dtype);
@@ -93,22 +99,43 @@ FN void widen_chunk(uint32_t *pairs, const uint32_t *bytes, int64_t steps) {
     }
 }
 
+/* The same for steps that lie in strips, for what does not read these. */
+FN void join_strips(uint32_t *pairs, const uint32_t *strips, int64_t strip, int64_t steps) {
+    for (int64_t step = 0; step < steps; step++)
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            v_store((float *)(pairs + step * PANEL_COLUMNS + v * LANES), v_load((const float *)(strips + v * strip + step * LANES)));
+}
+
 FN void multiply_unit(struct multiplier *m, const struct linear_call *c, int64_t unit, int64_t next, int64_t panels, float *total, uint32_t *pairs, int dtype) {
     int64_t panel = unit % panels, row = unit / panels * c->unit_rows;
-    int64_t rows = c->rows - row < c->unit_rows ? c->rows - row : c->unit_rows;
+    int64_t rows = c->rows - row < c->unit_rows ? c->rows - row : c->unit_rows, chunk = chunk_steps(c, rows);
     int64_t steps_per_word = c->scales ? 2 : 1, panel_words = c->steps / steps_per_word * PANEL_COLUMNS;
+    int64_t step_words = c->in_strips ? LANES : PANEL_COLUMNS, strip = c->in_strips ? c->steps * LANES : LANES;
     const uint32_t *weight = c->weight + panel * panel_words;
-    for (int64_t first = 0; first < c->steps; first += CHUNK) {
-        int64_t steps = c->steps - first < CHUNK ? c->steps - first : CHUNK;
-        const uint32_t *chunk = weight + first / steps_per_word * PANEL_COLUMNS, *ahead = NULL;
-        if (first + CHUNK < c->steps) {
-            ahead = chunk + CHUNK / steps_per_word * PANEL_COLUMNS;
+    const int is_stored = !c->scales && (READS_STRIPS || !c->in_strips); /* as it is multiplied */
+    for (int64_t first = 0; first < c->steps; first += chunk) {
+        int64_t steps = c->steps - first < chunk ? c->steps - first : chunk;
+        const uint32_t *now = weight + first / steps_per_word * step_words, *ahead = NULL;
+        if (first + chunk < c->steps) {
+            ahead = now + chunk / steps_per_word * step_words;
         } else if (next >= 0) {
             ahead = c->weight + next % panels * panel_words;
         }
-        if (c->scales) widen_chunk(pairs, chunk, steps);
-        struct product p = {c, (const float *)(c->scales ? pairs : chunk), (const char *)ahead, c->x + row * c->x_stride + first * 4, total,
-                            ahead ? CHUNK / steps_per_word * LINES_PER_STEP : 0, steps, first == 0, first + CHUNK >= c->steps, row, panel * PANEL_COLUMNS};
+        if (c->scales) widen_chunk(pairs, now, steps);
+        if (!READS_STRIPS && c->in_strips) join_strips(pairs, now, strip, steps);
+        struct product p = {.call = c,
+                            .weight = (const float *)(is_stored ? now : pairs),
+                            .step = is_stored ? step_words : PANEL_COLUMNS,
+                            .strip = is_stored ? strip : LANES,
+                            .ahead = (const char *)ahead,
+                            .x = c->x + row * c->x_stride + first * 4,
+                            .total = total,
+                            .ahead_lines = ahead && (READS_STRIPS || !c->in_strips) ? chunk / steps_per_word * LINES_PER_STEP : 0,
+                            .steps = steps,
+                            .is_first = first == 0,
+                            .is_last = first + chunk >= c->steps,
+                            .row = row,
+                            .column = panel * PANEL_COLUMNS};
         multiply_chunk(m, &p, rows, dtype);
     }
 }
