@@ -186,7 +186,9 @@ class PackedWeight:
         if columns % PANEL_COLUMNS:
             data[-1].zero_()
         scales = torch.zeros(len(data) * PANEL_COLUMNS) if int8 else None
-        has_matrix_registers = native_library.load().best_isa == native_library.ISAS.index("amx_bf16")
+        has_matrix_registers = native_library.load().best_isa == native_library.ISAS.index(
+            "amx_bf16"
+        )
         in_strips = has_matrix_registers and like.dtype == torch.bfloat16 and not int8
         return cls(data, columns, depth, like.dtype, in_strips, scales)
 

@@ -43,9 +43,9 @@ from quire.replica.kv_pool import KVPool
 from quire.replica.kv_scales import read_kv_scales
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
-from quire.replica.machine import available_bytes
 from quire.replica.output_head import split_model
 from quire.replica.plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.pool_backing import PoolBacking
 from quire.replica.queued_steps import QueuedSteps
 from quire.replica.ragged_step import RaggedStep
 from quire.replica.spec import ModelSpec
@@ -55,8 +55,6 @@ from quire.replica.step_sampler import Masks, StepSampler
 from quire.replica.telemetry import DeviceTime
 
 _NO_BLOCKS = np.empty(0, np.int64)
-_BACKING_S = 1.0  # 0.5 to 3 GB of the pool
-_BACKED_BYTES = 16 << 20  # of it at a time
 
 
 class Runner:
@@ -99,6 +97,7 @@ class Runner:
         self.spec = spec
         self.model = model
         self.pool = pool
+        self.backing = PoolBacking(pool)
         self._device = (
             open_device(config.device, use_nvtx=config.nvtx) if device is None else device
         )
@@ -202,6 +201,7 @@ class Runner:
             raise
 
     def _launch(self, plan: StepPlan) -> InFlight:
+        self.backing.forbid()
         slot = self._outputs.take(len(plan.sampling.token_index))
         in_flight = InFlight(slot, time.perf_counter())
         self._move_blocks(plan)
@@ -314,6 +314,7 @@ class Runner:
     def use_idle(self) -> bool:
         """Prepare for later steps while there is none; returns whether there was anything to do."""
         if self.queued is None:
+            self.backing.allow()
             return False
         self.queued.fall_idle()
         return self.queued.graphs.use_idle()
@@ -338,15 +339,6 @@ class Runner:
             self.queued.graphs.capture_first()
             self.queued.fall_idle()
             self.queued.time = DeviceTime()
-        self._back_pool()
-
-    def _back_pool(self) -> None:
-        """Have the first blocks backed with memory, a second's worth, as long as the machine has twice the rest."""
-        end_s = time.perf_counter() + _BACKING_S
-        while (left := self.pool.unbacked_bytes) and time.perf_counter() < end_s:
-            if available_bytes("cpu") < 2 * left:
-                return  # others may need it first
-            self.pool.back_next(_BACKED_BYTES)
 
     def run_largest(self) -> None:
         """Run the largest steps on the trash block.

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels import reference
 from quire.kernels.cpu_attention import paged_attention
-from quire.replica import runner as runner_module
+from quire.replica import pool_backing
 from quire.replica.groups import LayerGroup
 from quire.replica.kv_pool import KVPool
 from quire.replica.runner import Runner
@@ -223,27 +223,67 @@ def test_an_unused_pool_costs_no_memory():
     assert float(pool.data[16].sum()) == 0.0
 
 
-def test_a_runner_backs_its_pool_and_keeps_what_is_written(zoo):
+def test_an_idle_runner_backs_its_pool_and_keeps_what_is_written(zoo):
     spec = ModelSpec.from_checkpoint(zoo("qwen3"))
     runner = Runner.from_config(engine_config(spec, num_blocks=4000, block_size=16), spec)
     pool = runner.pool
     pool.data[3].fill_(2.0)
-    assert pool.unbacked_bytes > 2 * runner_module._BACKED_BYTES
+    assert pool.unbacked_bytes > 2 * pool_backing.CHUNK_BYTES
     runner.warm_up()
+    assert not runner.use_idle()  # what it does needs no turn of the loop
+    assert runner.backing.join(60)
     assert pool.unbacked_bytes == 0
     assert (pool.data[3] == 2.0).all() and not pool.data[4].any()
 
 
+def test_a_running_engine_backs_nothing(zoo, monkeypatch):
+    spec = ModelSpec.from_checkpoint(zoo("qwen3"))
+    runner = Runner.from_config(engine_config(spec, num_blocks=4000, block_size=16), spec)
+    took_chunk = threading.Event()
+    take, back = threading.Event(), runner.pool.back_next
+
+    def back_one(num_bytes):
+        took_chunk.set()
+        take.wait(60)
+        back(num_bytes)
+
+    monkeypatch.setattr(runner.pool, "back_next", back_one)
+    runner.use_idle()
+    assert took_chunk.wait(60)
+    runner.warm_up()  # steps: the chunk that has begun is the last
+    left = runner.pool.unbacked_bytes
+    take.set()
+    assert not runner.backing.join(0.5)
+    assert left - 2 * pool_backing.CHUNK_BYTES < runner.pool.unbacked_bytes < left
+    runner.use_idle()
+    assert runner.backing.join(60)
+    assert runner.pool.unbacked_bytes == 0
+
+
 def test_a_runner_leaves_scarce_memory_to_others(zoo, monkeypatch):
     spec = ModelSpec.from_checkpoint(zoo("qwen3"))
-    runner = Runner.from_config(engine_config(spec, num_blocks=500, block_size=16), spec)
+    config = engine_config(spec, num_blocks=500, block_size=16)
+    runner = Runner.from_config(config, spec)
     left = runner.pool.unbacked_bytes
-    monkeypatch.setattr(runner_module, "available_bytes", lambda device: 2 * left - 1)
-    runner.warm_up()
+    monkeypatch.setattr(pool_backing, "available_bytes", lambda device: 2 * left - 1)
+    runner.use_idle()
+    assert runner.backing.join(60)
     assert runner.pool.unbacked_bytes == left
-    monkeypatch.setattr(runner_module, "available_bytes", lambda device: 2 * left)
-    runner.warm_up()
+    monkeypatch.setattr(pool_backing, "available_bytes", lambda device: 2 * left)
+    runner = Runner.from_config(config, spec)
+    runner.use_idle()
+    assert runner.backing.join(60)
     assert runner.pool.unbacked_bytes == 0
+
+
+def test_backing_ends_with_its_pool(monkeypatch):
+    monkeypatch.setattr(pool_backing, "_POLL_S", 0.01)
+    pool = KVPool(500, [LayerGroup(tuple(range(4)), 8, 64)], 16, torch.float32)
+    backing = pool_backing.PoolBacking(pool)
+    backing.allow()
+    backing.forbid()
+    del pool
+    assert backing.join(60)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
