@@ -92,14 +92,14 @@ FN void score_pages(struct unit *u) {
         _tile_zero(3);
         for (int step = 0; step < u->steps; step += REGISTER_ROWS) {
             _tile_loadd(4, u->scratch->q + step * LANES, REGISTER_BYTES);
-            read_values_ahead(u, vectors * LANES / 4); /* in all as many lines as are read here */
+            read_ahead(u, 1);
             _tile_loadd(5, keys[0] + step * 4, key_bytes);
-            read_values_ahead(u, vectors * LANES / 4);
+            read_ahead(u, 1);
             _tile_loadd(6, keys[1] + step * 4, key_bytes);
-            read_values_ahead(u, vectors * LANES / 4);
+            read_ahead(u, 1);
             _tile_loadd(7, keys[2] + step * 4, key_bytes);
             _tile_dpbf16ps(0, 5, 4);
-            read_values_ahead(u, vectors * LANES / 4);
+            read_ahead(u, 1);
             _tile_loadd(5, keys[3] + step * 4, key_bytes);
             _tile_dpbf16ps(1, 6, 4);
             _tile_dpbf16ps(2, 7, 4);
@@ -113,6 +113,7 @@ FN void score_pages(struct unit *u) {
             v16 rows[LANES];
 #pragma GCC unroll 16
             for (int key = 0; key < LANES; key++) rows[key] = v_load(staged + (i * LANES + key) * LANES);
+            read_ahead(u, 4);
             v_transpose(rows);
             float *scores = u->scratch->scores + (r + 2 * i) * RUN;
             for (int row = 0; row < u->rows; row++) v_store(scores + row * TILE, rows[row]);
@@ -135,7 +136,7 @@ FN void scale_mixed(const struct unit *u, const struct row_block *b, float *mixe
 }
 
 /* The same block and 16 or 32 columns, over `turns` times 32 keys. */
-FN void mix_block(const float *weights, const float *values, int padded, float *mixed, int turns, int tall, int wide) {
+FN void mix_block(struct unit *u, const float *weights, const float *values, int padded, float *mixed, int turns, int tall, int wide) {
     const int stride = padded * 4;
     float *below = mixed + LANES * padded;
     _tile_loadd(0, mixed, stride);
@@ -143,6 +144,7 @@ FN void mix_block(const float *weights, const float *values, int padded, float *
     if (tall) _tile_loadd(2, below, stride);
     if (tall && wide) _tile_loadd(3, below + LANES, stride);
     for (; turns > 0; turns--, weights += REGISTER_ROWS, values += REGISTER_ROWS * padded) {
+        if (!tall) read_ahead(u, 3);
         _tile_loadd(4, weights, TILE * 4);
         _tile_loadd(6, values, stride);
         _tile_dpbf16ps(0, 4, 6);
@@ -180,7 +182,9 @@ FN void attend_blocks(struct unit *u, int64_t tile_begin, int64_t begin, int64_t
                 }
             }
         }
+        if (stays) read_ahead(u, 8);
         soften(u, tile_begin, b, 1, state);
+        if (stays) read_ahead(u, 8);
         if (stays) {
             copy_edges(u, tile_begin, begin, end);
             pack_values(u);
@@ -196,9 +200,9 @@ FN void attend_blocks(struct unit *u, int64_t tile_begin, int64_t begin, int64_t
         for (int column = 0; column < u->padded; column += 2 * LANES) {
             const int wide = column + LANES < u->padded;
             if (tall && wide) {
-                mix_block(weights, values + column, u->padded, mixed + column, turns, 1, 1);
+                mix_block(u, weights, values + column, u->padded, mixed + column, turns, 1, 1);
             } else {
-                mix_block(weights, values + column, u->padded, mixed + column, turns, tall, wide);
+                mix_block(u, weights, values + column, u->padded, mixed + column, turns, tall, wide);
             }
         }
     }

@@ -45,7 +45,8 @@ struct run_cursor {
 
 /* What a thread will read, asked of memory some runs ahead and a few lines at a time: keys while it mixes values, values
  * while it scores keys, and those of its next item near the end of this one. So memory is busy all the time, with what comes in
- * another order than its own prefetchers could know. */
+ * another order than its own prefetchers could know. With matrix registers products are too short for that: there a few lines of both
+ * are asked for with every step of the work. */
 enum { READ_AHEAD = 16, READ_RING = 64 };
 struct read_ahead {
     struct item next;              /* after the one that is read; its tile is NULL once it is that one */
@@ -143,6 +144,12 @@ FN void read_values_ahead(struct unit *u, int lines) {
     }
 }
 
+/* Of both: where the processor reads what comes next during all of its work, a few lines at a time. */
+FN void read_ahead(struct unit *u, int lines) {
+    read_keys_ahead(u, lines);
+    read_values_ahead(u, lines);
+}
+
 /* Find the tile's runs. Those of a vector of 16 keys that has any are all there: zeros where no key is seen. */
 FN void locate_runs(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end) {
     u->runs_begin = (begin - tile_begin) / LANES * 2;
@@ -220,7 +227,11 @@ FN const float *packed_values(struct unit *u, int r) {
     const __m512i low = FIRST_PAIRS, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     float *packed = u->scratch->v + (int64_t)r * RUN_STEPS * u->padded;
     for (int pair = 0; pair < RUN_STEPS; pair++) {
-        read_keys_ahead(u, run_lines(u) / RUN_STEPS);
+        if (MATRIX_REGISTERS) {
+            read_ahead(u, 2);
+        } else {
+            read_keys_ahead(u, run_lines(u) / RUN_STEPS);
+        }
         const uint16_t *even = (const uint16_t *)u->v_runs[r] + 2 * pair * u->dim, *odd = even + u->dim;
         float *to = packed + (int64_t)pair * u->padded;
         for (int column = 0; column < u->dim; column += 32) {
