@@ -184,8 +184,8 @@ FN void attend_blocks(struct unit *u, int64_t tile_begin, int64_t begin, int64_t
         }
         if (stays) read_ahead(u, 8);
         soften(u, tile_begin, b, 1, state);
-        if (stays) read_ahead(u, 8);
         if (stays) {
+            read_ahead(u, 8);
             copy_edges(u, tile_begin, begin, end);
             pack_values(u);
         }

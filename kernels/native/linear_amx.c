@@ -5,6 +5,9 @@
  * the first-level cache, because x is loaded past it. With 32 x 32 sums, or with chunks of the whole depth, the second-level
  * cache was the bound and a product a quarter slower.
  *
+ * Up to 32 rows it is the memory that is the bound: they read a panel once, over its whole depth, 16 rows four strips side by
+ * side, more of them two strips and then the other two.
+ *
  * One element of y is a sum of float32: for 16 steps at a time, in order, the first elements of their pairs and the second
  * ones are added up apart, and then to what was there. So chunks change nothing, and a row's bits are a function of that row
  * alone.

@@ -15,8 +15,8 @@
  * by their columns' scales at the end, then come the bias, then the residual, then one rounding.
  *
  * The includer defines FN, TARGETED, LINEAR_WORKER (the function's name), MOST_ROWS (of a unit), ONLY_BF16 (with the processor's
- * instructions for it), READS_STRIPS (whether it multiplies what lies in strips) and `struct multiplier`, what a thread keeps from chunk to chunk, and has included its simd_*.h; after this,
- * it defines the four functions declared here.
+ * instructions for it), READS_STRIPS (whether it multiplies what lies in strips) and `struct multiplier`, what a thread keeps
+ * from chunk to chunk, and has included its simd_*.h; after this, it defines the four functions declared here.
  */
 #include "row_part.h"
 
