@@ -274,8 +274,11 @@ def _find_trunks(
     The tiles are brought into an order in which those that share much are neighbours, and a trunk grows along it
     while that saves reading more keys than a shorter prefix, which all its tiles must have, gives up.
     """
-    # Tiles that see their row from its begin: a window's keys begin at another position in every row.
-    whole = np.flatnonzero(key_begin[tiles[:, 0] + tiles[:, 1] - 1] == 0)
+    # Tiles that see their row from its begin: a window's keys begin at another position in every row. Every token of a
+    # branch sees all keys of the trunk, and at least one more.
+    seen = key_end[tiles[:, 0]] - 1
+    from_begin = key_begin[tiles[:, 0] + tiles[:, 1] - 1] == 0
+    whole = np.flatnonzero(from_begin & (seen >= TILE_TOKENS))
     if most_branches < 2 or len(whole) < 2:
         return []
     tables = block_tables[tiles[whole, 2]]
@@ -287,8 +290,7 @@ def _find_trunks(
     order = np.lexsort(columns[::-1])
     whole, tables = whole[order], tables[order]
     same = np.logical_and.accumulate(tables[1:] == tables[:-1], axis=1).sum(axis=1) * block_size
-    # Every token of a branch sees all keys of the trunk, and at least one more.
-    seen = key_end[tiles[whole, 0]] - 1
+    seen = seen[whole]
     shared = np.minimum(same, np.minimum(seen[1:], seen[:-1])) // TILE_TOKENS * TILE_TOKENS
     trunks, members, keys, room = [], [int(whole[0])], 0, most_tokens - int(tiles[whole[0], 1])
     for number, common in zip(whole[1:].tolist(), shared.tolist(), strict=True):

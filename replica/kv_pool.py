@@ -43,7 +43,7 @@ class KVPool:
 
     On the CPU the memory is an anonymous mapping: zero pages that the kernel backs when they are first
     written, so the resident size grows with use and a large pool costs nothing at start. A first write takes
-    longer than all else that is done with a token's keys and values: see `back_next`.
+    longer than all else that is done with a token's keys and values: see `pool_backing.py`.
 
     Parameters
     ----------

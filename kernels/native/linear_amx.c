@@ -100,24 +100,37 @@ struct block {
     const float *after;        /* where the weights go on after the last turn */
 };
 
-/* Up to 16 rows and the panel's columns. What is prefetched goes between the loads, a few lines at a time: in one burst a turn, one
- * row read its weights a seventh slower. With a `share` it is that, else what comes next in the strips. */
-FN void multiply_rows(const struct block *b, struct share *share) {
-    enum { STRIDE = PANEL_COLUMNS * 4 };
-    const float *weight = b->weight;
-    const char *x = b->x;
-    const int64_t step_bytes = b->step_bytes, strip = b->strip;
-    if (b->is_first) {
+enum { TOTAL_BYTES = PANEL_COLUMNS * 4 }; /* between rows of the sums */
+
+/* The four registers of sums: from what they were, or zeros. */
+FN void load_sums(int is_first, const float *a, const float *b, const float *c, const float *d) {
+    if (is_first) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
     } else {
-        _tile_loadd(0, b->total, STRIDE);
-        _tile_loadd(1, b->total + LANES, STRIDE);
-        _tile_loadd(2, b->total + 2 * LANES, STRIDE);
-        _tile_loadd(3, b->total + 3 * LANES, STRIDE);
+        _tile_loadd(0, a, TOTAL_BYTES);
+        _tile_loadd(1, b, TOTAL_BYTES);
+        _tile_loadd(2, c, TOTAL_BYTES);
+        _tile_loadd(3, d, TOTAL_BYTES);
     }
+}
+
+FN void store_sums(float *a, float *b, float *c, float *d) {
+    _tile_stored(0, a, TOTAL_BYTES);
+    _tile_stored(1, b, TOTAL_BYTES);
+    _tile_stored(2, c, TOTAL_BYTES);
+    _tile_stored(3, d, TOTAL_BYTES);
+}
+
+/* Up to 16 rows and the panel's columns. What is prefetched goes between the loads, a few lines at a time: in one burst a turn, one
+ * row read its weights a seventh slower. With a `share` it is that, else what comes next in the strips. */
+FN void multiply_rows(const struct block *b, struct share *share) {
+    const float *weight = b->weight;
+    const char *x = b->x;
+    const int64_t step_bytes = b->step_bytes, strip = b->strip;
+    load_sums(b->is_first, b->total, b->total + LANES, b->total + 2 * LANES, b->total + 3 * LANES);
     for (int64_t turn = b->turns; turn > 0; turn--, weight += REGISTER_ROWS * step_bytes / 4, x += REGISTER_BYTES) {
         const float *after = turn > 1 ? weight + REGISTER_ROWS * LANES : b->after;
 #define READ_AHEAD(number) \
@@ -140,29 +153,15 @@ FN void multiply_rows(const struct block *b, struct share *share) {
         _tile_dpbf16ps(2, 4, 7);
         _tile_dpbf16ps(3, 4, 5);
     }
-    _tile_stored(0, b->total, STRIDE);
-    _tile_stored(1, b->total + LANES, STRIDE);
-    _tile_stored(2, b->total + 2 * LANES, STRIDE);
-    _tile_stored(3, b->total + 3 * LANES, STRIDE);
+    store_sums(b->total, b->total + LANES, b->total + 2 * LANES, b->total + 3 * LANES);
 }
 
 /* 17 to 32 rows and two strips. */
 FN void multiply_pair(const struct block *b) {
-    enum { STRIDE = PANEL_COLUMNS * 4 };
     const float *weight = b->weight;
     const char *x = b->x, *lower_x = x + REGISTER_ROWS * b->x_stride;
     float *total = b->total, *lower_total = total + REGISTER_ROWS * PANEL_COLUMNS;
-    if (b->is_first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, total, STRIDE);
-        _tile_loadd(1, lower_total, STRIDE);
-        _tile_loadd(2, total + LANES, STRIDE);
-        _tile_loadd(3, lower_total + LANES, STRIDE);
-    }
+    load_sums(b->is_first, total, lower_total, total + LANES, lower_total + LANES);
     for (int64_t turn = b->turns; turn > 0; turn--, weight += REGISTER_ROWS * LANES, x += REGISTER_BYTES, lower_x += REGISTER_BYTES) {
         const float *after = turn > 1 ? weight + REGISTER_ROWS * LANES : b->after;
         prefetch_strip((const char *)weight, (const char *)after);
@@ -176,10 +175,7 @@ FN void multiply_pair(const struct block *b) {
         _tile_dpbf16ps(2, 4, 7);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, total, STRIDE);
-    _tile_stored(1, lower_total, STRIDE);
-    _tile_stored(2, total + LANES, STRIDE);
-    _tile_stored(3, lower_total + LANES, STRIDE);
+    store_sums(total, lower_total, total + LANES, lower_total + LANES);
 }
 
 /* The block of a chunk that begins at a row and a step. */
