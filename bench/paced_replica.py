@@ -64,6 +64,9 @@ class PacedRunner:
     def use_idle(self) -> bool:
         return False
 
+    def close(self) -> None:
+        """It has no threads."""
+
     def telemetry(self) -> dict[str, object]:
         return {}
 

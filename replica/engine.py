@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -105,6 +106,10 @@ class Engine:
         self._compiling_lock = threading.Lock()
         self._compiling: dict[Hashable, Request] = {}  # not yet the scheduler's
         self._loop.start()
+        # A thread that the interpreter's end stops inside torch ends the process with SIGABRT.
+        self._at_exit = weakref.finalize(
+            self, _close, weakref.ref(self._loop), self.config.step_timeout_s
+        )
 
     def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
         """What the loop runs with; tests that inject faults (`faults.py`) override it."""
@@ -268,6 +273,7 @@ class Engine:
             self.abort(key)
         self._grammars.close()
         self._loop.close()
+        self._at_exit.detach()
 
     def __enter__(self) -> Engine:
         return self
@@ -309,3 +315,10 @@ class Engine:
         if self._offline is None:
             raise RuntimeError("this engine's output goes to its on_output callback")
         return self._offline
+
+
+def _close(loop: weakref.ref[EngineLoop], timeout_s: float) -> None:
+    """Close a loop that is still there: a running one always is."""
+    found = loop()
+    if found is not None:
+        found.close(timeout_s)

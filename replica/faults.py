@@ -218,6 +218,9 @@ class FaultyRunner:
     def use_idle(self) -> bool:
         return self._runner.use_idle()
 
+    def close(self) -> None:
+        self._runner.close()
+
     def telemetry(self) -> dict[str, object]:
         return self._runner.telemetry()
 

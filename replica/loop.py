@@ -66,6 +66,10 @@ class StepRunner(Protocol):
         """Prepare for later steps, for a second at most; returns whether there was anything to do."""
         ...
 
+    def close(self) -> None:
+        """There is no later step: end the threads that `use_idle` started."""
+        ...
+
 
 @dataclass(slots=True)
 class LoopOutput:
@@ -137,14 +141,15 @@ class EngineLoop:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def close(self) -> None:
-        """Stop after the running step and join the thread; requests still alive end with `abort`."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Stop after the running step and join the thread, for so long at most; requests still alive end with
+        `abort`."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         # A garbage collection in the loop's own thread may be what closes the engine.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def load(self) -> Load:
         """What the router's cost needs; a reading from another thread may be one step old."""
@@ -238,6 +243,7 @@ class EngineLoop:
             self._send(DeltaBatch([]))
         except Exception:  # after a failed turn the scheduler may be in any state
             logger.exception("the engine's loop could not end its requests")
+        self._runner.close()
 
     def _launch(self, plan: StepPlan) -> None:
         """Launch a step; if that fails, its requests end, and what is in flight before it is collected."""

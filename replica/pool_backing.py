@@ -35,17 +35,18 @@ class PoolBacking:
     """Backs a pool, from its first block on, whenever it is allowed to.
 
     The thread ends when all of it is backed, when the machine has not twice the rest, so that others may need it
-    first, or when the pool has gone.
+    first, or when the pool has gone or the engine is closed.
     """
 
     def __init__(self, pool: KVPool):
         self._pool = weakref.ref(pool)
         self._is_allowed = threading.Event()
+        self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def allow(self) -> None:
         """The engine is idle. Starts the thread when there is something to do for one."""
-        if self._thread is None:
+        if self._thread is None and not self._is_closed:
             self._thread = threading.Thread(target=self._run, name="quire-backing", daemon=True)
             self._thread.start()
         self._is_allowed.set()
@@ -53,6 +54,17 @@ class PoolBacking:
     def forbid(self) -> None:
         """A step begins; a chunk that has begun is still finished."""
         self._is_allowed.clear()
+
+    def close(self) -> None:
+        """Back no more, and wait for the chunk that has begun.
+
+        Whoever lets the interpreter end must have called this: a thread that it stops while torch takes the
+        interpreter's lock back ends the process with SIGABRT.
+        """
+        self._is_closed = True
+        self._is_allowed.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the thread has ended; returns whether it has, or never was there."""
@@ -66,7 +78,7 @@ class PoolBacking:
         while True:
             is_allowed = self._is_allowed.wait(_POLL_S)
             pool = self._pool()
-            if pool is None or not pool.unbacked_bytes:
+            if self._is_closed or pool is None or not pool.unbacked_bytes:
                 return
             if not is_allowed:
                 continue

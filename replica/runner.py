@@ -319,6 +319,10 @@ class Runner:
         self.queued.fall_idle()
         return self.queued.graphs.use_idle()
 
+    def close(self) -> None:
+        """There is no later step: end the thread that `use_idle` may have started."""
+        self.backing.close()
+
     def telemetry(self) -> dict[str, object]:
         """Counters of the device's time, graphs and copies since the start."""
         told = {} if self.queued is None else self.queued.telemetry()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,23 @@ from quire.replica.engine import MAX_FAILED_STEPS
 from quire.replica.request import Request
 
 VOCAB_SIZE = 173
+# The cache's backing spends nearly all of its time where torch takes the interpreter's lock back.
+BUSY_ENGINE = """
+import sys
+from quire.replica import Engine
+from quire.protos.wire import SamplingParams
+
+engine = Engine(model=sys.argv[1], device="cpu", num_blocks=64, block_size=16, max_model_len=256)
+pool = engine._runner.pool
+pool.back_next = lambda num_bytes: [pool.data[1:2] for _ in range(1000)]
+for _ in range(2):  # no pool that was backed at once
+    assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2), progress=False)
+thread = engine._runner.backing._thread
+if sys.argv[2] == "closed":
+    assert thread.is_alive()
+    engine.close()
+    assert not thread.is_alive() and not engine.is_alive()
+"""
 LIMITS = dict(
     device="cpu",
     num_blocks=64,
@@ -341,3 +360,10 @@ def test_a_text_cut_within_a_character_ends_as_the_whole_decode_does(embedded):
         pieces = [text.feed([i], last=n == end - 1) for n, i in enumerate(ids[:end])]
         assert "".join(pieces) == tokenizer.decode(ids[:end])
         assert not any("\ufffd" in piece for piece in pieces[:-1])
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+def test_a_process_ends_well_while_its_engine_is_busy(zoo, how):
+    command = [sys.executable, "-c", BUSY_ENGINE, str(zoo("llama")), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -48,6 +48,7 @@ class CountingRunner:
     def __init__(self) -> None:
         self.before_step: Callable[[StepPlan], None] = lambda plan: None
         self.num_steps = 0
+        self.is_closed = False
 
     def launch(self, plan: StepPlan) -> StepPlan:
         self.num_steps += 1
@@ -56,6 +57,9 @@ class CountingRunner:
 
     def use_idle(self) -> bool:
         return False
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def collect(self, in_flight: StepPlan) -> StepResult:
         return StepResult(np.full(len(in_flight.sampling.token_index), 7, np.int64), 1e-3)
@@ -248,6 +252,7 @@ def test_close_ends_the_living_and_joins():
     harness.first_delta(running)
     harness.loop.close()
     assert not harness.loop.is_alive()
+    assert harness.runner.is_closed
     ends = {d.key: d.finish_reason for o in harness.outputs for d in o.deltas if d.finish_reason}
     assert ends == {running: "abort", queued: "abort"}
     harness.scheduler.check()

@@ -48,6 +48,9 @@ class Runner:
     def use_idle(self) -> bool:
         return False
 
+    def close(self) -> None:
+        """It has no threads."""
+
     def collect(self, plan):
         return StepResult(np.full(len(plan.sampling.token_index), 7), 0.01)
 

@@ -276,6 +276,20 @@ def test_a_runner_leaves_scarce_memory_to_others(zoo, monkeypatch):
     assert runner.pool.unbacked_bytes == 0
 
 
+def test_a_closed_runner_has_no_thread(zoo, monkeypatch):
+    spec = ModelSpec.from_checkpoint(zoo("qwen3"))
+    runner = Runner.from_config(engine_config(spec, num_blocks=4000, block_size=16), spec)
+    monkeypatch.setattr(pool_backing, "CHUNK_BYTES", 4096)  # it has hundreds of turns left
+    runner.use_idle()
+    runner.close()
+    assert runner.backing.join(0)
+    left = runner.pool.unbacked_bytes
+    assert left
+    runner.use_idle()
+    assert runner.backing.join(0)
+    assert runner.pool.unbacked_bytes == left
+
+
 def test_backing_ends_with_its_pool(monkeypatch):
     monkeypatch.setattr(pool_backing, "_POLL_S", 0.01)
     pool = KVPool(500, [LayerGroup(tuple(range(4)), 8, 64)], 16, torch.float32)
