@@ -25,6 +25,10 @@ class StepSpeed:
     HORIZON_S = (
         10.0  # and by the prefill's in so much time without one: what ran beside it then is gone
     )
+    # But it keeps so many tokens' worth of what it knew when the first step after a pause is slower. What runs beside a
+    # prompt makes it slow and nothing makes it fast, so a fast one is proof and a slow one is a hint. Each replica of
+    # an idle cluster has such a first step, and a router sends no second one to who seems slow.
+    KEPT_TOKENS = 1000.0
     FIT_WEIGHT = 0.05  # and by the fit, which needs steps at different positions
     # A token at the start of a prompt costs at least this share of the average one: noise may make `a` vanish.
     _MIN_SHARE = 0.25
@@ -91,7 +95,10 @@ class StepSpeed:
         prefill_s = max(0.0, duration_s - decode_s)
         pause_s = max(0.0, end_s - duration_s - self._prefill_end_s)
         self._prefill_end_s = end_s
-        keep = (1 - self.WEIGHT) * math.exp(-pause_s / self.HORIZON_S)
+        keep = math.exp(-pause_s / self.HORIZON_S)
+        if prefill_s > num_prefill_tokens * self.prefill_s_per_token > 0:
+            keep = max(keep, min(1.0, self.KEPT_TOKENS / self._prefill_tokens))
+        keep *= 1 - self.WEIGHT
         self._prefill_s = keep * self._prefill_s + prefill_s
         self._prefill_tokens = keep * self._prefill_tokens + num_prefill_tokens
         self._fit(num_prefill_tokens, num_prefill_keys, prefill_s)

@@ -14,6 +14,7 @@ import math
 
 import numpy as np
 
+_HINT = 0.5  # the most that a first slower report after a pause counts
 HORIZON_S = 30.0  # over which reports are averaged, and after which a measurement counts 1/e
 
 
@@ -52,6 +53,10 @@ class MeasuredSpeed:
         keep = math.exp((self.measured_s - now_s) / HORIZON_S)
         work_per_token = self._work / self._tokens if self._tokens else 1.0
         speed = s_per_token / work_per_token
+        # What runs beside a prompt makes it slow and nothing makes it fast: one that is slower than all before it may
+        # be an accident, and whoever seems slow among the idle is sent no second one that would show it.
+        if speed > self.s_per_work > 0:
+            keep = max(keep, 1.0 - _HINT)
         self.s_per_work = keep * (self.s_per_work or speed) + (1.0 - keep) * speed
         self._reported, self.measured_s = s_per_token, now_s
         self._tokens *= keep

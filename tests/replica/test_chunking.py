@@ -246,3 +246,18 @@ def test_what_ran_beside_a_burst_is_forgotten_after_a_pause():
     assert speed.prefill_s_per_token == pytest.approx(0.009)
     speed.observe(100, 0, 0.1, end_s=50.0 + 8 * StepSpeed.HORIZON_S)
     assert speed.prefill_s_per_token == pytest.approx(0.001, rel=0.1)
+
+
+def test_a_slow_step_after_a_pause_counts_beside_what_was_known():
+    speed = StepSpeed()
+    for i in range(50):
+        speed.observe(100, 0, 0.1, end_s=45.0 + 0.1 * (i + 1))
+    pause_s = 8 * StepSpeed.HORIZON_S
+    speed.observe(100, 0, 0.9, end_s=50.0 + pause_s)
+    known, new = StepSpeed.KEPT_TOKENS * (1 - StepSpeed.WEIGHT), 100
+    assert speed.prefill_s_per_token == pytest.approx(
+        (known * 0.001 + new * 0.009) / (known + new), rel=0.02
+    )
+    for i in range(30):  # it stays slow
+        speed.observe(100, 0, 0.9, end_s=51.0 + pause_s + i)
+    assert speed.prefill_s_per_token == pytest.approx(0.009, rel=0.05)

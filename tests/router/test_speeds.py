@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.replica.speed import StepSpeed
+from quire.router.cost import CostPolicy
 from quire.router.speeds import HORIZON_S, MeasuredSpeed, believed
 
 speeds = st.floats(1e-7, 1.0)
@@ -21,8 +23,34 @@ def test_reports_are_averaged_over_time_and_per_unit_of_work():
     speed.answered(100, 200.0)  # twice the work of tokens without context
     speed.take(0.002, 5.0)
     assert speed.s_per_work == pytest.approx(0.001) and speed.measured_s == 5.0
-    speed.take(0.004, 5.0 + HORIZON_S)
-    assert speed.s_per_work == pytest.approx(0.001 / math.e + 0.002 * (1 - 1 / math.e))
+    speed.take(0.001, 5.0 + HORIZON_S)
+    assert speed.s_per_work == pytest.approx(0.001 / math.e + 0.0005 * (1 - 1 / math.e))
+
+
+def test_a_slower_report_after_a_pause_is_a_hint_and_a_faster_one_is_proof():
+    speed = MeasuredSpeed()
+    speed.take(0.001, 0.0)
+    speed.take(0.009, 40 * HORIZON_S)
+    assert speed.s_per_work == pytest.approx(0.005)
+    for _ in range(6):  # it stays slow
+        speed.take(0.009 + speed.s_per_work * 1e-9, speed.measured_s + HORIZON_S)
+    assert speed.s_per_work == pytest.approx(0.009, rel=0.02)
+    speed.take(0.001, speed.measured_s + 40 * HORIZON_S)
+    assert speed.s_per_work == pytest.approx(0.001)
+
+
+def test_one_accident_among_the_idle_costs_little_and_is_soon_forgotten():
+    """A prompt of 100 tokens takes ten times as long, on a replica that has not had one for a minute."""
+    engine, speed = StepSpeed(), MeasuredSpeed()
+    for second in range(20):
+        engine.observe(100, 0, 0.1, end_s=float(second))
+        speed.take(engine.prefill_s_per_token * (1 + second * 1e-9), second)
+    engine.observe(100, 0, 1.0, end_s=80.0)
+    speed.take(engine.prefill_s_per_token, 80.0)
+    slow = np.array([0.001, speed.s_per_work])
+    assert believed(slow, np.array([0.0, 0.0]))[0][1] < 0.0016
+    noise = CostPolicy().speed_noise  # below which it is as good as the others
+    assert believed(slow, np.array([0.0, HORIZON_S]))[0][1] < 0.001 * (1 + noise)
 
 
 def test_heartbeats_of_an_idle_replica_are_no_news():
