@@ -15,6 +15,7 @@ more. So the replicas are kept busy, and the order is decided here, as late as i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -303,10 +304,9 @@ class AdmissionGate:
                     await asyncio.sleep(0)
                     continue
                 self._wake.clear()
-                try:
-                    await asyncio.wait_for(self._wake.wait(), POLL_S)
-                except TimeoutError:
-                    pass
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await self._wake.wait()
         finally:
             self._pump = None
 
