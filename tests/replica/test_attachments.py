@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.protos.wire import CacheEvents, Frame, Load
 from quire.replica import attachments as attachments_module
@@ -112,6 +114,80 @@ def test_each_router_gets_its_own_tokens_and_all_events():
         assert len(attachments) == 0
 
     asyncio.run(run())
+
+
+def test_events_of_others_steps_share_a_frame():
+    """Of a router that has no tokens in a step: they come with its next ones, or a little later by themselves."""
+
+    async def run() -> None:
+        attachments, _ = make()
+        a, b = Router(attachments, "a"), Router(attachments, "b")
+        await settle()
+        for seq in (1, 2, 3):
+            attachments.publish(output([delta("a", 1, seq)], events(seq, seq), seq, seq, Load()))
+            await settle()
+        assert [[e.seq for e in f.events] for f in a.frames] == [[1], [2], [3]]
+        assert b.frames == []
+        await b.wait_for(1)
+        attachments.publish(output([delta("a", 1, 4)], events(4, 4), 4, 4, Load()))
+        attachments.publish(output([delta("b", 1, 0)], events(5, 5), 5, 5, Load()))
+        await settle()
+        assert [[e.seq for e in f.events] for f in b.frames] == [[1, 2, 3], [4, 5]]
+        assert [(f.events_seq, f.digest) for f in b.frames] == [(3, 3), (5, 5)]
+        assert [d.index for d in b.frames[1].deltas] == [0]
+        await asyncio.sleep(3 * attachments_module.EVENTS_WAIT_S)
+        assert len(b.frames) == 2  # nothing is left
+        for router in (a, b):
+            await router.leave()
+
+    asyncio.run(run())
+
+
+steps = st.sampled_from(("a", "b", "nobody", "snapshot", "again", "heartbeat", "pause"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(steps, max_size=40))
+def test_no_router_ever_misses_an_event(happens):
+    """Whatever a step has for it, and when a snapshot or what it asked for again comes between: no gap, and the
+    digest is right."""
+
+    async def run() -> None:
+        detached: list[str] = []
+        beats_s = 1e-3 if "heartbeat" in happens else HOUR_S
+        attachments = Attachments(
+            EPOCH, detached.append, heartbeat_s=beats_s, max_heartbeat_s=beats_s
+        )
+        log = EventLog(EPOCH)
+        routers = {name: Router(attachments, name) for name in "ab"}
+        await settle()
+        for name in "ab":
+            attachments.send_snapshot(name, *log.snapshot())
+        for number, what in enumerate(happens):
+            if what in ("a", "b", "nobody"):
+                log.hold([number + 1])
+                deltas = [] if what == "nobody" else [delta(what, 1, number)]
+                attachments.publish(output(deltas, log.flush(), log.seq, log.digest, Load()))
+            elif what == "snapshot":
+                attachments.send_snapshot("a", *log.snapshot())
+            elif what == "again":
+                attachments.send_events("b", log.since(max(0, log.seq - 2)))
+            elif what == "pause":
+                await asyncio.sleep(1.5 * attachments_module.EVENTS_WAIT_S)
+            else:
+                await asyncio.sleep(2e-3)
+        await asyncio.sleep(2 * attachments_module.EVENTS_WAIT_S)
+        for router in routers.values():
+            table = ReplicaTable(PrefixIndex(), resync_interval_s=0.0)
+            table.add("r", EPOCH)
+            for frame in router.frames:
+                assert table.on_frame("r", frame, 0.0).resync_from is None
+            assert table.statuses(0.0)[0].indexed_blocks == log.num_held
+            await router.leave()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attachments_module, "EVENTS_WAIT_S", 4e-3)
+        asyncio.run(run())
 
 
 def test_heartbeats_back_off_while_nothing_happens():
@@ -353,7 +429,8 @@ def test_a_router_that_missed_batches_gets_them_again():
         attachments.send_snapshot("a", *log.snapshot())
         for routing_hash in range(1, 5):
             log.hold([routing_hash])
-            attachments.publish(output([], log.flush(), log.seq, log.digest, Load()))
+            deltas = [delta("a", 1, routing_hash)]  # or they would share a frame
+            attachments.publish(output(deltas, log.flush(), log.seq, log.digest, Load()))
         await settle()
         table = ReplicaTable(PrefixIndex(), resync_interval_s=0.0)
         table.add("r", EPOCH)
