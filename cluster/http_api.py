@@ -283,19 +283,22 @@ class _Boundary:
             await self._app(scope, receive, send)
             return
         started = False
-        request_id = uuid.uuid4().hex
+        request_id = ""
 
         async def send_labelled(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
                 if self._echo_request_id:
-                    MutableHeaders(scope=message)["x-request-id"] = request_id
+                    label = request_id or uuid.uuid4().hex  # the given one was refused
+                    MutableHeaders(scope=message)["x-request-id"] = label
             await send(message)
 
         try:
             given = dict(scope["headers"]).get(b"x-request-id")
-            if given is not None:
+            if given is None:  # Serve gives every request one
+                request_id = uuid.uuid4().hex
+            else:
                 request_id = request_label(given.decode("latin-1"), "x-request-id")
             scope.setdefault("state", {})["request_id"] = request_id
             await self._app(scope, receive, send_labelled)

@@ -52,7 +52,7 @@ class QueueGauges:
 
 
 class BusyHistogram:
-    """A histogram that takes a value per token.
+    """A histogram that takes a value per token or per request.
 
     Ray's own took a quarter of all that a router does for a token: tags are put together and checked, and the GIL goes
     to another thread and has to be fetched back. So values are counted here, and `publish` sets gauges to what
@@ -111,25 +111,25 @@ class ServeObserver(Observer):
     with a timer, once a second."""
 
     def __init__(self) -> None:
-        self._ttft = metrics.Histogram(
+        self._ttft = BusyHistogram(
             "quire_time_to_first_token_seconds",
-            description="From a request's arrival at the router to its first token",
-            boundaries=_TTFT_BOUNDARIES,
+            "From a request's arrival at the router to its first token",
+            _TTFT_BOUNDARIES,
         )
         self._itl = BusyHistogram(
             "quire_inter_token_seconds",
             "Seconds between two deltas of one stream",
             _ITL_BOUNDARIES,
         )
-        self._over_predicted = metrics.Histogram(
+        self._over_predicted = BusyHistogram(
             "quire_router_over_predicted_cached_tokens",
-            description="max(0, predicted - actual) cached tokens of a request's prompt",
-            boundaries=_MISPREDICTION_BOUNDARIES,
+            "max(0, predicted - actual) cached tokens of a request's prompt",
+            _MISPREDICTION_BOUNDARIES,
         )
-        self._under_predicted = metrics.Histogram(
+        self._under_predicted = BusyHistogram(
             "quire_router_under_predicted_cached_tokens",
-            description="max(0, actual - predicted) cached tokens of a request's prompt",
-            boundaries=_MISPREDICTION_BOUNDARIES,
+            "max(0, actual - predicted) cached tokens of a request's prompt",
+            _MISPREDICTION_BOUNDARIES,
         )
         self._tokens_in = BusyCounter(
             "quire_router_prompt_tokens", "Prompt tokens of ended requests"
@@ -151,7 +151,16 @@ class ServeObserver(Observer):
             description="From the loss of a stream's replica, as the router sees it, to its next token",
             boundaries=_MOVE_BOUNDARIES,
         )
-        self._busy = (self._itl, self._tokens_in, self._tokens_out, self._cached, self._migrations)
+        self._busy = (
+            self._ttft,
+            self._itl,
+            self._over_predicted,
+            self._under_predicted,
+            self._tokens_in,
+            self._tokens_out,
+            self._cached,
+            self._migrations,
+        )
         self._timer = asyncio.create_task(self._run())
 
     async def _run(self) -> None:

@@ -6,10 +6,8 @@
                                                        └▶ queue of router B ─▶ attach stream B
 ```
 
-One frame per step and router carries that router's tokens and everybody's cache events. To a router that has no tokens
-in the step the events may come a little later (`EVENTS_WAIT_S`), with its next tokens or with the events of more steps:
-else each of n routers would read n times as many frames as there are steps with requests of its own. A router that gets
-neither still hears a heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the load
+One frame per step and router carries that router's tokens and everybody's cache events. A router that gets none
+still hears a heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the load
 changes, backing off to `max_heartbeat_s` while nothing happens. So a lost event heals, and a router knows that the
 replica lives.
 """
@@ -36,8 +34,6 @@ from quire.protos.wire import (
 from quire.replica.loop import LoopOutput
 from quire.replica.request import DeltaBatch
 
-# A frame costs both sides half a millisecond of processor; half a second of delay loses no goodput (`bench routersim`).
-EVENTS_WAIT_S = 0.02
 SNAPSHOT_PAGE_HASHES = 65_536  # 512 KiB a frame
 MAX_QUEUED_FRAMES = (
     4_096  # 80 s of 20 ms steps: a router this far behind is cut off and attaches anew
@@ -90,8 +86,6 @@ class _Attachment:
         self._heartbeat_s = heartbeat_s
         self._max_heartbeat_s = max_heartbeat_s
         self._frames: deque[Frame] = deque()
-        self._held: list[CacheEvents] = []  # for the next frame
-        self._flush: asyncio.TimerHandle | None = None  # of what is held
         self._ready = asyncio.Event()
         self._sent_s = clock()
         self._wait_s = heartbeat_s  # from the last frame to the next heartbeat
@@ -106,28 +100,11 @@ class _Attachment:
         self._frames.append(frame)
         self._ready.set()
 
-    def hold(self, events: list[CacheEvents], flush: Callable[[_Attachment], None]) -> None:
-        """Keep events for the next frame; after `EVENTS_WAIT_S` without one `flush` is called."""
-        self._held += events
-        if self._flush is None:
-            loop = asyncio.get_running_loop()
-            self._flush = loop.call_later(EVENTS_WAIT_S, flush, self)
-
-    def take_held(self) -> list[CacheEvents]:
-        """The events that wait for a frame, for the one that is made now: it says that all before it were sent."""
-        if self._flush is None:
-            return []
-        self._flush.cancel()
-        self._flush = None
-        held, self._held = self._held, []
-        return held
-
     def is_too_slow(self) -> bool:
         return len(self._frames) > MAX_QUEUED_FRAMES
 
     def close(self) -> None:
         self.closed = True
-        self.take_held()
         self._frames.clear()
         self._ready.set()
 
@@ -156,9 +133,7 @@ class _Attachment:
                 async with asyncio.timeout(left_s):
                     await self._ready.wait()
             except TimeoutError:
-                if (
-                    self._frames
-                ):  # one came at the same time, and a heartbeat would tell of its events before it
+                if self._frames:  # at the same time; a heartbeat before it would tell of its events
                     break
                 self._sent_s = self._clock()
                 self._wait_s = min(2 * self._wait_s, self._max_heartbeat_s)
@@ -239,11 +214,8 @@ class Attachments:
         for router_id, attachment in list(self._by_router.items()):
             deltas = by_router.get(router_id, [])
             columns = attachment.columns(output.deltas)
-            if deltas or columns is not None:
-                held = attachment.take_held()
-                attachment.put(self._frame(deltas, held + events, columns=columns))
-            elif events:
-                attachment.hold(events, self._flush)
+            if deltas or columns is not None or events:
+                attachment.put(self._frame(deltas, events, columns=columns))
             else:
                 attachment.touch()
             if attachment.is_too_slow():
@@ -253,7 +225,6 @@ class Attachments:
         """Queue event batches that the router missed; nothing when the router is gone."""
         attachment = self._by_router.get(router_id)
         if attachment is not None:
-            self._flush(attachment)
             attachment.put(self._frame([], events))
 
     def send_snapshot(self, router_id: str, seq: int, gpu: np.ndarray, host: np.ndarray) -> None:
@@ -261,7 +232,6 @@ class Attachments:
         nothing when the router is gone."""
         attachment = self._by_router.get(router_id)
         if attachment is not None:
-            self._flush(attachment)
             for frame in self._snapshot_frames(seq, gpu, host):
                 attachment.put(frame)
 
@@ -297,16 +267,10 @@ class Attachments:
                 frame = await attachment.next(carrier)
                 if not attachment.is_for(carrier):
                     return
-                yield (frame or self._frame([], attachment.take_held(), load())).encode()
+                yield (frame or self._frame([], [], load())).encode()
         finally:
             if carrier == attachment.carrier:
                 self._detach(router_id, attachment)
-
-    def _flush(self, attachment: _Attachment) -> None:
-        """Queue a frame with the events that wait for one."""
-        held = attachment.take_held()
-        if held:
-            attachment.put(self._frame([], held))
 
     def _detach(self, router_id: str, attachment: _Attachment) -> None:
         """End an attachment; nothing when it has ended before."""
