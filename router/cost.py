@@ -25,13 +25,16 @@ counts. With w = W + P and the window w0 = `window_prefills` times the mean pref
 
 With `kappa` = 2 that is, at w = w0, what the busy period alone would say.
 
-**D.** A step reads the KV cache of every request that decodes. So this one's steps are longer by the
-KV of those that decode along with it, and theirs by its own, for as long as they overlap: of outputs of
-mean length m that is m / 2 steps in the mean, whatever the distribution S of their lengths. One that is
-met on its way has more than k steps left with probability (1 / m) int_k^inf S, and the integral of that
-times S(k) is m / 2. Hence `delta` = 1/2. The load over an output to come is foretold by its mean of the
-last seconds, about as long as an output takes: what runs at this moment will have ended, and where
-conversations come back to, they do so again.
+**D.** A step reads the KV cache of every request that decodes. So all steps of this one, m in the mean,
+are longer by the KV of those that decode along with it. That is foretold by its mean of the last seconds,
+about as long as an output takes: what runs at this moment will have ended, and where conversations come
+back to, they do so again. And the steps of the n requests that are there now are longer by this one's KV
+for as long as they overlap: m / 2 steps in the mean, whatever the distribution S of the lengths. One that
+is met on its way has more than k steps left with probability (1 / m) int_k^inf S, and the integral of that
+times S(k) is m / 2. Those who come later choose for themselves. With b the seconds by which a token of KV
+lengthens a step, and T the tokens of the prompt,
+
+    D = m b (KV + n T / 2)
 
 **V.** While k replicas hold a prefix, its followers wait for the best of k: about Wq / k, with the
 Pollaczek-Khinchine wait Wq = lambda E[P^2] / (2 (1 - rho)). One more copy saves each of them
@@ -80,7 +83,7 @@ class CostPolicy:
     ----------
     eta, kappa, delta, eviction, memory, copies
         Weights of the terms eta n P, Q, delta D, E, M and V. Where only the mean of all delays
-        counts the derivation says 1, of `delta` 1/2 and of `kappa` 2.
+        counts the derivation says 1, and of `kappa` 2.
     window_prefills
         See Q.
     reuse_s
@@ -105,7 +108,7 @@ class CostPolicy:
 
     eta: float = 0.1
     kappa: float = 2.0
-    delta: float = 0.5
+    delta: float = 0.75
     eviction: float = 1.0
     memory: float = 1.0
     copies: float = 1.0
@@ -218,12 +221,12 @@ class CostPolicy:
         return bounded
 
     def _decode(self, fleet: Fleet, request: RouteRequest, nothing: np.ndarray) -> np.ndarray:
-        """delta D: this request's steps read the others' KV, theirs read its own."""
+        """delta D: this request's steps read the others' KV, and theirs read its own."""
         demand = fleet.demand
         seconds = self.delta * demand.output_tokens * demand.decode_s_per_kv_token
         if not seconds:
             return nothing
-        read = fleet.mean_requests * float(request.num_prompt_tokens)
+        read = fleet.num_requests * (0.5 * request.num_prompt_tokens)
         read += fleet.mean_kv_tokens
         read *= seconds
         return read
@@ -272,5 +275,5 @@ def _largest(values: np.ndarray) -> float:
 
 
 def e2e_policy(**weights: float) -> CostPolicy:
-    """The preset `e2e`, for the time to the last token: others' delays count for more."""
-    return CostPolicy(**({"eta": 0.3, "name": "e2e"} | weights))
+    """The preset `e2e`, for the time to the last token: others' delays and decoding count for more."""
+    return CostPolicy(**({"eta": 0.3, "delta": 1.0, "name": "e2e"} | weights))

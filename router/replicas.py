@@ -115,8 +115,7 @@ class _Replica:
     believed_s_per_work: float = (
         0.0  # of `speed`, at the last look at all of them; 0: not yet known
     )
-    mean_requests: float = 0.0  # by the reports of the last seconds
-    mean_kv_tokens: float = 0.0
+    mean_kv_tokens: float = 0.0  # by the reports of the last seconds
     removed_per_s: float = 0.0  # routing blocks that its cache evicts
     num_removed: int = 0  # of them, by the last report
 
@@ -136,9 +135,8 @@ class _Replica:
         self.replay.begin_stream()
 
     def average_load(self, load: Load, elapsed_s: float | None) -> None:
-        """Take a report into the means; `elapsed_s` after the one before, None: it is the first."""
+        """Take a report into the mean; `elapsed_s` after the one before, None: it is the first."""
         part = 1.0 if elapsed_s is None else 1.0 - math.exp(-max(0.0, elapsed_s) / _LOAD_HORIZON_S)
-        self.mean_requests += part * (load.num_running + load.num_waiting - self.mean_requests)
         self.mean_kv_tokens += part * (load.num_decode_tokens - self.mean_kv_tokens)
 
     def forget_bookings(self) -> None:
@@ -508,7 +506,6 @@ class ReplicaTable:
             head_age_s=now_s - rows[columns.HEAD_S],
             num_requests=rows[columns.NUM_REQUESTS],
             kv_tokens=rows[columns.KV_TOKENS],
-            mean_requests=rows[columns.MEAN_REQUESTS],
             mean_kv_tokens=rows[columns.MEAN_KV_TOKENS],
             prefill_s_per_work=speeds,
             host_copy_s_per_token=rows[columns.HOST_COPY_S_PER_TOKEN],
@@ -611,7 +608,6 @@ class ReplicaTable:
             self._host_copy_s_per_token,
             # What came during a step waits for its end, not for a place.
             max(0, load.num_waiting - load.num_startable),
-            entry.mean_requests,
             entry.mean_kv_tokens,
             _num_places(entry),
         )

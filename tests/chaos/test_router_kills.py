@@ -24,7 +24,7 @@ from live import Cluster, wait_until
 from quire.bench.report import Bar, write
 
 SIZE = os.environ.get("CHAOS_SIZE", "ci")
-NUM_ROUNDS = {"ci": 3, "long": 30}[SIZE]
+NUM_ROUNDS = {"ci": 2, "long": 30}[SIZE]
 CONCURRENCY = 24
 NUM_STREAMS = 48
 # HTTP streams that have just begun on a router when it is killed: of one that is further its end may be on the way,

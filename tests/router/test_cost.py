@@ -49,7 +49,6 @@ WORSE = {
     "unanswered_work": 1000,
     "num_requests": 5,
     "kv_tokens": 5000,
-    "mean_requests": 5,
     "mean_kv_tokens": 5000,
     "host_copy_s_per_token": 1e-4,
     "cache_age_s": -10,
@@ -156,15 +155,17 @@ def test_requests_in_flight_raise_the_price_of_a_long_prefill():
 
 
 def test_decoding_is_cheaper_where_the_cache_is_shorter():
-    rows = [idle(mean_kv_tokens=50_000), idle(mean_kv_tokens=20_000, mean_requests=3)]
+    rows = [idle(mean_kv_tokens=50_000), idle(mean_kv_tokens=20_000, num_requests=3)]
     assert winners(rows, demand=BUSY) == {"1": 400}
-    # Half of 200 steps: by the KV of the others, and of three others by the prompt's 1000 tokens.
+    # 200 steps by the KV of the others, and half as many steps of three others by the prompt's 1000 tokens.
     terms = choose(rows, demand=BUSY)[0].terms
-    assert terms["decode_s"] == pytest.approx(100 * 1e-7 * (20_000 + 3 * 1000))
+    assert terms["decode_s"] == pytest.approx(
+        CostPolicy().delta * 1e-7 * (200 * 20_000 + 100 * 3 * 1000)
+    )
 
 
 def test_requests_overlap_for_half_an_output_whatever_its_lengths_are():
-    """Why delta is 1/2, by counting: requests arrive one a step, each decodes for its own length."""
+    """Why others' steps count half, by counting: requests arrive one a step, each decodes for its own length."""
     rng = np.random.default_rng(5)
     for lengths in (
         np.full(20_000, 40),
@@ -178,7 +179,7 @@ def test_requests_overlap_for_half_an_output_whatever_its_lengths_are():
             others = ends[:i] > i
             overlap += np.minimum(ends[:i][others] - i, lengths[i]).sum()
             met += others.sum()
-        assert overlap / met == pytest.approx(CostPolicy().delta * lengths.mean(), rel=0.15)
+        assert overlap / met == pytest.approx(lengths.mean() / 2, rel=0.15)
 
 
 def test_a_full_cache_of_fresh_blocks_sends_a_new_prompt_elsewhere():
@@ -255,7 +256,7 @@ def plain_terms(policy, fleet, num_tokens):
         later = window / bounded * prefill * price
     output_s = demand.output_tokens * demand.decode_s_per_kv_token
     overlap_s = policy.delta * demand.output_tokens * demand.decode_s_per_kv_token
-    read = fleet.mean_requests * float(num_tokens) + fleet.mean_kv_tokens
+    read = fleet.num_requests * (0.5 * num_tokens) + fleet.mean_kv_tokens
     short = np.maximum(missing - fleet.free_tokens, 0.0)
     freed = np.maximum(fleet.used_tokens, 1.0)
     longest, copy_value = cached.max(), np.zeros(len(fleet))

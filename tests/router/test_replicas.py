@@ -535,17 +535,15 @@ def test_an_incomplete_index_is_no_reason_for_a_resync():
 def test_the_mean_load_is_that_of_the_last_seconds_reports():
     table, replica = attached()
 
-    def report(now_s, running, kv_tokens):
-        load = Load(num_running=running, num_waiting=1, num_decode_tokens=kv_tokens)
+    def report(now_s, kv_tokens):
+        load = Load(num_running=1, num_decode_tokens=kv_tokens)
         table.on_frame("r", replica.frame(load=load), now_s)
-        fleet = table.fleet([], 1, now_s)
-        return fleet.mean_requests[0], fleet.mean_kv_tokens[0]
+        return table.fleet([], 1, now_s).mean_kv_tokens[0]
 
-    first = report(0.1, 3, 1000)
-    assert first == report(0.1, 3, 1000)  # no time has passed
+    first = report(0.1, 1000)
+    assert first == report(0.1, 1000)  # no time has passed
     for i in range(1, 200):  # half a minute of the same, then a moment of nothing
-        steady = report(0.1 + 0.15 * i, 7, 9000)
-    assert steady == pytest.approx((8, 9000), rel=0.01)
-    moment = report(30.0, 0, 0)
-    assert 7 < moment[0] < 8 and 8000 < moment[1] < 9000
-    assert report(60.0, 0, 0) == pytest.approx((1, 0), abs=30)  # 9000 e^-6 = 22
+        steady = report(0.1 + 0.15 * i, 9000)
+    assert steady == pytest.approx(9000, rel=0.01)
+    assert 8000 < report(30.0, 0) < 9000
+    assert report(60.0, 0) == pytest.approx(0, abs=30)  # 9000 e^-6 = 22
