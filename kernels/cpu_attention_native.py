@@ -274,6 +274,8 @@ def _find_trunks(
     The tiles are brought into an order in which those that share much are neighbours, and a trunk grows along it
     while that saves reading more keys than a shorter prefix, which all its tiles must have, gives up.
     """
+    if len(tiles) < 2:
+        return []
     # Tiles that see their row from its begin: a window's keys begin at another position in every row. Every token of a
     # branch sees all keys of the trunk, and at least one more.
     seen = key_end[tiles[:, 0]] - 1

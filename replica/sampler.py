@@ -145,13 +145,18 @@ def draw(logits: torch.Tensor, how: Draw) -> torch.Tensor:
     """One token a row: [S, vocab] float32, overwritten, to [S] int64."""
     random = np.flatnonzero(how.temperature > 0)
     if not len(random):
-        return logits.argmax(dim=-1)
+        return _likeliest(logits)
     drawn = _draw_random(_rows(logits, random), how, random)
     if len(random) == len(logits):
         return drawn
-    tokens = logits.argmax(dim=-1)
+    tokens = _likeliest(logits)
     tokens[torch.from_numpy(random).to(logits.device)] = drawn
     return tokens
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """[S] int64, the first of the largest in each row, as `argmax` says; it takes three times as long on a CPU."""
+    return logits.max(dim=-1).indices
 
 
 def _draw_random(logits: torch.Tensor, how: Draw, random: np.ndarray) -> torch.Tensor:
@@ -169,7 +174,7 @@ def _draw_random(logits: torch.Tensor, how: Draw, random: np.ndarray) -> torch.T
         )
         logits.index_copy_(0, torch.from_numpy(cut).to(logits.device), limited)
     keys = how.noise_keys(random)
-    return logits.add_(gumbel(keys, vocab_size, logits.device)).argmax(dim=-1)
+    return _likeliest(logits.add_(gumbel(keys, vocab_size, logits.device)))
 
 
 def _leave_out_unlikely(logits: torch.Tensor, min_p: np.ndarray) -> None:
