@@ -50,6 +50,7 @@ class GenerationResponse(Response):
         self._request = request
         self._chat = isinstance(body, ChatCompletionRequest)
         self._fingerprint = ""
+        self._unsent = b""  # the last delta's events: they go with those that end the stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _until_disconnect(receive, self._answer(scope, receive, send))
@@ -95,7 +96,8 @@ class GenerationResponse(Response):
             last = error_event(error)
         except Exception as error:
             last = error_event(internal_error(error))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        body = self._unsent + last
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_deltas(
         self, stream: GenerationStream, encoders: list[ChunkEncoder], send: Send
@@ -104,6 +106,7 @@ class GenerationResponse(Response):
         ids = EventIds(stream.origin, marks)
         sent = [Progress() for _ in encoders]
         silent = {choice for choice, mark in enumerate(marks) if not mark.finished}
+        unfinished = len(silent)
         scores = stream.prompt_scores
         async for delta in stream:
             choice = delta.choice
@@ -118,7 +121,12 @@ class GenerationResponse(Response):
                     chunk = with_id(ids.begin(choice), first)
             sent[choice].add(delta)
             chunk += with_id(ids.after(delta), encoder.delta(delta, stream.usage))
-            if chunk:
+            unfinished -= delta.finish_reason is not None
+            if (
+                not unfinished
+            ):  # the end of the stream is there already: each message costs as much as a token
+                self._unsent += chunk
+            elif chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         for progress, mark in zip(sent, marks, strict=True):
             if not mark.finished:

@@ -157,6 +157,32 @@ def test_every_chunk_has_the_usage_so_far_when_asked_for(http: httpx.Client) -> 
     assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3, 3]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_what_ends_a_stream_is_sent_with_its_last_token(app, service, num_tokens, num_choices):
+    """Each message passes a dozen layers on its way to the socket."""
+    body = {"prompt": "hello", "max_tokens": num_tokens, "n": num_choices, "stream": True}
+    unread = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        if unread:
+            return unread.pop()
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
+    asyncio.run(app[0](scope, receive, send))
+    bodies = [m["body"] for m in sent if m["type"] == "http.response.body" and m["body"]]
+    tokens = [piece.count(b'"text":') for piece in bodies]
+    assert tokens == [1] * (num_tokens * num_choices)
+    assert bodies[-1].endswith(b"data: [DONE]\n\n") and b"[DONE]" not in b"".join(bodies[:-1])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_are_returned_on_request(http: httpx.Client, stream: bool) -> None:
     body = {"prompt": [5, 6], "max_tokens": 6, "seed": 3, "return_token_ids": True}
