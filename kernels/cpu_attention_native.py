@@ -1,16 +1,7 @@
 """Paged attention on the CPU in C, in place: the plan, the call, and what it can do.
 
-The mathematics, the layout and why a row's bits do not depend on the batch are in `native/attention_tile.h`. Here
-the work is cut, once a step for all layers with the same blocks::
-
-    query tile   some tokens of one row, whose heads of a KV group are at most 128 rows: shares packed keys
-    trunk        the tokens of several tiles whose rows share their first blocks (a cascade): these keys are read
-                 once for all of them, then each tile goes on alone, as a branch, from where the trunk has come
-    work unit    a query tile, or a trunk with its branches, all their keys; or, where there are fewer units than
-                 would keep all threads busy, one split of 512 keys, whose result goes through memory
-    item         a work unit and a KV head; threads take items, the most expensive first, until none is left
-
-How the work is cut changes no bit of the result.
+The mathematics, the layout and why a row's bits do not depend on the batch are in `native/attention_tile.h`; how the
+work is cut, in `attention_tiles.py`.
 
 Bytes: K and V once for each query tile, those of a trunk once for all its branches. Scratch: about 3.5 KiB a thread
 and element of head_dim.
@@ -26,11 +17,16 @@ import torch
 
 from quire.kernels import native_library
 from quire.kernels.attention_span import first_key, query_rows
+from quire.kernels.attention_tiles import (
+    check_blocks,
+    find_trunks,
+    query_tiles,
+    with_trunks,
+    work_units,
+)
 
-MAX_ROWS = 128  # of native/attention.h, like the next four
+MAX_ROWS = 128  # of native/attention.h, like the next one and `_RUN_TOKENS`
 MAX_HEAD_DIM = 512
-TILE_TOKENS = 128
-SPLIT_TOKENS = 512
 _RUN_TOKENS = 8
 ITEMS_PER_THREAD = 4  # fewer: long rows are split
 MAX_PARTIAL_BYTES = 16 << 20  # of the results of splits, for one layer
@@ -209,22 +205,22 @@ def plan(
     _, position = query_rows(cu_q, kv_len)
     key_begin, key_end = first_key(position, window, chunk), position + 1
     group_heads = num_heads // kv_heads
-    tiles = _query_tiles(cu_q, key_begin, key_end, max(1, MAX_ROWS // group_heads))
-    _check_blocks(tiles, block_tables, block_size, num_blocks)
+    tiles = query_tiles(cu_q, key_begin, key_end, max(1, MAX_ROWS // group_heads))
+    check_blocks(tiles, block_tables, block_size, num_blocks)
 
     library = native_library.load()
     num_threads = torch.get_num_threads() if library.parallel else 1
     wanted_items = ITEMS_PER_THREAD * num_threads if num_threads > 1 else 0
     most_branches = len(tiles) * kv_heads // max(wanted_items, 1)
-    trunks = _find_trunks(
+    trunks = find_trunks(
         tiles, key_begin, key_end, block_tables, block_size, MAX_ROWS // group_heads, most_branches
     )
     tokens = np.arange(len(key_end))
     if trunks:
-        tiles, tokens = _with_trunks(tiles, trunks)
+        tiles, tokens = with_trunks(tiles, trunks)
         key_begin, key_end = key_begin[tokens], key_end[tokens]
     row_floats = library.functions.quire_partial_floats(head_dim)
-    units, num_partials = _work_units(
+    units, num_partials = work_units(
         tiles, num_heads, kv_heads, wanted_items, MAX_PARTIAL_BYTES // (4 * row_floats)
     )
     return NativePlan(
@@ -241,162 +237,6 @@ def plan(
         num_heads=num_heads,
         num_threads=num_threads,
     )
-
-
-def _query_tiles(
-    cu_q: np.ndarray, key_begin: np.ndarray, key_end: np.ndarray, tile_tokens: int
-) -> np.ndarray:
-    """[query tiles, 7] int64, neither split nor branched yet."""
-    q_len = np.diff(cu_q)
-    num_tiles = -(-q_len // tile_tokens)
-    row = np.repeat(np.arange(len(q_len)), num_tiles)
-    number = np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-    first = cu_q[row] + number * tile_tokens
-    last = np.minimum(first + tile_tokens, cu_q[row + 1]) - 1
-    tiles = np.empty((len(row), 7), np.int64)
-    tiles[:, 0], tiles[:, 1], tiles[:, 2] = first, last - first + 1, row
-    tiles[:, 3], tiles[:, 4] = key_begin[first], key_end[last]
-    tiles[:, 5], tiles[:, 6] = -1, 0
-    return tiles
-
-
-def _find_trunks(
-    tiles: np.ndarray,
-    key_begin: np.ndarray,
-    key_end: np.ndarray,
-    block_tables: np.ndarray,
-    block_size: int,
-    most_tokens: int,
-    most_branches: int,
-) -> list[tuple[int, list[int]]]:
-    """Tiles that read a prefix together: (its keys, the tiles' numbers) of each trunk.
-
-    The tiles are brought into an order in which those that share much are neighbours, and a trunk grows along it
-    while that saves reading more keys than a shorter prefix, which all its tiles must have, gives up.
-    """
-    if len(tiles) < 2:
-        return []
-    # Tiles that see their row from its begin: a window's keys begin at another position in every row. Every token of a
-    # branch sees all keys of the trunk, and at least one more.
-    seen = key_end[tiles[:, 0]] - 1
-    from_begin = key_begin[tiles[:, 0] + tiles[:, 1] - 1] == 0
-    whole = np.flatnonzero(from_begin & (seen >= TILE_TOKENS))
-    if most_branches < 2 or len(whole) < 2:
-        return []
-    tables = block_tables[tiles[whole, 2]]
-    if len(set(tables[:, 0].tolist())) == len(whole):
-        return []
-    columns = [tables[:, 0]]
-    while 1 << (len(columns) - 1) < tables.shape[1]:
-        columns.append(tables[:, 1 << (len(columns) - 1)])
-    order = np.lexsort(columns[::-1])
-    whole, tables = whole[order], tables[order]
-    same = np.logical_and.accumulate(tables[1:] == tables[:-1], axis=1).sum(axis=1) * block_size
-    seen = seen[whole]
-    shared = np.minimum(same, np.minimum(seen[1:], seen[:-1])) // TILE_TOKENS * TILE_TOKENS
-    trunks, members, keys, room = [], [int(whole[0])], 0, most_tokens - int(tiles[whole[0], 1])
-    for number, common in zip(whole[1:].tolist(), shared.tolist(), strict=True):
-        count, tokens = len(members), int(tiles[number, 1])
-        longer = min(keys, common) if count > 1 else common
-        if count < most_branches and tokens <= room and longer * count > keys * (count - 1):
-            members.append(number)
-            keys, room = longer, room - tokens
-            continue
-        if count > 1:
-            trunks.append((keys, members))
-        members, keys, room = [number], 0, most_tokens - tokens
-    if len(members) > 1:
-        trunks.append((keys, members))
-    return trunks
-
-
-def _with_trunks(
-    tiles: np.ndarray, trunks: list[tuple[int, list[int]]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The tiles with each trunk before its branches, and the flat tokens in their order."""
-    is_branch = np.zeros(len(tiles), bool)
-    parts = []
-    for keys, members in trunks:
-        is_branch[members] = True
-        branches = tiles[members]
-        trunk = branches[:1].copy()
-        trunk[0, 1], trunk[0, 4], trunk[0, 6] = 0, keys, len(members)
-        parts += [trunk, branches]
-    tiles = np.concatenate([*parts, tiles[~is_branch]])
-    counts, first = tiles[:, 1], tiles[:, 0]
-    begins = np.cumsum(counts) - counts
-    tokens = np.arange(counts.sum()) + np.repeat(first - begins, counts)
-    tiles[:, 0] = begins
-    at = 0
-    for _, members in trunks:
-        tiles[at, 1] = tiles[at + 1 : at + 1 + len(members), 1].sum()
-        at += 1 + len(members)
-    return tiles, tokens
-
-
-def _work_units(
-    tiles: np.ndarray, num_heads: int, kv_heads: int, wanted_items: int, max_partials: int
-) -> tuple[np.ndarray, int]:
-    """Split the tiles with most keys until there are `wanted_items`, or `max_partials`.
-
-    A partial is the result of one query token, head and split. Writes the tiles' `first_partial`. Returns [units, 3]
-    int64, the most expensive first, and the number of partials.
-    """
-    tokens, begin, end, branches = tiles[:, 1], tiles[:, 3], tiles[:, 4], tiles[:, 6]
-    cost = (end - begin) * tokens
-    is_unit = np.ones(len(tiles), bool)
-    for trunk in np.flatnonzero(branches).tolist():
-        own = slice(trunk + 1, trunk + 1 + branches[trunk])
-        is_unit[own] = False
-        cost[trunk] = cost[own].sum()
-    split_begin, split_end = begin // SPLIT_TOKENS, -(-end // SPLIT_TOKENS)
-    num_splits = np.maximum(split_end - split_begin, 0)
-    is_split = np.zeros(len(tiles), bool)
-    num_partials, num_items = 0, int(is_unit.sum()) * kv_heads
-    # Never with trunks: they have no more branches than leave enough items.
-    for t in np.argsort(begin - end, kind="stable") if num_items < wanted_items else ():
-        if num_splits[t] < 2 or num_items >= wanted_items:
-            break
-        own_partials = int(tokens[t] * num_heads * num_splits[t])
-        if num_partials + own_partials <= max_partials:
-            is_split[t] = True
-            tiles[t, 5] = num_partials
-            num_partials += own_partials
-            num_items += int(num_splits[t] - 1) * kv_heads
-    tile = np.repeat(np.arange(len(tiles)), np.where(is_split, num_splits, is_unit))
-    number = np.arange(len(tile)) - np.searchsorted(tile, tile)
-    first = split_begin[tile] + number
-    last = np.where(is_split[tile], first + 1, split_end[tile])
-    keys = np.minimum(last * SPLIT_TOKENS, end[tile]) - np.maximum(
-        first * SPLIT_TOKENS, begin[tile]
-    )
-    cost = np.where(is_split[tile], keys * tokens[tile], cost[tile])
-    order = np.argsort(-cost, kind="stable")
-    return np.stack([tile, first, last], axis=1)[order].astype(np.int64), num_partials
-
-
-def _check_blocks(
-    tiles: np.ndarray, block_tables: np.ndarray, block_size: int, num_blocks: int
-) -> None:
-    """Every block that a query tile reads must be in its row's table and in the cache."""
-    tiles = tiles[tiles[:, 4] > tiles[:, 3]]
-    first, last = tiles[:, 3] // block_size, (tiles[:, 4] - 1) // block_size
-    columns = np.arange(block_tables.shape[1])
-    if len(tiles) and last.max() >= len(columns):
-        worst = int(last.argmax())
-        raise ValueError(
-            f"block_tables: row {tiles[worst, 2]} needs {last[worst] + 1} blocks for {tiles[worst, 4]} tokens, "
-            f"the table has {len(columns)} columns"
-        )
-    blocks = block_tables[tiles[:, 2]]
-    wrong = (columns >= first[:, None]) & (columns <= last[:, None])
-    wrong &= (blocks < 0) | (blocks >= num_blocks)
-    if wrong.any():
-        tile, column = np.argwhere(wrong)[0]
-        raise ValueError(
-            f"block_tables: row {tiles[tile, 2]}, column {column} must be between 0 and {num_blocks - 1}, "
-            f"got {blocks[tile, column]}"
-        )
 
 
 def attend(

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import cpu_attention_native, native_library, reference
+from quire.kernels import attention_tiles, cpu_attention_native, native_library, reference
 from quire.kernels.cpu_attention import has_native, paged_attention, plan_attention
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C compiler")
@@ -262,9 +262,7 @@ def test_split_tiles_keep_their_partial_results_apart_in_any_order_of_the_units(
 
     used = np.zeros(len(plan.partials), int)
     for _, tokens, _, begin, end, first, _ in plan.tiles:
-        splits = -(-end // cpu_attention_native.SPLIT_TOKENS) - (
-            begin // cpu_attention_native.SPLIT_TOKENS
-        )
+        splits = -(-end // attention_tiles.SPLIT_TOKENS) - (begin // attention_tiles.SPLIT_TOKENS)
         used[first : first + splits * tokens * 6] += 1
     assert (used == 1).all()
 
