@@ -74,9 +74,20 @@ def pip(*arguments: object, **environment: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory) -> Path:
+def quick_compiler(tmp_path_factory) -> dict[str, str]:
+    """Environment variables for a compiler that optimises less: the environment of the tests was compiled as users'
+    are, which takes a minute."""
+    compiler = tmp_path_factory.mktemp("compiler") / "cc"
+    compiler.write_text('#!/bin/bash\nexec "$REAL_CC" "${@/#-O[23]/-O1}"\n')
+    compiler.chmod(0o755)
+    return {"CC": str(compiler), "REAL_CC": os.environ.get("CC", "cc")}
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory, quick_compiler) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, source)
+    options = ("--no-deps", "--no-build-isolation", "--no-index")
+    pip("wheel", *options, "-w", folder, source, **quick_compiler)
     (path,) = folder.glob("quire-*.whl")
     return path
 
@@ -206,14 +217,10 @@ def test_without_a_compiler_the_source_distribution_installs_and_attends(source:
     assert (result.stdout, result.stderr) == ("False\n", "")
 
 
-def test_an_editable_install_runs_the_source_folder(source: Path, tmp_path):
+def test_an_editable_install_runs_the_source_folder(source: Path, tmp_path, quick_compiler):
     python = empty_environment(tmp_path / "venv")
     options = ("--no-deps", "--no-build-isolation", "--no-index")
-    compiler = tmp_path / "cc"  # the wheel's tests compile as users do, which takes a minute
-    compiler.write_text('#!/bin/bash\nexec "$REAL_CC" "${@/#-O[23]/-O1}"\n')
-    compiler.chmod(0o755)
-    real = os.environ.get("CC", "cc")
-    pip("--python", python, "install", *options, "-e", source, CC=str(compiler), REAL_CC=real)
+    pip("--python", python, "install", *options, "-e", source, **quick_compiler)
     code = "from quire.cluster import cli; from quire.replica import embedded; print(cli.__file__)"
     result = run(python, code)
     assert result.returncode == 0, result.stderr
