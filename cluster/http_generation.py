@@ -122,9 +122,8 @@ class GenerationResponse(Response):
             sent[choice].add(delta)
             chunk += with_id(ids.after(delta), encoder.delta(delta, stream.usage))
             unfinished -= delta.finish_reason is not None
-            if (
-                not unfinished
-            ):  # the end of the stream is there already: each message costs as much as a token
+            # The end of the stream is there with its last delta, and each message costs as much as a token.
+            if not unfinished:
                 self._unsent += chunk
             elif chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

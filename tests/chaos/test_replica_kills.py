@@ -29,7 +29,7 @@ from live import Cluster, wait_until
 
 from quire.bench.report import Bar, write
 
-SIZES = {"ci": (200, 8, 3), "long": (5000, 100, 20)}  # streams, kills, kills one at a time
+SIZES = {"ci": (300, 8, 3), "long": (5000, 100, 20)}  # streams, kills, kills one at a time
 SIZE = os.environ.get("CHAOS_SIZE", "ci")
 NUM_STREAMS, NUM_KILLS, NUM_LONE_KILLS = SIZES[SIZE]
 NUM_REPLICAS = 3
