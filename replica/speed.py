@@ -99,12 +99,27 @@ class StepSpeed:
         if prefill_s > num_prefill_tokens * self.prefill_s_per_token > 0:
             keep = max(keep, min(1.0, self.KEPT_TOKENS / self._prefill_tokens))
         keep *= 1 - self.WEIGHT
+        fit_keep = 1 - self.FIT_WEIGHT
+        # Beside decodes only a part of the step is known to be the prompt's.
+        if not num_decode_rows and self._prefill_tokens:
+            odds = self._odds(num_prefill_tokens, num_prefill_keys, prefill_s)
+            keep = min(keep, odds * num_prefill_tokens / self._prefill_tokens)
+            fit_keep = min(fit_keep, odds * num_prefill_tokens**2 / self._tt)
         self._prefill_s = keep * self._prefill_s + prefill_s
         self._prefill_tokens = keep * self._prefill_tokens + num_prefill_tokens
-        self._fit(num_prefill_tokens, num_prefill_keys, prefill_s)
+        self._fit(num_prefill_tokens, num_prefill_keys, prefill_s, fit_keep)
 
-    def _fit(self, tokens: int, keys: int, seconds: float) -> None:
-        keep = 1 - self.FIT_WEIGHT
+    def _odds(self, tokens: int, keys: int, seconds: float) -> float:
+        """What is known against a step that took less than half of what it foretells; otherwise infinite.
+
+        At r times that half what is known counts r, and the step 1 - r. So the first prompts of a replica that
+        shared its core with the first ones of all others are forgotten with the first one that it has for itself;
+        what a neighbour's steps take or give from one to the next is no such accident.
+        """
+        half_s = (self._per_token_s * tokens + self._per_key_s * keys) / 2
+        return seconds / (half_s - seconds) if seconds < half_s else math.inf
+
+    def _fit(self, tokens: int, keys: int, seconds: float, keep: float) -> None:
         self._tt = keep * self._tt + tokens * tokens
         self._tk = keep * self._tk + tokens * keys
         self._kk = keep * self._kk + keys * keys

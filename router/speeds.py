@@ -57,6 +57,9 @@ class MeasuredSpeed:
         # be an accident, and whoever seems slow among the idle is sent no second one that would show it.
         if speed > self.s_per_work > 0:
             keep = max(keep, 1.0 - _HINT)
+        # And one that is much faster shows that the number was one, whose own average would stand for as long again.
+        elif self.s_per_work:
+            keep = min(keep, speed / self.s_per_work)
         self.s_per_work = keep * (self.s_per_work or speed) + (1.0 - keep) * speed
         self._reported, self.measured_s = s_per_token, now_s
         self._tokens *= keep

@@ -248,6 +248,32 @@ def test_what_ran_beside_a_burst_is_forgotten_after_a_pause():
     assert speed.prefill_s_per_token == pytest.approx(0.001, rel=0.1)
 
 
+def test_a_first_prompt_that_was_held_up_is_forgotten_with_the_first_fast_one():
+    speed = StepSpeed()
+    speed.observe(3000, 0, 3.0, end_s=3.0)  # all replicas of the machine have begun at once
+    speed.observe(60, 0, 0.006, end_s=4.0)
+    # A fifth of half of what was foretold: 0.2 of the old, 0.8 of the new.
+    assert speed.prefill_s_per_token == pytest.approx(0.2 * 0.001 + 0.8 * 0.0001)
+    for i in range(2):
+        speed.observe(60, 0, 0.006, end_s=5.0 + i)
+    assert (
+        0.0001 < speed.prefill_s_per_token < 0.0002
+    )  # of less than a factor of two, time is the judge
+    assert 0.1 < speed.prefill_s(0, 1000) < 0.2  # what bounds a chunk, too
+
+
+@pytest.mark.parametrize(("num_decode_rows", "duration_s"), [(4, 0.006), (0, 0.033)])
+def test_what_is_known_stands_where_a_step_proves_nothing(num_decode_rows, duration_s):
+    """Beside decodes the prompt's part of a step is an estimate; and neighbours take or give less than a half."""
+    speed = StepSpeed()
+    speed.observe(3000, 0, 3.0, end_s=3.0)
+    speed.observe(60, num_decode_rows, duration_s, end_s=3.0 + duration_s)
+    known, new = 3000 * (1 - StepSpeed.WEIGHT), 60
+    assert speed.prefill_s_per_token == pytest.approx(
+        (known * 0.001 + duration_s) / (known + new), rel=1e-6
+    )
+
+
 def test_a_slow_step_after_a_pause_counts_beside_what_was_known():
     speed = StepSpeed()
     for i in range(50):

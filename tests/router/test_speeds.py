@@ -39,6 +39,24 @@ def test_a_slower_report_after_a_pause_is_a_hint_and_a_faster_one_is_proof():
     assert speed.s_per_work == pytest.approx(0.001)
 
 
+def test_a_much_faster_report_shows_that_the_number_was_an_accident():
+    """The first prompts of four replicas that begin at once on one machine: the slowest is not to stay the dearest."""
+    speed = MeasuredSpeed()
+    speed.take(0.001, 0.0)
+    speed.take(0.0001, 0.05)
+    assert speed.s_per_work == pytest.approx(0.1 * 0.001 + 0.9 * 0.0001)
+    speed.take(0.0000999, 0.1)
+    assert speed.s_per_work == pytest.approx(0.0001, rel=0.5)
+
+
+def test_what_reports_differ_by_is_averaged():
+    """A tenth up and down, twenty times a second: the mean moves by less than that."""
+    speed = MeasuredSpeed()
+    for i in range(2000):
+        speed.take(0.001 * (0.9 if i % 2 else 1.1) * (1 + i * 1e-9), 0.05 * i)
+    assert 0.0009 < speed.s_per_work < 0.0011
+
+
 def test_one_accident_among_the_idle_costs_little_and_is_soon_forgotten():
     """A prompt of 100 tokens takes ten times as long, on a replica that has not had one for a minute."""
     engine, speed = StepSpeed(), MeasuredSpeed()
