@@ -22,9 +22,8 @@ class StepSpeed:
     """
 
     WEIGHT = 0.1  # forgotten in a step by the averages
-    HORIZON_S = (
-        10.0  # and by the prefill's in so much time without one: what ran beside it then is gone
-    )
+    # And by the prefill's in so much time without one: what ran beside it then is gone.
+    HORIZON_S = 10.0
     # But it keeps so many tokens' worth of what it knew when the first step after a pause is slower. What runs beside a
     # prompt makes it slow and nothing makes it fast, so a fast one is proof and a slow one is a hint. Each replica of
     # an idle cluster has such a first step, and a router sends no second one to who seems slow.

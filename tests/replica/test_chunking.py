@@ -256,9 +256,8 @@ def test_a_first_prompt_that_was_held_up_is_forgotten_with_the_first_fast_one():
     assert speed.prefill_s_per_token == pytest.approx(0.2 * 0.001 + 0.8 * 0.0001)
     for i in range(2):
         speed.observe(60, 0, 0.006, end_s=5.0 + i)
-    assert (
-        0.0001 < speed.prefill_s_per_token < 0.0002
-    )  # of less than a factor of two, time is the judge
+    # Of what is left, less than a factor of two, time is the judge.
+    assert 0.0001 < speed.prefill_s_per_token < 0.0002
     assert 0.1 < speed.prefill_s(0, 1000) < 0.2  # what bounds a chunk, too
 
 
