@@ -1,6 +1,8 @@
 """Decoder layers on the CPU as one call into C: their parts run in order on a team of threads, with barriers between.
 
-    norm │ qkv │ norm, rotate, write │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
+    norm │ qkv │ norm, rotate, write │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual ┐
+      ┌───────────────────────────────────── the next layer, in the same team ◀─────────────────────────────────┘
+    norm │ ...
 
 Each part is the call of `cpu_layer.py`, `cpu_linear.py` or `cpu_attention_native.py`, so a row has the bits that the
 calls one by one give it. What that saves is their way through Python and the team's starts and ends.
@@ -97,6 +99,10 @@ class Sequence:
         self._steps = (_Step * len(steps))(*steps)
         self._sequence = _Sequence(ctypes.addressof(self._steps), len(steps), None)
         self._reference = ctypes.byref(self._sequence)
+
+    def __len__(self) -> int:
+        """Calls."""
+        return len(self._calls)
 
     @property
     def address(self) -> int:
@@ -318,6 +324,11 @@ class LayerSequence:
         )
 
     @property
+    def num_calls(self) -> int:
+        """That it is made of."""
+        return len(self._sequence)
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """What layers of a stack have in common, beside a step's plan and tables.
 
@@ -444,15 +455,20 @@ class LayerStack:
     Raises
     ------
     ValueError
-        None, or layers of different shapes.
+        None, layers of different shapes, or one of them twice: its calls serve one place.
     """
 
     def __init__(self, layers: Collection[LayerSequence]):
         if len({layer.kind for layer in layers}) != 1:
             raise ValueError("layers: must have one shape, dtype and cache, got several or none")
+        if len(set(map(id, layers))) < len(layers):
+            raise ValueError("layers: must each be another, got one twice")
         self._layers = tuple(layers)
         self._library = native_library.load()
         self._array = (_Layer * len(layers))(*(layer.layer for layer in layers))
+        num_bytes = sum(layer.num_calls for layer in layers)
+        num_bytes *= self._library.functions.quire_stage_bytes()
+        self._stages = torch.empty(num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
 
     @property
     def layers(self) -> tuple[LayerSequence, ...]:
@@ -531,6 +547,7 @@ class LayerStack:
                 out.data_ptr(),
                 ctypes.byref(step.tables),
                 ctypes.byref(step.plan.part),
+                _aligned(self._stages.data_ptr()),
                 library.isa(isa),
                 library.parallel,
                 step.plan.num_threads,

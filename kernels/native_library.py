@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 10  # QUIRE_ABI of native/attention.h
+ABI = 11  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of native/attention.c
 
 
@@ -101,10 +101,11 @@ def load() -> NativeLibrary | None:
         function.restype, function.argtypes = None, functions.quire_attention.argtypes
     functions.quire_sequence_max_steps.restype = ctypes.c_int64
     functions.quire_layer_bytes.restype = ctypes.c_int64
+    functions.quire_stage_bytes.restype = ctypes.c_int64
     functions.quire_layers.restype = ctypes.c_int64
     functions.quire_layers.argtypes = [
         *(ctypes.c_void_p, ctypes.c_int64),
-        *(ctypes.c_void_p,) * 4,
+        *(ctypes.c_void_p,) * 5,
         *functions.quire_attention.argtypes[1:],
     ]
     functions.quire_exp2.argtypes = [

@@ -54,9 +54,8 @@ void quire_attention_job(struct job *job, struct attention_call *call, int64_t i
 #endif
     for (int64_t t = 0; t < call->plan.num_tiles; t++) {
         if (call->plan.tiles[t].first_partial < 0) continue;
-        int64_t begin = call->plan.tiles[t].key_begin / SPLIT, end = (call->plan.tiles[t].key_end + SPLIT - 1) / SPLIT;
         for (int64_t head = 0; head < call->kv_heads; head++)
-            call->plan.missing[t * call->kv_heads + head] = (int32_t)(end - begin);
+            call->plan.missing[t * call->kv_heads + head] = tile_splits(&call->plan.tiles[t]);
     }
     job->worker = worker;
     job->call = call;

@@ -10,7 +10,7 @@
 
 #include "team.h"
 
-#define QUIRE_ABI 10
+#define QUIRE_ABI 11
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
@@ -41,6 +41,11 @@ struct query_tile {
     int64_t first_partial;           /* its first row of `partials`, num_tokens x heads a split; -1: not split */
     int64_t branches;                /* 0: a tile of its own, or a branch */
 };
+
+/* Splits that some of its keys are in. */
+static inline int32_t tile_splits(const struct query_tile *tile) {
+    return (int32_t)((tile->key_end + SPLIT - 1) / SPLIT - tile->key_begin / SPLIT);
+}
 
 struct work_unit {
     int64_t tile;                   /* no branch */

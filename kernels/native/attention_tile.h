@@ -521,7 +521,8 @@ FN void attend_keys(struct unit *u, const struct item *item, struct row_state *p
     }
 }
 
-/* Splits of a tile that several units share. Whoever completes it merges all of them, in the order in which one unit would have. */
+/* Splits of a tile that several units share. Whoever completes it merges all of them, in the order in which one unit would have, and
+ * leaves the counter as it was, for the next layer. */
 FN void attend_partials(struct unit *u, const struct item *item) {
     struct row_state part = state_of(u, PART), whole = state_of(u, WHOLE);
     const struct work_unit *work = item->work;
@@ -534,6 +535,7 @@ FN void attend_partials(struct unit *u, const struct item *item) {
     int32_t done = (int32_t)(work->split_end - work->split_begin);
     int32_t *missing = u->call->plan.missing + work->tile * u->call->kv_heads + u->head;
     if (__atomic_sub_fetch(missing, done, __ATOMIC_ACQ_REL) > 0) return;
+    __atomic_store_n(missing, tile_splits(u->tile), __ATOMIC_RELAXED);
     int64_t split = u->tile->key_begin / SPLIT;
     load_partial(u, split, &whole);
     while (++split * SPLIT < u->tile->key_end)

@@ -8,6 +8,8 @@
 #define DOT_BF16 0
 #define BLOCK_ROWS 6
 #define MAX_VECTORS 4
+#define AHEAD_LEVEL 3
+#define AHEAD_FROM 1
 
 #include "simd_avx512.h"
 

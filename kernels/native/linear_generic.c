@@ -7,6 +7,8 @@
 #define DOT_BF16 0
 #define BLOCK_ROWS 2
 #define MAX_VECTORS 1
+#define AHEAD_LEVEL 3
+#define AHEAD_FROM 1
 
 #include "simd_generic.h"
 

@@ -8,7 +8,8 @@
  * In float32 they are the same on every instruction set with a fused multiply-add.
  *
  * The includer defines FN, TARGETED, LINEAR_WORKER, DOT_BF16, BLOCK_ROWS (2, 4 or 6) and MAX_VECTORS
- * (1, 2 or 4), and has included its simd_*.h.
+ * (1, 2 or 4), AHEAD_LEVEL (of the cache into which a chunk is prefetched: 3 the first, 2 the second) and AHEAD_FROM (tiles of
+ * a unit from which on it is), and has included its simd_*.h.
  */
 #define ONLY_BF16 DOT_BF16
 #define MOST_ROWS MAX_UNIT_ROWS
@@ -88,13 +89,13 @@ FN void multiply_tile(const struct product *p, int64_t row, int vector, int rows
     int64_t lines = (ahead_end - ahead) / 64, step = 0, due = 0;
     if (lines <= p->steps) {
         for (; step < lines; step++, ahead += 64) {
-            __builtin_prefetch(ahead, 0, 3);
+            __builtin_prefetch(ahead, 0, AHEAD_LEVEL);
             multiply_step(sum, weight, x, step, rows, vectors, dtype);
         }
         for (; step < p->steps; step++) multiply_step(sum, weight, x, step, rows, vectors, dtype);
     } else {
         for (; step < p->steps; step++) {
-            for (due += lines; due >= p->steps; due -= p->steps, ahead += 64) __builtin_prefetch(ahead, 0, 3);
+            for (due += lines; due >= p->steps; due -= p->steps, ahead += 64) __builtin_prefetch(ahead, 0, AHEAD_LEVEL);
             multiply_step(sum, weight, x, step, rows, vectors, dtype);
         }
     }
@@ -113,7 +114,7 @@ FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t ro
     (void)m;
     int64_t tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, row = 0;
     int64_t passes = tiles * (PANEL_VECTORS / MAX_VECTORS), pass = 0;
-    int64_t lines = p->ahead_lines;
+    int64_t lines = tiles < AHEAD_FROM ? 0 : p->ahead_lines;
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t height = (rows - row + tiles - tile - 1) / (tiles - tile);
         if (p->is_last) ask_for_rows(p, row, height, dtype);

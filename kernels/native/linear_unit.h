@@ -9,7 +9,7 @@
  *
  * A unit of work is a panel and up to unit_rows rows; all panels come before the next rows, whose x then lies in the
  * second-level cache. 128 steps of the panel (32 KiB) at a time serve all of its rows; while they compute, the next 32 KiB
- * are prefetched. So with few rows the product runs at the speed of the memory, with many at that of the multipliers.
+ * are on their way. So with few rows the product runs at the speed of the memory, with many at that of the multipliers.
  *
  * Weights in int8 are widened to pairs of bfloat16, which hold them exactly, 32 KiB at a time; the sums are multiplied
  * by their columns' scales at the end, then come the bias, then the residual, then one rounding.

@@ -4,7 +4,8 @@
  *     thread 1   |  ... | qkv .......... | .... | attention ..... | output ... | ...
  *
  * A call is done when its units are done, whoever did them: a runtime may start fewer threads than it was asked for, or
- * start one when the others have finished, and none of it can leave a barrier waiting.
+ * start one when the others have finished, and none of it can leave a barrier waiting. So each call has counters of its own,
+ * those of all layers too: a thread may still look at the first when the others are at the last.
  */
 #include <sched.h>
 #include <time.h>
@@ -49,8 +50,8 @@ struct stage {
 };
 
 struct run {
+    struct stage *stages;
     int64_t num_stages;
-    struct stage stages[MAX_STEPS];
 };
 
 static int64_t now_ns(void) {
@@ -102,38 +103,48 @@ static void prepare(struct job *job, const struct step *step, int64_t isa, int64
     }
 }
 
+/* A sequence's stages, to be run as its entry points would run the calls. */
+static void prepare_stages(struct stage *stages, const struct sequence *sequence, int64_t isa, int64_t num_threads) {
+    for (int64_t i = 0; i < sequence->num_steps; i++) {
+        prepare(&stages[i].job, &sequence->steps[i], isa, num_threads);
+        stages[i].finished_ns = sequence->finished_ns ? sequence->finished_ns + 1 + i : NULL;
+        stages[i].done = 0;
+    }
+}
+
 int64_t quire_sequence_bytes(void) { return sizeof(struct sequence); }
 
 int64_t quire_sequence_max_steps(void) { return MAX_STEPS; }
 
-/* The calls in order, each as its own entry point would run it. `num_threads`: at most what attention has scratch for. */
+/* The calls in order. `num_threads`: at most what attention has scratch for. */
 void quire_sequence(struct sequence *sequence, int64_t isa, parallel_function *parallel, int64_t num_threads) {
-    struct run run;
-    run.num_stages = sequence->num_steps;
+    struct stage stages[MAX_STEPS];
+    struct run run = {stages, sequence->num_steps};
     if (sequence->finished_ns) sequence->finished_ns[0] = now_ns();
-    for (int64_t i = 0; i < run.num_stages; i++) {
-        struct stage *stage = &run.stages[i];
-        prepare(&stage->job, &sequence->steps[i], isa, num_threads);
-        stage->finished_ns = sequence->finished_ns ? sequence->finished_ns + 1 + i : NULL;
-        stage->done = 0;
-    }
+    prepare_stages(stages, sequence, isa, num_threads);
     team_run(run_worker, &run, parallel, num_threads);
 }
 
 int64_t quire_layer_bytes(void) { return sizeof(struct layer); }
 
-/* Layers one after the other: the first reads `x`, all write `out`, which the next one reads; both [tokens, hidden]. Returns the
- * rows that the pages do not have, which are not written. */
+int64_t quire_stage_bytes(void) { return sizeof(struct stage); }
+
+/* Layers one after the other: the first reads `x`, all write `out`, which the next one reads; both [tokens, hidden]. `stages`:
+ * memory for one of each of their calls, 64-byte aligned. Returns the rows that the pages do not have, which are not written. */
 int64_t quire_layers(const struct layer *layers, int64_t num_layers, const char *x, char *out, const struct rotate_step *step,
-                     const struct attention_plan *plan, int64_t isa, parallel_function *parallel, int64_t num_threads) {
-    int64_t outside = 0;
+                     const struct attention_plan *plan, struct stage *stages, int64_t isa, parallel_function *parallel,
+                     int64_t num_threads) {
+    struct run run = {stages, 0};
     for (const struct layer *layer = layers; layer < layers + num_layers; layer++, x = out) {
         layer->attention_norm->x = layer->output->residual = x;
         layer->down->out = out; /* last of all: what went in is no longer needed */
         layer->rotate->step = *step;
         layer->attention->plan = *plan;
-        quire_sequence(layer->sequence, isa, parallel, num_threads);
-        outside += layer->rotate->outside;
+        prepare_stages(stages + run.num_stages, layer->sequence, isa, num_threads);
+        run.num_stages += layer->sequence->num_steps;
     }
+    team_run(run_worker, &run, parallel, num_threads);
+    int64_t outside = 0;
+    for (const struct layer *layer = layers; layer < layers + num_layers; layer++) outside += layer->rotate->outside;
     return outside;
 }

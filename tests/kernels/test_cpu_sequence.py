@@ -66,7 +66,10 @@ def normal(*shape, dtype=torch.float32, seed=0):
 class Layer:
     """A small decoder layer with everything that is optional, or nothing of it, and the pages of some rows."""
 
-    def __init__(self, dtype=torch.float32, int8=False, plain=False, num_blocks=64):
+    def __init__(
+        self, dtype=torch.float32, int8=False, plain=False, num_blocks=64, context=CONTEXT
+    ):
+        self.context = context
         hidden, inner, heads, kv_heads, dim = 96, 200, 6, 2, 24
         self.heads, self.dtype = heads, dtype
 
@@ -109,7 +112,7 @@ class Layer:
     def rows(self, tokens, seed):
         """`cu_q`, lengths and block tables of the rows of `step`."""
         sizes = [n for n in (min(1, tokens), min(3, tokens - 1), tokens - 4) if n > 0]
-        cu_q, lengths = np.cumsum([0, *sizes]), np.array(sizes) + CONTEXT
+        cu_q, lengths = np.cumsum([0, *sizes]), np.array(sizes) + self.context
         width = -(-int(lengths.max()) // BLOCK)
         tables = np.random.default_rng(seed).permutation(len(self.pool))[: len(sizes) * width]
         return cu_q, lengths, tables.reshape(len(sizes), width)
@@ -133,8 +136,8 @@ class Layer:
         cu_q, lengths, tables = self.rows(tokens, seed)
         slots = np.concatenate(
             [
-                table[np.arange(CONTEXT, length) // BLOCK] * self.block_rows
-                + np.arange(CONTEXT, length) % BLOCK
+                table[np.arange(self.context, length) // BLOCK] * self.block_rows
+                + np.arange(self.context, length) % BLOCK
                 for table, length in zip(tables, lengths, strict=True)
             ]
         )
@@ -301,23 +304,29 @@ def one_late(work, argument, num_threads, flags):
     late.join()
 
 
+@pytest.mark.parametrize("context", [CONTEXT, 1500], ids=["short", "split"])
 @pytest.mark.parametrize("parallel", [one_of_many, one_after_the_other, one_late])
-def test_any_team_finishes_with_the_same_bits(parallel, monkeypatch):
-    layer, workspace = Layer(), Workspace()
+def test_any_team_finishes_with_the_same_bits(parallel, context, monkeypatch):
+    """All layers; where several threads attend to a row's keys, whoever is last leaves the counters to the next."""
+    layers = [Layer(num_blocks=400, context=context) for _ in range(3)]
+    stack, workspace = LayerStack([layer.sequence for layer in layers]), Workspace()
+    callback = _PARALLEL(parallel)
+    address = ctypes.cast(callback, ctypes.c_void_p).value
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         for tokens in (1, 130):
-            step = layer.step(tokens)
-            expected, _ = layer.apart(**step)
+            step = layers[0].step(tokens)
+            assert bool(len(step["plan"].partials)) == (context > CONTEXT)
+            expected = step["x"]
+            for layer in layers:
+                expected, _ = layer.apart(**(step | dict(x=expected)))
+            tables = LayerStep.of(step["plan"], step["rows"], step["cos"], step["sin"])
             with monkeypatch.context() as patch:
-                callback = _PARALLEL(parallel)
-                library = dataclasses.replace(
-                    native_library.load(), parallel=ctypes.cast(callback, ctypes.c_void_p).value
-                )
-                patch.setattr(layer.sequence._sequence, "_library", library)
+                library = dataclasses.replace(native_library.load(), parallel=address)
+                patch.setattr(stack, "_library", library)
                 for _ in range(10):
-                    assert torch.equal(layer.together(workspace, **step), expected)
+                    assert torch.equal(stack(step["x"], tables, workspace), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -440,18 +449,20 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
     for layers in ([], [sequence, other], [sequence, LayerSequence(wider)]):
         with pytest.raises(ValueError, match=r"^layers: must have one shape, dtype and cache"):
             LayerStack(layers)
+    with pytest.raises(ValueError, match=r"^layers: must each be another"):
+        LayerStack([sequence, sequence])
 
 
 def test_a_stack_is_its_layers_one_after_the_other():
-    one, two = Layer(), Layer()
-    step, workspace = one.step(9), Workspace()
+    layers = [Layer() for _ in range(3)]
+    step, workspace = layers[0].step(9), Workspace()
     x, tables = step["x"], LayerStep.of(step["plan"], step["rows"], step["cos"], step["sin"])
     given = x.clone()
-    alone = [LayerStack([layer.sequence]) for layer in (one, two, one)]
+    alone = [LayerStack([layer.sequence]) for layer in layers]
     expected = x
     for layer in alone:
         expected = layer(expected, tables, workspace)
-    stack = LayerStack([layer.sequence for layer in (one, two, one)])
+    stack = LayerStack([layer.sequence for layer in layers])
     timed = []
     for on_times in (None, timed.append):
         workspace.on_times = on_times
