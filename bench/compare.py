@@ -89,6 +89,7 @@ def compare(
     *,
     keep: Path | None = None,
     rates_budget_s: float = 1.5,
+    settle_s: float = 60.0,
     budget_s: float | None = None,
     first_repetition: int = 0,
     skip: frozenset[tuple[str, str]] = frozenset(),
@@ -106,6 +107,9 @@ def compare(
         Holds what was found so far, after every turn: a run that is cut short is not lost.
     rates_budget_s
         Seconds for each of the three measurements of the machine, before the first turn and after every repetition.
+    settle_s
+        For at most so long an engine that is ready may end what it does in the background: Quire gives its cache's
+        pages their memory then, as others do while they start.
     budget_s
         No repetition starts later than this after the engines were loaded; the first one always does.
     first_repetition
@@ -129,6 +133,7 @@ def compare(
                 found.failures[spec.name] = str(error)
                 progress(str(error))
                 continue
+            process.settle(settle_s)
             process.stop()
             running[spec.name] = process
             found.startup[spec.name] = process.startup

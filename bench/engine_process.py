@@ -17,6 +17,8 @@ from typing import Any, TextIO
 from quire.bench import engines
 
 _END_S = 20.0  # for an engine to end before it is killed
+_SETTLE_PERIOD_S = 1.0
+_IDLE_CORES = 0.1  # in use, and less, is idle
 
 
 class EngineFailed(RuntimeError):
@@ -182,6 +184,17 @@ class EngineProcess:
             cpu_ticks += int(fields[11]) + int(fields[12])
             peak_kib += int(status.partition("VmHWM:")[2].split()[0])
         return GroupUsage(cpu_ticks / os.sysconf("SC_CLK_TCK"), peak_kib / 1024)
+
+    def settle(self, most_s: float) -> None:
+        """Let the engine end what it does in the background once it is ready: wait until it uses no CPU any more, at
+        most so long. `startup` then has that time."""
+        began, used_s = time.perf_counter(), self.usage().cpu_s
+        while time.perf_counter() - began < most_s:
+            time.sleep(_SETTLE_PERIOD_S)
+            before_s, used_s = used_s, self.usage().cpu_s
+            if used_s - before_s < _IDLE_CORES * _SETTLE_PERIOD_S:
+                break
+        self.startup["settled_s"] = time.perf_counter() - began
 
     def stop(self) -> None:
         """Use no CPU until the next `awake`."""

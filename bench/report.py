@@ -155,13 +155,18 @@ def _print_bars(rows: list[dict[str, Any]]) -> None:
 
 
 def _cpu_model() -> str:
+    """Its name with family and model, where Linux tells them: some names are those of several generations."""
+    facts: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+            name, _, value = line.partition(":")
+            facts.setdefault(name.strip(), value.strip())
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    model = facts.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in facts and "model" in facts:
+        model += f", family {facts['cpu family']} model {facts['model']}"
+    return model
 
 
 def _output(*command: str) -> str:

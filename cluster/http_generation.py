@@ -234,16 +234,28 @@ class GenerationResponse(Response):
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work` to its end, or cancel it when the client leaves."""
-    task = asyncio.create_task(work)
+    task = asyncio.current_task()
     watcher = asyncio.create_task(_disconnect(receive))
+    is_at_work, has_left = True, False
+
+    def leave(watched: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        if not watched.cancelled():
+            watched.exception()  # seen: whatever it was, nobody is there any more
+        if is_at_work:
+            has_left = True
+            task.cancel()
+
+    watcher.add_done_callback(leave)
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
+        await work
+    except asyncio.CancelledError:
+        # Others may have cancelled it too, and then expect it to end so.
+        if not has_left or task.uncancel() > 0:
+            raise
     finally:
-        task.cancel()
+        is_at_work = False
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:

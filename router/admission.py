@@ -149,27 +149,27 @@ class Shortfall:
 
     def __init__(self) -> None:
         self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_REMEMBERED)  # when, seconds
-        self._margin_s = 0.0
+        self._margin_s: float | None = 0.0  # None: of other errors
 
     def on_wait(self, estimate_s: float, wait_s: float, now_s: float) -> None:
         """A request got its first token after `wait_s`; `estimate_s` is without a margin."""
         self._errors.append((now_s, wait_s - estimate_s))
-        self._measure(now_s)
+        self._margin_s = None
 
     def margin_s(self, now_s: float) -> float:
-        """Seconds, zero while nothing is known."""
-        if self._errors and now_s - self._errors[0][0] > _MEMORY_S:
-            self._measure(now_s)
+        """Seconds, zero while nothing is known. Found when it is asked for: while nobody waits, nobody does."""
+        if self._margin_s is None or (self._errors and now_s - self._errors[0][0] > _MEMORY_S):
+            self._margin_s = self._measure(now_s)
         return self._margin_s
 
-    def _measure(self, now_s: float) -> None:
+    def _measure(self, now_s: float) -> float:
         errors = self._errors
         while errors and now_s - errors[0][0] > _MEMORY_S:
             errors.popleft()
         # The k-th smallest of n is exceeded by the next with probability 1 - k / (n + 1) at most.
         k = min(len(errors), math.ceil(_KEPT_PART * (len(errors) + 1)))
         kth = sorted(error_s for _, error_s in errors)[k - 1] if errors else 0.0
-        self._margin_s = max(0.0, kth)
+        return max(0.0, kth)
 
 
 def expected_wait_s(

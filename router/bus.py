@@ -84,6 +84,8 @@ class Bus:
         self._low_credit: set[Attempt] = set()  # to be granted with the next message
         self.drain_timeout_s = drain_timeout_s
         self._unary = handle
+        # Serve makes a handle anew for each look at a method.
+        self._run = handle.options(method_name="generate")
         self._streaming = handle.options(stream=True)
         self._membership = membership.channel(channel)
         self._router_id = router_id
@@ -169,7 +171,7 @@ class Bus:
 
     async def _generate(self, attempt: Attempt, submit: bytes, route: list[str]) -> None:
         """Hold the unary call open until the request ends; tell the attempt how it went."""
-        response = self._unary.generate.remote(submit, route=route)
+        response = self._run.remote(submit, route=route)
         try:
             attempt.put(Completion.decode(await response))
         except asyncio.CancelledError:

@@ -26,6 +26,8 @@ def test_an_engine_answers_and_stands_still_in_between(tmp_path):
             assert process.startup["load_s"] > 0
             first = process.generate(prompts, 5)
             assert [len(output) for output in first["outputs"]] == [5, 5, 5]
+            process.settle(20.0)
+            assert process.startup["settled_s"] < 20
             process.stop()
             used_s = process.usage().cpu_s
             time.sleep(0.3)
