@@ -353,13 +353,16 @@ class Runner:
         budget = self.config.max_batch_tokens
         rows = min(self.config.max_running_requests, budget)
         chunk = min(budget, self.config.max_model_len)
-        for lengths in (
-            [1],
-            [1] * rows,
-            [chunk],
-            [1] * min(rows, budget - chunk // 2) + [chunk // 2],
+        both = (0.0, 1.0)
+        # A prefill takes seconds where nothing has to be compiled for it, and touches the same either way.
+        greedy, sampled = ((0.0,), (1.0,)) if self._device.is_immediate else (both, both)
+        for lengths, temperatures in (
+            ([1], both),
+            ([1] * rows, both),
+            ([chunk], greedy),
+            ([1] * min(rows, budget - chunk // 2) + [chunk // 2], sampled),
         ):
-            for temperature in (0.0, 1.0):
+            for temperature in temperatures:
                 self.run(self._trash_plan([n for n in lengths if n > 0], temperature))
 
     def _trash_plan(self, lengths: list[int], temperature: float) -> StepPlan:
