@@ -139,6 +139,11 @@ def test_bars_count_what_was_expected_and_not_there():
     assert bars["router/truth_wrong_credit_after_clear"].value == 200.0
     assert bars["router/truth_wrong_credit_after_clear"].holds is False
     assert bars["router/truth_wrong_credit_after_kill"].holds is None
+    slower = truth.bars_of(records, 6500, {}, speed=4.0)
+    assert [bar.name for bar in slower] == [
+        "router/truth_over_predicted_at_speed_4",
+        "router/truth_hit_rate_of_pooled_at_speed_4",
+    ]
 
 
 def test_the_cluster_of_the_benchmark_is_one_that_quire_takes(tmp_path):
