@@ -8,7 +8,7 @@
 
 One frame per step and router carries that router's tokens and everybody's cache events. Events alone come at most every
 `EVENTS_PERIOD_S`, those of several steps together: of the routers of a large cluster few have tokens in every step of a
-replica, and a frame costs it 0.3 ms of the interpreter that its steps need. A router that gets none
+replica, and each frame takes the interpreter from its steps. A router that gets none
 still hears a heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the load
 changes, backing off to `max_heartbeat_s` while nothing happens. So a lost event heals, and a router knows that the
 replica lives.
@@ -108,8 +108,9 @@ class _Attachment:
 
     def hold(self, events: list[CacheEvents]) -> None:
         """Events for the next frame, whatever it carries."""
+        if not self._held:
+            self._ready.set()  # that frame is due sooner than a heartbeat
         self._held += events
-        self._ready.set()
 
     def take_held(self) -> list[CacheEvents]:
         """The held events, which are from now on the caller's to send."""
