@@ -84,8 +84,7 @@ class Bus:
         self._low_credit: set[Attempt] = set()  # to be granted with the next message
         self.drain_timeout_s = drain_timeout_s
         self._unary = handle
-        # Serve makes a handle anew for each look at a method.
-        self._run = handle.options(method_name="generate")
+        self._run = handle.generate  # once: Serve makes another handle for each look at a method
         self._streaming = handle.options(stream=True)
         self._membership = membership.channel(channel)
         self._router_id = router_id
