@@ -116,6 +116,8 @@ class FakeStream:
         rng = random.Random((sampling.seed + choice) * 1009 + self.usage.prompt_tokens)
         for i in range(sampling.max_tokens):
             await asyncio.sleep(service.token_s)
+            while i and not service.goes_on.is_set():
+                await asyncio.sleep(0.005)
             if i == service.fail_at:
                 raise service.failure
             token_id = rng.randrange(len(VOCAB))
@@ -138,6 +140,8 @@ class FakeService:
 
     def __init__(self) -> None:
         self.token_s = 0.0
+        self.goes_on = threading.Event()  # after the first token
+        self.goes_on.set()
         self.fail_at: int | None = None  # output index at which the stream raises `failure`
         self.failure: Exception = RuntimeError("secret detail")
         self.refusal: Exception | None = None  # raised by every call
