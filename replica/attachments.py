@@ -6,9 +6,7 @@
                                                        └▶ queue of router B ─▶ attach stream B
 ```
 
-One frame per step and router carries that router's tokens and everybody's cache events. Events alone come at most every
-`EVENTS_PERIOD_S`, those of several steps together: of the routers of a large cluster few have tokens in every step of a
-replica, and each frame takes the interpreter from its steps. A router that gets none
+One frame per step and router carries that router's tokens and everybody's cache events. A router that gets none
 still hears a heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the load
 changes, backing off to `max_heartbeat_s` while nothing happens. So a lost event heals, and a router knows that the
 replica lives.
@@ -36,8 +34,6 @@ from quire.protos.wire import (
 from quire.replica.loop import LoopOutput
 from quire.replica.request import DeltaBatch
 
-# Half of what the policy is tuned for: loads known from reports of every 50 ms.
-EVENTS_PERIOD_S = 0.025
 SNAPSHOT_PAGE_HASHES = 65_536  # 512 KiB a frame
 MAX_QUEUED_FRAMES = (
     4_096  # 80 s of 20 ms steps: a router this far behind is cut off and attaches anew
@@ -90,7 +86,6 @@ class _Attachment:
         self._heartbeat_s = heartbeat_s
         self._max_heartbeat_s = max_heartbeat_s
         self._frames: deque[Frame] = deque()
-        self._held: list[CacheEvents] = []  # after those of `_frames`
         self._ready = asyncio.Event()
         self._sent_s = clock()
         self._wait_s = heartbeat_s  # from the last frame to the next heartbeat
@@ -102,28 +97,15 @@ class _Attachment:
         return self._columns.take(deltas)
 
     def put(self, frame: Frame) -> None:
-        """What is held must be in it or in one before."""
         self._frames.append(frame)
         self._ready.set()
 
-    def hold(self, events: list[CacheEvents]) -> None:
-        """Events for the next frame, whatever it carries."""
-        if not self._held:
-            self._ready.set()  # that frame is due sooner than a heartbeat
-        self._held += events
-
-    def take_held(self) -> list[CacheEvents]:
-        """The held events, which are from now on the caller's to send."""
-        held, self._held = self._held, []
-        return held
-
     def is_too_slow(self) -> bool:
-        return len(self._frames) + len(self._held) > MAX_QUEUED_FRAMES
+        return len(self._frames) > MAX_QUEUED_FRAMES
 
     def close(self) -> None:
         self.closed = True
         self._frames.clear()
-        self._held.clear()
         self._ready.set()
 
     def take_over(self) -> int:
@@ -143,11 +125,10 @@ class _Attachment:
             self._ready.set()
 
     async def next(self, carrier: int) -> Frame | None:
-        """The next frame, or None when what is held or a heartbeat is due, or `is_for` says no."""
+        """The next frame, or None when a heartbeat is due or `is_for` says no."""
         while not self._frames and self.is_for(carrier):
             self._ready.clear()
-            wait_s = min(self._wait_s, EVENTS_PERIOD_S) if self._held else self._wait_s
-            left_s = self._sent_s + wait_s - self._clock()
+            left_s = self._sent_s + self._wait_s - self._clock()
             try:
                 async with asyncio.timeout(left_s):
                     await self._ready.wait()
@@ -155,10 +136,7 @@ class _Attachment:
                 if self._frames:  # at the same time; a heartbeat before it would tell of its events
                     break
                 self._sent_s = self._clock()
-                if self._held:
-                    self._wait_s = self._heartbeat_s
-                else:
-                    self._wait_s = min(2 * self._wait_s, self._max_heartbeat_s)
+                self._wait_s = min(2 * self._wait_s, self._max_heartbeat_s)
                 return None
         if not self.is_for(carrier):
             return None
@@ -236,11 +214,8 @@ class Attachments:
         for router_id, attachment in list(self._by_router.items()):
             deltas = by_router.get(router_id, [])
             columns = attachment.columns(output.deltas)
-            if deltas or columns is not None:
-                held = attachment.take_held()
-                attachment.put(self._frame(deltas, held + events, columns=columns))
-            elif events:
-                attachment.hold(events)
+            if deltas or columns is not None or events:
+                attachment.put(self._frame(deltas, events, columns=columns))
             else:
                 attachment.touch()
             if attachment.is_too_slow():
@@ -250,7 +225,6 @@ class Attachments:
         """Queue event batches that the router missed; nothing when the router is gone."""
         attachment = self._by_router.get(router_id)
         if attachment is not None:
-            self._put_held(attachment)
             attachment.put(self._frame([], events))
 
     def send_snapshot(self, router_id: str, seq: int, gpu: np.ndarray, host: np.ndarray) -> None:
@@ -258,7 +232,6 @@ class Attachments:
         nothing when the router is gone."""
         attachment = self._by_router.get(router_id)
         if attachment is not None:
-            self._put_held(attachment)
             for frame in self._snapshot_frames(seq, gpu, host):
                 attachment.put(frame)
 
@@ -294,7 +267,7 @@ class Attachments:
                 frame = await attachment.next(carrier)
                 if not attachment.is_for(carrier):
                     return
-                yield (frame or self._frame([], attachment.take_held(), load())).encode()
+                yield (frame or self._frame([], [], load())).encode()
         finally:
             if carrier == attachment.carrier:
                 self._detach(router_id, attachment)
@@ -315,11 +288,6 @@ class Attachments:
     def close(self) -> None:
         for attachment in self._by_router.values():
             attachment.close()
-
-    def _put_held(self, attachment: _Attachment) -> None:
-        """What follows is told after it."""
-        if held := attachment.take_held():
-            attachment.put(self._frame([], held))
 
     def _frame(
         self,

@@ -101,11 +101,11 @@ def test_cache_events_go_to_everybody_and_tokens_of_others_to_nobody_else():
             events = CacheEvents(1, np.array([5], np.uint64), np.array([], np.uint64))
             batch = routers.batch([("a", 1, 0, 7)])
             routers.attachments.publish(LoopOutput(batch, events, 1, 5))
+            routers.attachments.publish(LoopOutput(routers.batch([("b", 2, 0, 9)])))
             a, b = await routers.next("a"), await routers.next("b")
             assert [e.seq for e in a.events] == [e.seq for e in b.events] == [1]
             assert list(a.token_deltas()) == [TokenDelta(1, 0, [7])]
             assert b.columns is None
-            routers.attachments.publish(LoopOutput(routers.batch([("b", 2, 0, 9)])))
             assert list((await routers.next("b")).token_deltas()) == [TokenDelta(2, 0, [9])]
 
     asyncio.run(main())
