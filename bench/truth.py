@@ -354,8 +354,8 @@ def main() -> None:
     requests = read_trace(
         options.trace, VOCAB_SIZE, speed=options.speed, limit=options.requests, scale=SCALE
     )
-    events = {"clear": options.clears, "kill": options.kills}
-    events = {how: count for how, count in events.items() if count}
+    wanted = {"clear": options.clears, "kill": options.kills}
+    events = {how: count for how, count in wanted.items() if count}
     with tempfile.TemporaryDirectory() as folder:
         with live_cluster(serve_config(Path(folder))) as cluster:
             records, summary, vanished, num_failed = asyncio.run(

@@ -149,7 +149,7 @@ class Shortfall:
 
     def __init__(self) -> None:
         self._errors: deque[tuple[float, float]] = deque(maxlen=_MAX_REMEMBERED)  # when, seconds
-        self._margin_s: float | None = 0.0  # None: of other errors
+        self._margin_s: float | None = 0.0  # None: not found since the last error
 
     def on_wait(self, estimate_s: float, wait_s: float, now_s: float) -> None:
         """A request got its first token after `wait_s`; `estimate_s` is without a margin."""

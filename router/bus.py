@@ -84,7 +84,9 @@ class Bus:
         self._low_credit: set[Attempt] = set()  # to be granted with the next message
         self.drain_timeout_s = drain_timeout_s
         self._unary = handle
-        self._run = handle.generate  # once: Serve makes another handle for each look at a method
+        self._generate_method = (
+            handle.generate
+        )  # once: Serve makes another handle for each look at a method
         self._streaming = handle.options(stream=True)
         self._membership = membership.channel(channel)
         self._router_id = router_id
@@ -170,7 +172,7 @@ class Bus:
 
     async def _generate(self, attempt: Attempt, submit: bytes, route: list[str]) -> None:
         """Hold the unary call open until the request ends; tell the attempt how it went."""
-        response = self._run.remote(submit, route=route)
+        response = self._generate_method.remote(submit, route=route)
         try:
             attempt.put(Completion.decode(await response))
         except asyncio.CancelledError:

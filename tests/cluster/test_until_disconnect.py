@@ -51,11 +51,17 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def started(client: Client, work: Work) -> asyncio.Task[None]:
+    """The work, on its way."""
+    task = asyncio.create_task(_until_disconnect(client.receive, work.run()))
+    await settle()
+    return task
+
+
 def test_it_runs_to_its_end_and_the_watcher_with_it():
     async def run() -> None:
         client, work = Client(), Work()
-        task = asyncio.create_task(_until_disconnect(client.receive, work.run()))
-        await settle()
+        task = await started(client, work)
         work.may_end.set()
         await task
         await settle()
@@ -98,8 +104,7 @@ def test_a_client_that_leaves_ends_it_and_nothing_else(error):
 def test_who_cancels_it_from_outside_sees_it_cancelled(leaves):
     async def run() -> None:
         client, work = Client(), Work()
-        task = asyncio.create_task(_until_disconnect(client.receive, work.run()))
-        await settle()
+        task = await started(client, work)
         if leaves:
             client.leave()
         task.cancel()
@@ -113,11 +118,10 @@ def test_who_cancels_it_from_outside_sees_it_cancelled(leaves):
 def test_a_client_that_leaves_with_the_last_byte_cancels_nobody():
     async def run() -> None:
         client, work = Client(), Work()
-        task = asyncio.create_task(_until_disconnect(client.receive, work.run()))
-        await settle()
+        task = await started(client, work)
         work.may_end.set()
         client.leave()
         await task
-        assert work.ended in ("done", "cancelled") and task.cancelling() == 0
+        assert work.ended == "done" and task.cancelling() == 0
 
     asyncio.run(run())
