@@ -109,7 +109,7 @@ def compare(
         Seconds for each of the three measurements of the machine, before the first turn and after every repetition.
     settle_s
         For at most so long an engine that is ready may end what it does in the background: Quire gives its cache's
-        pages their memory then, as others do while they start.
+        pages their memory then.
     budget_s
         No repetition starts later than this after the engines were loaded; the first one always does.
     first_repetition

@@ -8,8 +8,8 @@
 #define DOT_BF16 1
 #define BLOCK_ROWS 6
 #define MAX_VECTORS 4
-/* Without matrix registers these are AMD's, from Zen 4 on, whose first-level cache is as large as a chunk: there the next one
- * took the place of the one in use, and 8 rows ran at two thirds of the speed. What one tile reads front to back their own
+/* Nearly all that come here are AMD's, from Zen 4 on; Intel's mostly have matrix registers. Zen 4's first-level cache is as large
+ * as a chunk: there the next one took the place of the one in use, and 8 rows ran at two thirds of the speed. What one tile reads front to back their own
  * prefetchers see coming; asked for besides, it came at 70% of the speed (kernels/README.md). */
 #define AHEAD_LEVEL 2
 #define AHEAD_FROM 2
