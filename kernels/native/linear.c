@@ -68,7 +68,7 @@ void quire_linear_job(struct job *job, struct linear_call *call, int64_t isa, in
 #if HAS_AMX
     if (isa == AMX_BF16 && call->dtype == BFLOAT16) {
         worker = quire_linear_amx;
-        call->unit_rows = MAX_TALL_UNIT_ROWS;
+        if (call->steps <= TALL_UNIT_STEPS) call->unit_rows = MAX_TALL_UNIT_ROWS;
     }
 #endif
 #else
