@@ -30,6 +30,7 @@ class NormCall(ctypes.Structure):
         ("x", ctypes.c_void_p),
         ("x_stride", ctypes.c_int64),
         ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
         ("weight", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
@@ -50,7 +51,9 @@ class GatedCall(ctypes.Structure):
 
     _fields_ = [
         ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
         ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
@@ -197,7 +200,7 @@ def rms_norm(
     call = NormCall.of(weight, columns, x.dtype, eps)
     out = torch.empty(rows, columns, dtype=x.dtype)
     call.x, call.x_stride = x.data_ptr(), x.stride(0) * x.element_size()
-    call.out, call.rows = out.data_ptr(), rows
+    call.out, call.out_stride, call.rows = out.data_ptr(), columns * out.element_size(), rows
     _run("quire_norm", call, isa)
     return out
 
@@ -228,7 +231,8 @@ def gated(gate_up: torch.Tensor, *, gelu: bool = False, isa: str | None = None) 
         )
     out = torch.empty(rows, columns // 2, dtype=gate_up.dtype)
     call = GatedCall.of(columns // 2, gate_up.dtype, gelu)
-    call.x, call.out, call.rows = gate_up.data_ptr(), out.data_ptr(), rows
+    call.x, call.x_stride = gate_up.data_ptr(), columns * gate_up.element_size()
+    call.out, call.out_stride, call.rows = out.data_ptr(), call.x_stride // 2, rows
     _run("quire_gated", call, isa)
     return out
 

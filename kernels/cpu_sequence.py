@@ -12,6 +12,9 @@ passes from part to part lies in a workspace that all layers of a model share::
     token  | normed | middle | q | qkv, attended |        elements of all tokens side by side
                                  | gate_up, inner|        of the MLP, in place of the attention's
 
+A cache line lies between the rows that products read or write: at multiples of 2 KiB 16 rows fall into two of the
+first-level cache's 64 sets, and push each other out.
+
 Where only some tokens' results are read, as after a model's last layer, that layer may run for these alone once the
 keys and values of all are written:
 
@@ -42,6 +45,7 @@ _KINDS = (
     GatedCall,
 )  # enum kind of native/sequence.c
 _ALIGNMENT_BYTES = 64
+_GAP = 32  # elements between rows, a cache line of the narrowest dtype
 
 
 class _Step(ctypes.Structure):
@@ -230,7 +234,8 @@ def workspace_columns(
 ) -> int:
     """Elements of the workspace for each token of a step."""
     q = num_heads * head_dim
-    return 2 * hidden + q + max(2 * q + 2 * num_kv_heads * head_dim, 3 * intermediate)
+    inside = max(2 * q + 2 * num_kv_heads * head_dim, 3 * intermediate)
+    return 2 * hidden + q + inside + 4 * _GAP
 
 
 class LayerSequence:
@@ -254,6 +259,7 @@ class LayerSequence:
             columns * dtype.itemsize
             for columns in (hidden, heads * head_dim, parts.qkv.weight.columns, inner)
         ]
+        self._gap = _GAP * dtype.itemsize
         q_norm, k_norm = (None, None) if parts.head_norms is None else parts.head_norms
         self._sinks = None if parts.sinks is None else parts.sinks.detach().float().contiguous()
 
@@ -300,17 +306,20 @@ class LayerSequence:
 
     def _set_strides(self) -> None:
         hidden, q, qkv, inner = self._token_bytes
-        self._attention_norm.x_stride = self._mlp_norm.x_stride = hidden
-        for call, stride, out_stride in (
-            (self._qkv, hidden, qkv),
-            (self._output, q, hidden),
-            (self._gate_up, hidden, 2 * inner),
-            (self._down, inner, hidden),
-        ):
-            call.x_stride, call.out_stride, call.residual_stride = stride, out_stride, hidden
-        self._rotate.qkv_stride = qkv
+        apart, attended, gate_up = hidden + self._gap, q + self._gap, 2 * inner + self._gap
+        self._attention_norm.x_stride, self._attention_norm.out_stride = hidden, apart
+        self._qkv.x_stride, self._qkv.out_stride = apart, qkv + self._gap
+        self._rotate.qkv_stride = qkv + self._gap
         heads, head_dim = self._q_shape
         self._attention.q_token_stride, self._attention.q_head_stride = heads * head_dim, head_dim
+        self._attention.out_token_stride = attended // self._dtype.itemsize
+        self._output.x_stride, self._output.out_stride = attended, apart
+        self._output.residual_stride = hidden
+        self._mlp_norm.x_stride = self._mlp_norm.out_stride = apart
+        self._gate_up.x_stride, self._gate_up.out_stride = apart, gate_up
+        self._gated.x_stride, self._gated.out_stride = gate_up, inner + self._gap
+        self._down.x_stride, self._down.out_stride = inner + self._gap, hidden
+        self._down.residual_stride = apart
 
     @property
     def layer(self) -> _Layer:
@@ -418,22 +427,26 @@ class LayerSequence:
         """Point the calls to the workspace; nothing to do while steps have the same number of tokens."""
         if num_tokens == self._num_tokens and workspace.reserve(self._num_bytes) == self._address:
             return
-        hidden, q, qkv, inner = (_aligned(num_tokens * size) for size in self._token_bytes)
-        num_bytes = 2 * hidden + q + max(qkv + q, 3 * inner)
+        hidden, q, qkv, inner = self._token_bytes
+        apart, attended, mixed_bytes, gate_up_bytes, inner_bytes = (
+            _aligned(num_tokens * (size + self._gap)) for size in (hidden, q, qkv, 2 * inner, inner)
+        )
+        q_bytes = _aligned(num_tokens * q)
+        num_bytes = 2 * apart + q_bytes + max(mixed_bytes + attended, gate_up_bytes + inner_bytes)
         address = workspace.reserve(num_bytes)
         self._num_bytes, self._address = num_bytes, address
         self._set_tokens(num_tokens)
-        normed, middle = address, address + hidden
-        queries = middle + hidden
-        mixed = gate_up = queries + q
+        normed, middle = address, address + apart
+        queries = middle + apart
+        mixed = gate_up = queries + q_bytes
         self._attention_norm.out = self._mlp_norm.out = normed
         self._qkv.x = self._gate_up.x = normed
         self._qkv.out = self._rotate.qkv = mixed
         self._rotate.q_out = self._attention.q = queries
-        self._attention.out = self._output.x = mixed + qkv
+        self._attention.out = self._output.x = mixed + mixed_bytes
         self._output.out = self._mlp_norm.x = self._down.residual = middle
         self._gate_up.out = self._gated.x = gate_up
-        self._gated.out = self._down.x = gate_up + 2 * inner
+        self._gated.out = self._down.x = gate_up + gate_up_bytes
 
     def _set_tokens(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens

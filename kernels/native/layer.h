@@ -17,7 +17,8 @@ enum { UNIT_ROWS = 4 };
 struct norm_call {
     const char *x;          /* [rows, columns], rows contiguous */
     int64_t x_stride;       /* bytes between rows */
-    char *out;              /* [rows, columns], contiguous, dtype of x */
+    char *out;              /* [rows, columns], rows contiguous, dtype of x */
+    int64_t out_stride;     /* bytes between rows */
     const float *weight;    /* [columns rounded up to LANES] */
     int64_t rows, columns, dtype;
     float eps;
@@ -26,8 +27,10 @@ struct norm_call {
 
 /* out = act(x[:, :columns]) * x[:, columns:] */
 struct gated_call {
-    const char *x;          /* [rows, 2 columns], contiguous */
-    char *out;              /* [rows, columns], contiguous */
+    const char *x;          /* [rows, 2 columns], rows contiguous */
+    int64_t x_stride;       /* bytes between rows */
+    char *out;              /* [rows, columns], rows contiguous */
+    int64_t out_stride;     /* bytes between rows */
     int64_t rows, columns, dtype;
     int64_t gelu;           /* 0: SiLU, 1: GELU by tanh */
     struct team *team;

@@ -16,7 +16,7 @@ FN float inverse_rms(v16 squares, int64_t columns, float eps) { return 1.0f / sq
 FN void norm_rows(const struct norm_call *c, int64_t begin, int64_t end, int dtype) {
     for (int64_t row = begin; row < end; row++) {
         const char *x = c->x + row * c->x_stride;
-        char *out = c->out + row * c->columns * (dtype == FLOAT32 ? 4 : 2);
+        char *out = c->out + row * c->out_stride;
         v16 squares = v_set1(0.0f);
         for (int64_t i = 0; i < c->columns; i += LANES) {
             v16 part = load_part(x, i, c->columns, dtype);
@@ -47,11 +47,11 @@ FN v16 gelu(v16 x) {
 FN void gated_rows(const struct gated_call *c, int64_t begin, int64_t end, int dtype) {
     int64_t row_bytes = c->columns * (dtype == FLOAT32 ? 4 : 2);
     for (int64_t row = begin; row < end; row++) {
-        const char *gate = c->x + 2 * row * row_bytes, *up = gate + row_bytes;
+        const char *gate = c->x + row * c->x_stride, *up = gate + row_bytes;
         for (int64_t i = 0; i < c->columns; i += LANES) {
             v16 x = load_part(gate, i, c->columns, dtype);
             x = c->gelu ? gelu(x) : silu(x);
-            store_part(c->out + row * row_bytes, i, c->columns, dtype, v_mul(x, load_part(up, i, c->columns, dtype)));
+            store_part(c->out + row * c->out_stride, i, c->columns, dtype, v_mul(x, load_part(up, i, c->columns, dtype)));
         }
     }
 }
