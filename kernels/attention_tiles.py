@@ -1,6 +1,6 @@
 """How a ragged batch of paged attention is cut into work, once a step for all layers with the same blocks:
 
-    query tile   some tokens of one row, whose heads of a KV group are at most 128 rows: shares packed keys
+    query tile   some tokens of one row, whose heads of a KV group are at most 128 or 256 rows: shares packed keys
     trunk        the tokens of several tiles whose rows share their first blocks (a cascade): these keys are read
                  once for all of them, then each tile goes on alone, as a branch, from where the trunk has come
     work unit    a query tile, or a trunk with its branches, all their keys; or, where there are fewer units than

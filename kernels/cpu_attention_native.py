@@ -3,7 +3,7 @@
 The mathematics, the layout and why a row's bits do not depend on the batch are in `native/attention_tile.h`; how the
 work is cut, in `attention_tiles.py`.
 
-Bytes: K and V once for each query tile, those of a trunk once for all its branches. Scratch: about 3.5 KiB a thread
+Bytes: K and V once for each query tile, those of a trunk once for all its branches. Scratch: about 7.5 KiB a thread
 and element of head_dim.
 """
 
@@ -25,14 +25,15 @@ from quire.kernels.attention_tiles import (
     work_units,
 )
 
-MAX_ROWS = 128  # of native/attention.h, like the next one and `_RUN_TOKENS`
+MAX_ROWS = 256  # of native/attention.h, like the next one and `_RUN_TOKENS`
 MAX_HEAD_DIM = 512
+UNIT_ROWS = 128  # of a query tile; see `_most_rows`
 _RUN_TOKENS = 8
 ITEMS_PER_THREAD = 4  # fewer: long rows are split
 MAX_PARTIAL_BYTES = 16 << 20  # of the results of splits, for one layer
 LIMITS = (
     f"a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, a block_size that is a multiple of {_RUN_TOKENS}, at "
-    f"most {MAX_ROWS} query heads a KV head, float32, float16 or bfloat16"
+    f"most {UNIT_ROWS} query heads a KV head, float32, float16 or bfloat16"
 )
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -68,6 +69,7 @@ class AttentionCall(ctypes.Structure):
         ("v", ctypes.c_void_p),
         ("block_stride", ctypes.c_int64),
         ("out", ctypes.c_void_p),
+        ("out_token_stride", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
         ("plan", _PlanPart),
         ("dtype", ctypes.c_int64),
@@ -172,7 +174,7 @@ def fits(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> b
         head_dim % 8 == 0
         and head_dim <= MAX_HEAD_DIM
         and block_size % _RUN_TOKENS == 0
-        and num_heads // num_kv_heads <= MAX_ROWS
+        and num_heads // num_kv_heads <= UNIT_ROWS
     )
 
 
@@ -205,15 +207,18 @@ def plan(
     _, position = query_rows(cu_q, kv_len)
     key_begin, key_end = first_key(position, window, chunk), position + 1
     group_heads = num_heads // kv_heads
-    tiles = query_tiles(cu_q, key_begin, key_end, max(1, MAX_ROWS // group_heads))
-    check_blocks(tiles, block_tables, block_size, num_blocks)
-
     library = native_library.load()
     num_threads = torch.get_num_threads() if library.parallel else 1
     wanted_items = ITEMS_PER_THREAD * num_threads if num_threads > 1 else 0
+    most_rows = _most_rows(library, k_cache.dtype)
+    tiles = query_tiles(cu_q, key_begin, key_end, most_rows // group_heads)
+    if most_rows > UNIT_ROWS and len(tiles) * kv_heads < wanted_items:
+        most_rows = UNIT_ROWS
+        tiles = query_tiles(cu_q, key_begin, key_end, most_rows // group_heads)
+    check_blocks(tiles, block_tables, block_size, num_blocks)
     most_branches = len(tiles) * kv_heads // max(wanted_items, 1)
     trunks = find_trunks(
-        tiles, key_begin, key_end, block_tables, block_size, MAX_ROWS // group_heads, most_branches
+        tiles, key_begin, key_end, block_tables, block_size, most_rows // group_heads, most_branches
     )
     tokens = np.arange(len(key_end))
     if trunks:
@@ -237,6 +242,12 @@ def plan(
         num_heads=num_heads,
         num_threads=num_threads,
     )
+
+
+def _most_rows(library: native_library.NativeLibrary, dtype: torch.dtype) -> int:
+    """Of a query tile. Packing for more of them takes less for each, where products are so fast that it counts."""
+    has_matrix_registers = library.best_isa == native_library.ISAS.index("amx_bf16")
+    return MAX_ROWS if has_matrix_registers and dtype == torch.bfloat16 else UNIT_ROWS
 
 
 def attend(
@@ -275,7 +286,7 @@ def attend(
         sinks = sinks.detach().to(torch.float32).contiguous()
     call = AttentionCall.of(k_cache, v_cache, q.shape[1], scale, softcap, sinks)
     call.q, call.q_token_stride, call.q_head_stride = q.data_ptr(), q.stride(0), q.stride(1)
-    call.out, call.plan = dense.data_ptr(), plan.part
+    call.out, call.out_token_stride, call.plan = dense.data_ptr(), dense.stride(0), plan.part
     library.functions.quire_attention(
         ctypes.byref(call), library.isa(isa), library.parallel, plan.num_threads
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 11  # QUIRE_ABI of native/attention.h
+ABI = 12  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of native/attention.c
 
 

@@ -10,14 +10,14 @@
 
 #include "team.h"
 
-#define QUIRE_ABI 11
+#define QUIRE_ABI 12
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
     LANES = 16,                  /* keys of one vector of scores */
     TILE = 128,                  /* keys between two updates of the running maximum */
     SPLIT = 512,                 /* keys of one partial softmax; tiles and splits start at absolute multiples */
-    MAX_ROWS = 128,              /* query rows, tokens x heads of a KV group, that share a tile's packed keys */
+    MAX_ROWS = 256,              /* query rows, tokens x heads of a KV group, that share a tile's packed keys */
     MAX_HEAD_DIM = 512,
 };
 
@@ -72,7 +72,8 @@ struct attention_call {
     int64_t q_token_stride, q_head_stride; /* elements */
     const void *k, *v;                   /* [blocks, kv_heads, block_size, head_dim], pages of a head contiguous */
     int64_t block_stride;                /* elements */
-    void *out;                           /* [tokens, heads, head_dim], contiguous */
+    void *out;                           /* [tokens, heads, head_dim], a token's heads contiguous */
+    int64_t out_token_stride;            /* elements */
     const float *sinks;                  /* [heads] or NULL */
     struct attention_plan plan;
     int64_t dtype, heads, kv_heads, head_dim, block_size;
@@ -95,10 +96,10 @@ static inline int64_t row_floats(int64_t head_dim) { return 2 * LANES + padded_d
 /* A split's, and the splits' before it together; the same of a trunk. */
 enum state { PART = 0, WHOLE = 1, TRUNK_PART = 2, TRUNK_WHOLE = 3, NUM_STATES = 4 };
 
-/* Per-thread memory. The tile's keys and values are sized for float32. */
+/* Per-thread memory. Keys and values are those of a tile, which may be float32, or of a split in bfloat16. */
 struct scratch {
-    float k[MAX_HEAD_DIM * TILE];
-    float v[MAX_HEAD_DIM * TILE];
+    float k[MAX_HEAD_DIM / 2 * SPLIT];
+    float v[MAX_HEAD_DIM / 2 * SPLIT];
     float q[MAX_HEAD_DIM * MAX_ROWS];
     float zeros[MAX_HEAD_DIM * RUN];
     float edges[2][MAX_HEAD_DIM * RUN]; /* values of the first and the last run, where only part of it is seen */

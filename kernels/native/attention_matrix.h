@@ -12,7 +12,7 @@
  */
 #include "matrix_registers.h"
 
-enum { PAIRED_KEYS = 2 * REGISTER_ROWS, STAGED_KEYS = 4 * LANES };
+enum { PAIRED_KEYS = 2 * REGISTER_ROWS, STAGED_KEYS = 4 * LANES, SPLIT_TILES = SPLIT / TILE };
 
 FN void set_extents(void) {
     struct extents e = no_extents();
@@ -85,7 +85,7 @@ FN void score_pages(struct unit *u) {
         const int vectors = u->runs_end - r < 2 * 4 ? (u->runs_end - r) / 2 : 4;
         const char *keys[4];
         for (int i = 0; i < 4; i++) /* those that are not there are the last again */
-            keys[i] = i < vectors ? keys_together(u, r + 2 * i, (char *)(u->scratch->k + i * LANES * u->steps)) : keys[i - 1];
+            keys[i] = i < vectors ? keys_together(u, r + 2 * i, (char *)(u->k + i * LANES * u->steps)) : keys[i - 1];
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
@@ -121,9 +121,11 @@ FN void score_pages(struct unit *u) {
     }
 }
 
-/* Values of the 16 keys that make up 32 with the tile's first or last. */
-FN void clear_values(struct unit *u, int r) {
-    memset(u->scratch->v + (int64_t)r * RUN_STEPS * u->padded, 0, sizeof(float) * 2 * RUN_STEPS * u->padded);
+/* Zeros as the values of the 16 keys that make up 32 with the tile's first or last. */
+FN void complete_pairs(struct unit *u) {
+    const size_t bytes = sizeof(float) * 2 * RUN_STEPS * u->padded;
+    if (u->runs_begin % 4) memset(u->v + (int64_t)(u->runs_begin - 2) * RUN_STEPS * u->padded, 0, bytes);
+    if (u->runs_end % 4) memset(u->v + (int64_t)u->runs_end * RUN_STEPS * u->padded, 0, bytes);
 }
 
 /* What was mixed before, times the rows' factors. */
@@ -163,47 +165,78 @@ FN void mix_block(struct unit *u, const float *weights, const float *values, int
     if (tall && wide) _tile_stored(3, below + LANES, stride);
 }
 
-/* Scores, weights and values of one block after the other, while they lie in the first-level cache. */
-FN void attend_blocks(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, const struct row_block *blocks, struct row_state *state) {
-    const int stays = pages_stay(u);
-    if (stays) score_pages(u);
-    for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
-        const int tall = b->rows > REGISTER_ROWS;
-        if (!stays) {
-            const float *q = u->scratch->q + (int64_t)b->row * u->steps;
-            float *scores = u->scratch->scores + b->row * TILE;
-            for (int key = b->begin; key < b->end; key += 2 * LANES) {
-                const float *keys = u->scratch->k + (int64_t)key * u->steps;
-                const int wide = key + LANES < b->end;
-                if (tall && wide) {
-                    score_block(q, keys, u->steps, scores + key, 1, 1);
-                } else {
-                    score_block(q, keys, u->steps, scores + key, tall, wide);
-                }
-            }
+/* A block's weights times the tile's values, for 32 columns after the others. */
+FN void mix_values(struct unit *u, const struct row_block *b, float *all_mixed) {
+    const int first = b->begin / PAIRED_KEYS, turns = (b->end + PAIRED_KEYS - 1) / PAIRED_KEYS - first, tall = b->rows > REGISTER_ROWS;
+    const float *weights = scores_of(u, b->row) + first * REGISTER_ROWS;
+    const float *values = u->v + (int64_t)first * REGISTER_ROWS * u->padded;
+    float *mixed = all_mixed + (int64_t)b->row * u->padded;
+    scale_mixed(u, b, all_mixed);
+    for (int column = 0; column < u->padded; column += 2 * LANES) {
+        const int wide = column + LANES < u->padded;
+        if (tall && wide) {
+            mix_block(u, weights, values + column, u->padded, mixed + column, turns, 1, 1);
+        } else {
+            mix_block(u, weights, values + column, u->padded, mixed + column, turns, tall, wide);
         }
-        if (stays) read_ahead(u, 8);
-        soften(u, tile_begin, b, 1, state);
-        if (stays) {
-            read_ahead(u, 8);
-            copy_edges(u, tile_begin, begin, end);
-            pack_values(u);
+    }
+}
+
+/* The tile's scores, weights and values of one block. */
+FN void attend_block(struct unit *u, int64_t tile_begin, const struct row_block *b, struct row_state *state) {
+    const int tall = b->rows > REGISTER_ROWS;
+    const float *q = u->scratch->q + (int64_t)b->row * u->steps;
+    float *scores = scores_of(u, b->row);
+    for (int key = b->begin; key < b->end; key += 2 * LANES) {
+        const float *keys = u->k + (int64_t)key * u->steps;
+        const int wide = key + LANES < b->end;
+        if (tall && wide) {
+            score_block(q, keys, u->steps, scores + key, 1, 1);
+        } else {
+            score_block(q, keys, u->steps, scores + key, tall, wide);
         }
-        if (b == blocks && u->runs_begin % 4) clear_values(u, u->runs_begin - 2);
-        if (b == blocks && u->runs_end % 4) clear_values(u, u->runs_end);
-        scale_mixed(u, b, state->mixed);
-        const int first = b->begin / PAIRED_KEYS, turns = (b->end + PAIRED_KEYS - 1) / PAIRED_KEYS - first;
-        if (b->begin == b->end) continue;
-        const float *weights = u->scratch->scores + b->row * TILE + first * REGISTER_ROWS;
-        const float *values = u->scratch->v + (int64_t)first * REGISTER_ROWS * u->padded;
-        float *mixed = state->mixed + (int64_t)b->row * u->padded;
-        for (int column = 0; column < u->padded; column += 2 * LANES) {
-            const int wide = column + LANES < u->padded;
-            if (tall && wide) {
-                mix_block(u, weights, values + column, u->padded, mixed + column, turns, 1, 1);
-            } else {
-                mix_block(u, weights, values + column, u->padded, mixed + column, turns, tall, wide);
-            }
+    }
+    soften(u, tile_begin, b, 1, state);
+    mix_values(u, b, state->mixed);
+}
+
+/* The same of up to 16 rows with the keys in their pages. */
+FN void attend_pages(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, const struct row_block *b, struct row_state *state) {
+    score_pages(u);
+    read_ahead(u, 8);
+    soften(u, tile_begin, b, 1, state);
+    read_ahead(u, 8);
+    copy_edges(u, tile_begin, begin, end);
+    pack_values(u);
+    complete_pairs(u);
+    mix_values(u, b, state->mixed);
+}
+
+/* All tiles are packed, into the second-level cache; then one block of rows after the other reads them, and what it keeps from tile to tile, and
+ * its scores, stay in the first-level cache. */
+FN void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state) {
+    struct row_block blocks[SPLIT_TILES][MAX_BLOCKS];
+    const int64_t first = begin / TILE, k_floats = (int64_t)TILE * u->steps, v_floats = (int64_t)TILE / 2 * u->padded;
+    const int tiles = (int)((end + TILE - 1) / TILE - first), stay = pages_stay(u);
+    u->k = u->scratch->k;
+    u->v = u->scratch->v;
+    for (int i = 0; i < tiles; i++) {
+        const int64_t tile = (first + i) * TILE, low = tile > begin ? tile : begin, high = tile + TILE < end ? tile + TILE : end;
+        begin_tile(u, tile, low, high, blocks[i]);
+        if (stay) {
+            attend_pages(u, tile, low, high, blocks[i], state);
+        } else {
+            pack_tile(u, tile, low, high);
+            complete_pairs(u);
+            u->k += k_floats;
+            u->v += v_floats;
         }
+    }
+    if (stay) return;
+    for (int block = 0; block < u->blocks; block++) {
+        u->k = u->scratch->k;
+        u->v = u->scratch->v;
+        for (int i = 0; i < tiles; i++, u->k += k_floats, u->v += v_floats)
+            if (blocks[i][block].begin < blocks[i][block].end) attend_block(u, (first + i) * TILE, &blocks[i][block], state);
     }
 }

@@ -71,6 +71,7 @@ struct unit {
     int steps;                          /* of a product over head_dim: elements, or pairs of them */
     int runs_begin, runs_end;           /* of the tile, that hold a key */
     const char *k_runs[RUNS], *v_runs[RUNS];
+    float *k, *v;                       /* the tile's keys and values, packed */
 };
 
 FN struct run_cursor run_cursor_at(const struct unit *u, int64_t row, int64_t head, int64_t position) {
@@ -186,7 +187,7 @@ FN void copy_edges(struct unit *u, int64_t tile_begin, int64_t begin, int64_t en
     if (last > first) copy_values(u, tile_begin, last, begin, end, u->scratch->edges[1]);
 }
 
-/* scratch->k: [16 keys][step][key]; a step is an element, or a pair of bfloat16 in 32 bits. Written front to back: lines
+/* u->k: [16 keys][step][key]; a step is an element, or a pair of bfloat16 in 32 bits. Written front to back: lines
  * of 256 bytes' distance, which are not in the first-level cache, took three times as long. */
 FN void pack_keys(struct unit *u) {
     int dtype = DOT_BF16 ? FLOAT32 : u->dtype; /* a pair moves as one float32 would */
@@ -194,7 +195,7 @@ FN void pack_keys(struct unit *u) {
     int64_t step_bytes = DOT_BF16 ? 4 : u->element_bytes, token_bytes = (int64_t)u->dim * u->element_bytes;
     for (int r = u->runs_begin; r < u->runs_end; r += 2) {
         read_values_ahead(u, 2 * run_lines(u));
-        float *vector = u->scratch->k + (int64_t)r * RUN * u->steps;
+        float *vector = u->k + (int64_t)r * RUN * u->steps;
         for (int step = 0; step < u->steps; step += LANES) {
             int count = token_steps - step < LANES ? token_steps - step : LANES;
             v16 rows[LANES];
@@ -225,7 +226,7 @@ enum { RUN_STEPS = RUN / 2 };
 /* [step][padded]: pairs of two tokens' elements. */
 FN const float *packed_values(struct unit *u, int r) {
     const __m512i low = FIRST_PAIRS, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    float *packed = u->scratch->v + (int64_t)r * RUN_STEPS * u->padded;
+    float *packed = u->v + (int64_t)r * RUN_STEPS * u->padded;
     for (int pair = 0; pair < RUN_STEPS; pair++) {
         if (MATRIX_REGISTERS) {
             read_ahead(u, 2);
@@ -252,7 +253,7 @@ enum { RUN_STEPS = RUN };
 /* [step][padded]: a token's elements in float32; the page itself where it has that form. */
 FN const float *packed_values(struct unit *u, int r) {
     if (u->dtype == FLOAT32 && u->dim == u->padded) return (const float *)u->v_runs[r];
-    float *packed = u->scratch->v + (int64_t)r * RUN_STEPS * u->padded;
+    float *packed = u->v + (int64_t)r * RUN_STEPS * u->padded;
     for (int i = 0; i < RUN; i++) {
         const char *token = u->v_runs[r] + (int64_t)i * u->dim * u->element_bytes;
         for (int column = 0; column < u->dim; column += LANES) {
@@ -266,6 +267,9 @@ FN const float *packed_values(struct unit *u, int r) {
 
 FN v16 dot(v16 a, v16 b, v16 c) { return v_fma(a, b, c); }
 #endif
+
+/* Scores of the unit's row, then its weights: with matrix registers of one block after the other. */
+FN float *scores_of(const struct unit *u, int row) { return u->scratch->scores + (MATRIX_REGISTERS ? row % BLOCK_ROWS : row) * TILE; }
 
 /* Whether a tile serves one block of rows: packed for it alone, keys and values would cost more than they save. */
 FN int pages_stay(const struct unit *u) {
@@ -317,7 +321,7 @@ FN float top_score(const struct unit *u, int64_t tile_begin, const struct row_bl
     int64_t seen_begin = c->plan.key_begin[token] - tile_begin, seen_end = c->plan.key_end[token] - tile_begin;
     const v16 hidden = v_set1(-__builtin_inff());
     const int is_late = scales_late(c);
-    float *scores = u->scratch->scores + row * TILE;
+    float *scores = scores_of(u, row);
     v16 top = hidden;
     for (int key = block->begin; key < block->end; key += LANES) {
         v16 x = v_load(scores + key);
@@ -355,7 +359,7 @@ FN v16 add_pairs(v16 total, v16 pairs) {
  * With DOT_BF16 the weights are pairs of bfloat16 in the first half of the row. */
 FN v16 weigh(const struct unit *u, const struct row_block *block, int row, v16 base, v16 total) {
     const v16 factor = v_set1(late_factor(u->call));
-    float *scores = u->scratch->scores + row * TILE;
+    float *scores = scores_of(u, row);
 #if DOT_BF16
     const v16 minus_base = v_sub(v_set1(0.0f), base);
     for (int key = block->begin / 32 * 32; key < block->end; key += 32) {
@@ -398,36 +402,31 @@ FN void soften(const struct unit *u, int64_t tile_begin, const struct row_block 
         }
 }
 
+/* From here on the tile is this one: where its keys lie, and which of them each block sees. */
+FN void begin_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, struct row_block *blocks) {
+    locate_runs(u, tile_begin, begin, end);
+    divide_rows(u, tile_begin, blocks);
+}
+
+FN void pack_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end) {
+    pack_keys(u);
+    copy_edges(u, tile_begin, begin, end);
+    pack_values(u);
+}
+
+/* Add keys of one split to a state. */
+FN void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state);
+
 #if MATRIX_REGISTERS
 #include "attention_matrix.h"
 #else
 #include "attention_vectors.h"
 #endif
 
-FN void attend_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, struct row_state *state) {
-    struct row_block blocks[MAX_BLOCKS];
-    locate_runs(u, tile_begin, begin, end);
-    divide_rows(u, tile_begin, blocks);
-    if (!pages_stay(u)) {
-        pack_keys(u);
-        copy_edges(u, tile_begin, begin, end);
-        pack_values(u);
-    }
-    attend_blocks(u, tile_begin, begin, end, blocks, state);
-}
-
 FN void clear(const struct unit *u, struct row_state *state) {
     for (int row = 0; row < MAX_ROWS; row++) state->top[row] = -__builtin_inff();
     memset(state->total, 0, sizeof(float) * LANES * u->rows);
     memset(state->mixed, 0, sizeof(float) * u->padded * u->rows);
-}
-
-/* Keys of one split, from a state that has those before them. */
-FN void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state) {
-    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
-        int64_t low = tile > begin ? tile : begin, high = tile + TILE < end ? tile + TILE : end;
-        attend_tile(u, tile, low, high, state);
-    }
 }
 
 /* Add one split's result for one row. */
@@ -464,15 +463,20 @@ FN void finish(const struct unit *u, struct row_state *state) {
             v_store(lane, v_exp2(v_set1(sink - base)));
             total = total * factor + lane[0];
         }
-        char *out = (char *)c->out + (token * c->heads + head) * u->dim * u->element_bytes;
+        char *out = (char *)c->out + (token * c->out_token_stride + head * u->dim) * u->element_bytes;
+        const float *mixed = state->mixed + row * u->padded;
+        int column = 0;
 #if DOT_BF16
-        factor /= total; /* 16 divisions cost as much as 16 columns' products with their values */
+        factor = total == 0.0f ? 0.0f : factor / total; /* 16 divisions cost as much as 16 columns' products with their values */
+        for (; column + 2 * LANES <= u->dim; column += 2 * LANES) {
+            v16 low = v_mul(v_load(mixed + column), v_set1(factor)), high = v_mul(v_load(mixed + column + LANES), v_set1(factor));
+            _mm512_storeu_si512(out + (int64_t)column * 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
 #endif
-        for (int column = 0; column < u->dim; column += LANES) {
+        for (; column < u->dim; column += LANES) {
             int count = u->dim - column < LANES ? u->dim - column : LANES;
-            v16 x = v_mul(v_load(state->mixed + row * u->padded + column), v_set1(factor));
-            if (!DOT_BF16) x = v_div(x, v_set1(total));
-            if (total == 0.0f) x = v_set1(0.0f);
+            v16 x = v_mul(v_load(mixed + column), v_set1(factor));
+            if (!DOT_BF16) x = total == 0.0f ? v_set1(0.0f) : v_div(x, v_set1(total));
             v_store_elements(out + (int64_t)column * u->element_bytes, u->dtype, count, x);
         }
     }

@@ -146,13 +146,13 @@ FN void score_tile(struct unit *u, const struct row_block *blocks) {
             const float *q = u->scratch->q + (int64_t)b->row * u->steps;
             float *scores = u->scratch->scores + b->row * TILE;
             if (vectors > 1 && end - key == width) {
-#define CALL(n) score_block(n, vectors, q, u->scratch->k + (int64_t)key * u->steps, u->steps, scores + key)
+#define CALL(n) score_block(n, vectors, q, u->k + (int64_t)key * u->steps, u->steps, scores + key)
                 WITH_CONSTANT_ROWS(b->rows, CALL)
 #undef CALL
                 continue;
             }
             for (; key < end; key += LANES) {
-#define CALL(n) score_block(n, 1, q, u->scratch->k + (int64_t)key * u->steps, u->steps, scores + key)
+#define CALL(n) score_block(n, 1, q, u->k + (int64_t)key * u->steps, u->steps, scores + key)
                 WITH_CONSTANT_ROWS(b->rows, CALL)
 #undef CALL
             }
@@ -187,9 +187,17 @@ FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
     }
 }
 
-FN void attend_blocks(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, const struct row_block *blocks, struct row_state *state) {
-    score_tile(u, blocks);
-    soften(u, tile_begin, blocks, u->blocks, state);
-    if (pages_stay(u)) copy_edges(u, tile_begin, begin, end);
-    mix_tile(u, blocks, state->mixed);
+FN void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state) {
+    struct row_block blocks[MAX_BLOCKS];
+    u->k = u->scratch->k;
+    u->v = u->scratch->v;
+    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
+        int64_t low = tile > begin ? tile : begin, high = tile + TILE < end ? tile + TILE : end;
+        begin_tile(u, tile, low, high, blocks);
+        if (!pages_stay(u)) pack_tile(u, tile, low, high);
+        score_tile(u, blocks);
+        soften(u, tile, blocks, u->blocks, state);
+        if (pages_stay(u)) copy_edges(u, tile, low, high);
+        mix_tile(u, blocks, state->mixed);
+    }
 }

@@ -148,6 +148,18 @@ def test_a_decoded_token_has_the_bits_of_a_prefilled_one(dtype, options):
         assert torch.equal(decoded[1], whole[20 + step])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_how_many_rows_a_unit_has_changes_no_bit(monkeypatch, dtype):
+    batch = Batch([(80, 1200), (70, 90), (1, 600)], 8, 2, 64, 32, dtype)
+    for isa, options in itertools.product(available_isas(), ({}, dict(window=300))):
+        results = []
+        for rows in (32, 128, cpu_attention_native.MAX_ROWS):
+            monkeypatch.setattr(cpu_attention_native, "_most_rows", lambda *_, rows=rows: rows)
+            results.append(batch.run(isa=isa, **options))
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
 def share_prefixes(batch, shared):
     """Each row's first blocks become those of the row before it, as many as `shared` says."""
     for row, count in enumerate(shared, 1):
