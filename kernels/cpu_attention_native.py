@@ -3,8 +3,8 @@
 The mathematics, the layout and why a row's bits do not depend on the batch are in `native/attention_tile.h`; how the
 work is cut, in `attention_tiles.py`.
 
-Bytes: K and V once for each query tile, those of a trunk once for all its branches. Scratch: about 7.5 KiB a thread
-and element of head_dim.
+Bytes: K and V once for each query tile, those of a trunk once for all its branches. Scratch: 200 KiB a thread,
+and 7 KiB for each element of head_dim.
 """
 
 from __future__ import annotations
@@ -178,9 +178,10 @@ def fits(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> b
     )
 
 
-def workspace_bytes(num_threads: int) -> int:
+def workspace_bytes(num_threads: int, head_dim: int) -> int:
     """Most bytes that one layer's attention works in, beyond what it is given. The library must be there."""
-    return num_threads * native_library.load().scratch_bytes + MAX_PARTIAL_BYTES
+    scratch_bytes = native_library.load().functions.quire_scratch_bytes(head_dim)
+    return num_threads * scratch_bytes + MAX_PARTIAL_BYTES
 
 
 def plan(
@@ -225,6 +226,7 @@ def plan(
         tiles, tokens = with_trunks(tiles, trunks)
         key_begin, key_end = key_begin[tokens], key_end[tokens]
     row_floats = library.functions.quire_partial_floats(head_dim)
+    scratch_bytes = library.functions.quire_scratch_bytes(head_dim)
     units, num_partials = work_units(
         tiles, num_heads, kv_heads, wanted_items, MAX_PARTIAL_BYTES // (4 * row_floats)
     )
@@ -237,7 +239,7 @@ def plan(
         units=units,
         partials=np.empty((num_partials, row_floats), np.float32),
         missing=np.empty(len(tiles) * kv_heads, np.int32),
-        scratch=np.empty((num_threads, library.scratch_bytes + 64), np.uint8),
+        scratch=np.empty((num_threads, scratch_bytes + 64), np.uint8),
         cache_shape=k_cache.shape,
         num_heads=num_heads,
         num_threads=num_threads,

@@ -31,7 +31,6 @@ class NativeLibrary:
     functions: ctypes.CDLL
     best_isa: int  # index into `ISAS`, of this processor
     parallel: int | None  # address of GOMP_parallel; None: one thread
-    scratch_bytes: int  # of one thread
 
     def isa(self, name: str | None) -> int:
         """Index of one of `ISAS`; of the best where None.
@@ -67,6 +66,7 @@ def load() -> NativeLibrary | None:
         )
     functions.quire_best_isa.restype = ctypes.c_int64
     functions.quire_scratch_bytes.restype = ctypes.c_int64
+    functions.quire_scratch_bytes.argtypes = [ctypes.c_int64]
     functions.quire_call_bytes.restype = ctypes.c_int64
     functions.quire_partial_floats.restype = ctypes.c_int64
     functions.quire_partial_floats.argtypes = [ctypes.c_int64]
@@ -114,9 +114,7 @@ def load() -> NativeLibrary | None:
         ctypes.c_int64,
         ctypes.c_int64,
     ]
-    return NativeLibrary(
-        functions, functions.quire_best_isa(), _gomp_parallel(), functions.quire_scratch_bytes()
-    )
+    return NativeLibrary(functions, functions.quire_best_isa(), _gomp_parallel())
 
 
 def _gomp_parallel() -> int | None:

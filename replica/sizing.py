@@ -402,7 +402,8 @@ def native_attention_bytes(
         shape = (spec.num_heads, group.num_kv_heads, group.head_dim, block_size)
         if not cpu_attention_native.fits(*shape):
             return None
-    return cpu_attention_native.workspace_bytes(num_threads)
+    widest = max(group.head_dim for group in spec.groups)
+    return cpu_attention_native.workspace_bytes(num_threads, widest)
 
 
 def _num_host_blocks(args: EngineArgs, device: str, block: int, host_available: int) -> int:

@@ -34,7 +34,10 @@ int64_t quire_best_isa(void) {
 #endif
 }
 
-int64_t quire_scratch_bytes(void) { return sizeof(struct scratch); }
+int64_t quire_scratch_bytes(int64_t head_dim) {
+    struct scratch scratch;
+    return place_scratch(&scratch, NULL, head_dim);
+}
 
 int64_t quire_call_bytes(void) { return sizeof(struct attention_call); }
 

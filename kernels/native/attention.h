@@ -6,6 +6,7 @@
 #ifndef QUIRE_ATTENTION_H
 #define QUIRE_ATTENTION_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "team.h"
@@ -96,21 +97,40 @@ static inline int64_t row_floats(int64_t head_dim) { return 2 * LANES + padded_d
 /* A split's, and the splits' before it together; the same of a trunk. */
 enum state { PART = 0, WHOLE = 1, TRUNK_PART = 2, TRUNK_WHOLE = 3, NUM_STATES = 4 };
 
-/* Per-thread memory. Keys and values are those of a tile, which may be float32, or of a split in bfloat16. */
+/* Where a thread's memory is, by head size. Keys and values are those of a tile, which may be float32, or of a split in bfloat16. */
 struct scratch {
-    float k[MAX_HEAD_DIM / 2 * SPLIT];
-    float v[MAX_HEAD_DIM / 2 * SPLIT];
-    float q[MAX_HEAD_DIM * MAX_ROWS];
-    float zeros[MAX_HEAD_DIM * RUN];
-    float edges[2][MAX_HEAD_DIM * RUN]; /* values of the first and the last run, where only part of it is seen */
-    float scores[MAX_ROWS * TILE]; /* of a tile, then its weights */
-    float factors[MAX_ROWS];
-    struct {
-        float mixed[MAX_HEAD_DIM * MAX_ROWS];
-        float total[LANES * MAX_ROWS];
-        float top[MAX_ROWS];
-    } states[NUM_STATES];
+    float *k, *v;      /* [padded / 2, SPLIT] */
+    float *q;          /* [MAX_ROWS, padded] */
+    float *zeros;      /* [RUN, padded] */
+    float *edges[2];   /* [RUN, padded] values of the first and the last run, where only part of it is seen */
+    float *scores;     /* [MAX_ROWS, TILE] of a tile, then its weights */
+    float *factors;    /* [MAX_ROWS] */
+    struct row_state states[NUM_STATES];
 };
+
+/* Lay it out, where there is memory; returns its bytes. A pair of a key's elements is a step, and matrix registers take 16 at a time. */
+static inline int64_t place_scratch(struct scratch *s, char *memory, int64_t head_dim) {
+    const int64_t padded = padded_dim(head_dim), steps = padded_dim((head_dim + 1) / 2), half = padded / 2 > steps ? padded / 2 : steps;
+    int64_t bytes = 0;
+#define TAKE(place, floats) \
+    place = memory ? (float *)(memory + bytes) : NULL; \
+    bytes += (floats) * (int64_t)sizeof(float);
+    TAKE(s->k, half * SPLIT)
+    TAKE(s->v, half * SPLIT)
+    TAKE(s->q, MAX_ROWS * padded)
+    TAKE(s->zeros, RUN * padded)
+    TAKE(s->edges[0], RUN * padded)
+    TAKE(s->edges[1], RUN * padded)
+    TAKE(s->scores, MAX_ROWS * TILE)
+    TAKE(s->factors, MAX_ROWS)
+    for (int i = 0; i < NUM_STATES; i++) {
+        TAKE(s->states[i].mixed, MAX_ROWS * padded)
+        TAKE(s->states[i].total, MAX_ROWS * LANES)
+        TAKE(s->states[i].top, MAX_ROWS)
+    }
+#undef TAKE
+    return bytes;
+}
 
 /* Set the counters and choose the worker of `isa`, which is at most `quire_best_isa()`. */
 void quire_attention_job(struct job *job, struct attention_call *call, int64_t isa, int64_t num_threads);

@@ -60,7 +60,7 @@ struct read_ahead {
 
 struct unit {
     const struct attention_call *call;
-    struct scratch *scratch;
+    const struct scratch *scratch;
     struct read_ahead ahead;
     const struct query_tile *tile;
     int64_t head;                       /* of the KV heads */
@@ -507,7 +507,7 @@ FN void load_partial(const struct unit *u, int64_t split, struct row_state *stat
 }
 
 FN struct row_state state_of(const struct unit *u, enum state number) {
-    return (struct row_state){u->scratch->states[number].top, u->scratch->states[number].total, u->scratch->states[number].mixed};
+    return u->scratch->states[number];
 }
 
 /* An item's keys, from its begin. The first split is summed into `whole`, each other one into `part`, which joins it where the split
@@ -611,7 +611,9 @@ TARGETED int64_t WORKER(void *argument) {
     struct unit u = {.call = call};
     struct member member = team_join(call->team);
     int64_t done = 0;
-    u.scratch = (struct scratch *)(call->plan.scratch + member.thread * call->plan.scratch_stride);
+    struct scratch scratch;
+    place_scratch(&scratch, call->plan.scratch + member.thread * call->plan.scratch_stride, call->head_dim);
+    u.scratch = &scratch;
     u.group = (int)(call->heads / call->kv_heads);
     u.dim = (int)call->head_dim;
     u.padded = (int)padded_dim(call->head_dim);

@@ -121,7 +121,7 @@ def test_native_attention_takes_the_threads_tiles_and_splits_and_no_more():
         torch.set_num_threads(before)
     assert len(plan.partials), "a case that splits"
     used = plan.scratch.nbytes + plan.partials.nbytes
-    assert used <= cpu_attention_native.workspace_bytes(4) + 4 * 64
+    assert used <= cpu_attention_native.workspace_bytes(4, 256) + 4 * 64
 
 
 @pytest.mark.parametrize(
