@@ -16,7 +16,7 @@ enum {
     CHUNK = 128,        /* steps that are summed before they join the total: 32 KiB of weights */
     MAX_UNIT_ROWS = 128,
     MAX_TALL_UNIT_ROWS = 256, /* where matrix registers multiply, which are done with 128 before the next chunk is there */
-    TALL_UNIT_STEPS = 512,    /* of so deep rows, 512 KiB of x: more of it leaves the second-level cache before the next panel comes */
+    TALL_UNIT_STEPS = 512,    /* up to this depth, where 256 rows are 512 KiB: more of x leaves the second-level cache before the next panel comes */
 };
 
 struct linear_call {
