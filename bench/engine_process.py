@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -95,6 +95,17 @@ class EngineSpec:
             "options": dict(self.options),
             "env": {name: value for name, value in self.env.items() if "/" not in value},
         }
+
+
+def wait_until_idle(used_s: Callable[[], float], most_s: float) -> float:
+    """Until whoever has used so many seconds of CPU uses no more, at most so long; returns the seconds it took."""
+    began, now_s = time.perf_counter(), used_s()
+    while time.perf_counter() - began < most_s:
+        time.sleep(_SETTLE_PERIOD_S)
+        before_s, now_s = now_s, used_s()
+        if now_s - before_s < _IDLE_CORES * _SETTLE_PERIOD_S:
+            break
+    return time.perf_counter() - began
 
 
 class EngineProcess:
@@ -188,13 +199,7 @@ class EngineProcess:
     def settle(self, most_s: float) -> None:
         """Let the engine end what it does in the background once it is ready: wait until it uses no CPU any more, at
         most so long. `startup` then has that time."""
-        began, used_s = time.perf_counter(), self.usage().cpu_s
-        while time.perf_counter() - began < most_s:
-            time.sleep(_SETTLE_PERIOD_S)
-            before_s, used_s = used_s, self.usage().cpu_s
-            if used_s - before_s < _IDLE_CORES * _SETTLE_PERIOD_S:
-                break
-        self.startup["settled_s"] = time.perf_counter() - began
+        self.startup["settled_s"] = wait_until_idle(lambda: self.usage().cpu_s, most_s)
 
     def stop(self) -> None:
         """Use no CPU until the next `awake`."""

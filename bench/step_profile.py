@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 
 from quire.bench import report
+from quire.bench.engine_process import wait_until_idle
 from quire.bench.workloads import WORKLOADS, Workload, batches
 from quire.protos.wire import SamplingParams
 from quire.replica import step_sampler
@@ -217,16 +218,6 @@ def measure(engine: Engine, workload: Workload) -> dict[str, Any]:
     return found
 
 
-def settle(most_s: float = 60.0) -> None:
-    """Wait until this process uses no processor: an idle engine backs its cache with memory."""
-    end, used = time.perf_counter() + most_s, time.process_time()
-    while time.perf_counter() < end:
-        time.sleep(1.0)
-        before, used = used, time.process_time()
-        if used - before < 0.05:
-            return
-
-
 def print_tables(name: str, found: dict[str, Any]) -> None:
     """What a person reads."""
     print(f"\n{name}: {found['seconds']:.2f} s ({found['seconds_with_recorder']:.2f} s recorded)")
@@ -271,7 +262,7 @@ def main() -> None:
     profiles = {}
     with Engine(**shape) as engine:
         run(engine, Workload("warm-up", 8, 0, 128, 4), 0)
-        settle()
+        wait_until_idle(time.process_time, most_s=60.0)  # it backs its cache with memory
         for workload in chosen:
             profiles[workload.name] = measure(engine, workload)
             print_tables(workload.name, profiles[workload.name])
