@@ -238,6 +238,18 @@ def workspace_columns(
     return 2 * hidden + q + inside + 4 * _GAP
 
 
+class _Strides(NamedTuple):
+    """Bytes between the rows of what a layer reads, writes and keeps in the workspace."""
+
+    hidden: int  # what goes in and comes out
+    normed: int  # and what is between attention and MLP
+    q: int
+    qkv: int
+    attended: int
+    gate_up: int
+    inner: int
+
+
 class LayerSequence:
     """A layer, prepared, to be run by a `LayerStack`. It keeps its parts alive, and of a step nothing.
 
@@ -254,12 +266,10 @@ class LayerSequence:
         heads, dtype = parts.num_heads, parts.qkv.weight.dtype
         hidden, inner = parts.qkv.weight.depth, parts.down.weight.depth
         self._hidden, self._dtype, self._q_shape = hidden, dtype, (heads, head_dim)
-        # Bytes of a token: hidden states, q, q with k and v, the MLP's inside.
-        self._token_bytes = [
-            columns * dtype.itemsize
-            for columns in (hidden, heads * head_dim, parts.qkv.weight.columns, inner)
-        ]
-        self._gap = _GAP * dtype.itemsize
+        q = heads * head_dim
+        columns = hidden, hidden + _GAP, q, parts.qkv.weight.columns + _GAP, q + _GAP
+        columns += 2 * inner + _GAP, inner + _GAP
+        self._strides = _Strides(*(count * dtype.itemsize for count in columns))
         q_norm, k_norm = (None, None) if parts.head_norms is None else parts.head_norms
         self._sinks = None if parts.sinks is None else parts.sinks.detach().float().contiguous()
 
@@ -305,21 +315,22 @@ class LayerSequence:
         self._address = 0
 
     def _set_strides(self) -> None:
-        hidden, q, qkv, inner = self._token_bytes
-        apart, attended, gate_up = hidden + self._gap, q + self._gap, 2 * inner + self._gap
-        self._attention_norm.x_stride, self._attention_norm.out_stride = hidden, apart
-        self._qkv.x_stride, self._qkv.out_stride = apart, qkv + self._gap
-        self._rotate.qkv_stride = qkv + self._gap
+        strides = self._strides
+        for call, x, out in (
+            (self._attention_norm, strides.hidden, strides.normed),
+            (self._qkv, strides.normed, strides.qkv),
+            (self._output, strides.attended, strides.normed),
+            (self._mlp_norm, strides.normed, strides.normed),
+            (self._gate_up, strides.normed, strides.gate_up),
+            (self._gated, strides.gate_up, strides.inner),
+            (self._down, strides.inner, strides.hidden),
+        ):
+            call.x_stride, call.out_stride = x, out
+        self._output.residual_stride, self._down.residual_stride = strides.hidden, strides.normed
+        self._rotate.qkv_stride = strides.qkv
         heads, head_dim = self._q_shape
         self._attention.q_token_stride, self._attention.q_head_stride = heads * head_dim, head_dim
-        self._attention.out_token_stride = attended // self._dtype.itemsize
-        self._output.x_stride, self._output.out_stride = attended, apart
-        self._output.residual_stride = hidden
-        self._mlp_norm.x_stride = self._mlp_norm.out_stride = apart
-        self._gate_up.x_stride, self._gate_up.out_stride = apart, gate_up
-        self._gated.x_stride, self._gated.out_stride = gate_up, inner + self._gap
-        self._down.x_stride, self._down.out_stride = inner + self._gap, hidden
-        self._down.residual_stride = apart
+        self._attention.out_token_stride = strides.attended // self._dtype.itemsize
 
     @property
     def layer(self) -> _Layer:
@@ -343,7 +354,7 @@ class LayerSequence:
 
         Their widths too: they are placed before any runs, so none may make the workspace grow after another's place.
         """
-        return (*self._token_bytes, self._dtype, self._q_shape, self._parts.k_cache.shape)
+        return (*self._strides, self._dtype, self._q_shape, self._parts.k_cache.shape)
 
     def check(self, x: torch.Tensor, step: LayerStep) -> None:
         """Raise ValueError where x or the step do not fit."""
@@ -419,7 +430,7 @@ class LayerSequence:
     def queries(self, workspace: Workspace) -> torch.Tensor:
         """q of the last call, normed and rotated: [tokens, heads, head_dim] view of the workspace it was given."""
         begin = self._rotate.q_out - workspace.memory.data_ptr()
-        size = self._num_tokens * self._token_bytes[1]
+        size = self._num_tokens * self._strides.q
         q = workspace.memory[begin : begin + size].view(self._dtype)
         return q.view(self._num_tokens, *self._q_shape)
 
@@ -427,23 +438,21 @@ class LayerSequence:
         """Point the calls to the workspace; nothing to do while steps have the same number of tokens."""
         if num_tokens == self._num_tokens and workspace.reserve(self._num_bytes) == self._address:
             return
-        hidden, q, qkv, inner = self._token_bytes
-        apart, attended, mixed_bytes, gate_up_bytes, inner_bytes = (
-            _aligned(num_tokens * (size + self._gap)) for size in (hidden, q, qkv, 2 * inner, inner)
+        _, normed_bytes, q, qkv, attended, gate_up_bytes, inner = (
+            _aligned(num_tokens * stride) for stride in self._strides
         )
-        q_bytes = _aligned(num_tokens * q)
-        num_bytes = 2 * apart + q_bytes + max(mixed_bytes + attended, gate_up_bytes + inner_bytes)
+        num_bytes = 2 * normed_bytes + q + max(qkv + attended, gate_up_bytes + inner)
         address = workspace.reserve(num_bytes)
         self._num_bytes, self._address = num_bytes, address
         self._set_tokens(num_tokens)
-        normed, middle = address, address + apart
-        queries = middle + apart
-        mixed = gate_up = queries + q_bytes
+        normed, middle = address, address + normed_bytes
+        queries = middle + normed_bytes
+        mixed = gate_up = queries + q
         self._attention_norm.out = self._mlp_norm.out = normed
         self._qkv.x = self._gate_up.x = normed
         self._qkv.out = self._rotate.qkv = mixed
         self._rotate.q_out = self._attention.q = queries
-        self._attention.out = self._output.x = mixed + mixed_bytes
+        self._attention.out = self._output.x = mixed + qkv
         self._output.out = self._mlp_norm.x = self._down.residual = middle
         self._gate_up.out = self._gated.x = gate_up
         self._gated.out = self._down.x = gate_up + gate_up_bytes
