@@ -160,6 +160,21 @@ def test_how_many_rows_a_unit_has_changes_no_bit(monkeypatch, dtype):
         assert torch.equal(results[0], results[2])
 
 
+def test_tiles_are_tall_only_where_every_thread_still_has_enough(monkeypatch):
+    batch = Batch([(80, 200)], 8, 2, 64, 32, torch.bfloat16)  # 320 rows of each KV head
+    monkeypatch.setattr(
+        cpu_attention_native, "_most_rows", lambda *_: cpu_attention_native.MAX_ROWS
+    )
+
+    def tokens(threads):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        plan = plan_attention(batch.cu_q, batch.kv_len, batch.tables, batch.k, 8, backend="native")
+        return plan.tiles[:, 1].tolist()
+
+    assert tokens(threads=1) == [64, 16]
+    assert tokens(threads=2) == [32, 32, 16]  # two tiles of two KV heads are fewer than 4 a thread
+
+
 def share_prefixes(batch, shared):
     """Each row's first blocks become those of the row before it, as many as `shared` says."""
     for row, count in enumerate(shared, 1):
