@@ -9,6 +9,7 @@
 #define DOT_BF16 1
 #define MATRIX_REGISTERS 1
 #define BLOCK_ROWS 32
+#define PAGE_VECTORS(rows) 2
 #define AHEAD_LEVEL 2
 
 #include "simd_avx512.h"

@@ -11,6 +11,7 @@
 #define MATRIX_REGISTERS 0
 #define AHEAD_LEVEL 3
 #define MAX_VECTORS 1
+#define PAGE_VECTORS(rows) ((rows) < 3 ? 2 : 1)
 
 #include "simd_avx2.h"
 

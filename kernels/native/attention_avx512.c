@@ -11,6 +11,7 @@
 #define MATRIX_REGISTERS 0
 #define AHEAD_LEVEL 3
 #define MAX_VECTORS 4
+#define PAGE_VECTORS(rows) 4
 
 #include "simd_avx512.h"
 

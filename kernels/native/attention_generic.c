@@ -10,6 +10,7 @@
 #define MATRIX_REGISTERS 0
 #define AHEAD_LEVEL 3
 #define MAX_VECTORS 1
+#define PAGE_VECTORS(rows) 1
 
 #include "simd_generic.h"
 

@@ -214,7 +214,7 @@ FN void attend_pages(struct unit *u, int64_t tile_begin, int64_t begin, int64_t 
 
 /* All tiles are packed, into the second-level cache; then one block of rows after the other reads them, and what it keeps from tile to tile, and
  * its scores, stay in the first-level cache. */
-FN void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state) {
+SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state) {
     struct row_block blocks[SPLIT_TILES][MAX_BLOCKS];
     const int64_t first = begin / TILE, k_floats = (int64_t)TILE * u->steps, v_floats = (int64_t)TILE / 2 * u->padded;
     const int tiles = (int)((end + TILE - 1) / TILE - first), stay = pages_stay(u);

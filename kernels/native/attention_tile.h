@@ -19,12 +19,15 @@
  * The products are in attention_vectors.h or, with MATRIX_REGISTERS, in attention_matrix.h.
  *
  * The includer defines FN, WORKER and EXP2 (the functions' names), DOT_BF16, MATRIX_REGISTERS, the rows of a block BLOCK_ROWS (in
- * vector registers at most 6) and there MAX_VECTORS (of 16 columns: 1 or 4), the cache AHEAD_LEVEL that is prefetched to (3: the first,
- * 2: the second), and has included its simd_*.h.
+ * vector registers at most 6) and there MAX_VECTORS (of 16 columns: 1 or 4), PAGE_VECTORS(rows), as many where values stay in
+ * their pages, the cache AHEAD_LEVEL that is prefetched to (3: the first, 2: the second), and has included its simd_*.h.
  */
 #include <string.h>
 
 #include "attention_math.h"
+
+/* A function of its own: inlined wherever they are called, a few were most of what there is to compile. */
+#define SHARED TARGETED static __attribute__((noinline))
 
 enum { RUNS = TILE / RUN, MAX_BLOCKS = (MAX_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS };
 
@@ -187,32 +190,42 @@ FN void copy_edges(struct unit *u, int64_t tile_begin, int64_t begin, int64_t en
     if (last > first) copy_values(u, tile_begin, last, begin, end, u->scratch->edges[1]);
 }
 
-/* u->k: [16 keys][step][key]; a step is an element, or a pair of bfloat16 in 32 bits. Written front to back: lines
+/* Whether keys are turned two elements at a time, as one float32 would be: half the work. */
+FN int turns_pairs(const struct unit *u) { return DOT_BF16 || (u->dtype == BFLOAT16 && u->dim % LANES == 0); }
+
+/* 16 keys, from a run on, to [step][key]; a step is an element, or with DOT_BF16 a pair of bfloat16 in 32 bits. Written front to back: lines
  * of 256 bytes' distance, which are not in the first-level cache, took three times as long. */
+SHARED void pack_key_vector(const struct unit *u, int r, float *to) {
+    const int in_pairs = turns_pairs(u), is_widened = in_pairs && !DOT_BF16;
+    const int dtype = in_pairs ? FLOAT32 : u->dtype, token_steps = in_pairs ? u->dim / 2 : u->dim;
+    const int64_t step_bytes = in_pairs ? 4 : u->element_bytes, token_bytes = (int64_t)u->dim * u->element_bytes;
+    for (int step = 0; step < (DOT_BF16 ? u->steps : token_steps); step += LANES) {
+        int count = token_steps - step < LANES ? token_steps - step : LANES;
+        v16 rows[LANES];
+        for (int i = 0; i < RUN; i++) {
+            int64_t offset = i * token_bytes + step * step_bytes;
+            rows[i] = v_load_elements(u->k_runs[r] + offset, dtype, count);
+            rows[i + RUN] = v_load_elements(u->k_runs[r + 1] + offset, dtype, count);
+        }
+        v_transpose(rows);
+        if (is_widened) {
+            for (int i = 0; i < count; i++, to += 2 * LANES) {
+                v_store(to, v_bfloat_low(rows[i]));
+                v_store(to + LANES, v_bfloat_high(rows[i]));
+            }
+        } else if (count == LANES || MATRIX_REGISTERS) { /* they multiply 16 steps: zeros after the last */
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++, to += LANES) v_store(to, rows[i]);
+        } else {
+            for (int i = 0; i < count; i++, to += LANES) v_store(to, rows[i]);
+        }
+    }
+}
+
 FN void pack_keys(struct unit *u) {
-    int dtype = DOT_BF16 ? FLOAT32 : u->dtype; /* a pair moves as one float32 would */
-    int token_steps = DOT_BF16 ? u->dim / 2 : u->dim;
-    int64_t step_bytes = DOT_BF16 ? 4 : u->element_bytes, token_bytes = (int64_t)u->dim * u->element_bytes;
     for (int r = u->runs_begin; r < u->runs_end; r += 2) {
         read_values_ahead(u, 2 * run_lines(u));
-        float *vector = u->k + (int64_t)r * RUN * u->steps;
-        for (int step = 0; step < u->steps; step += LANES) {
-            int count = token_steps - step < LANES ? token_steps - step : LANES;
-            v16 rows[LANES];
-            for (int i = 0; i < RUN; i++) {
-                int64_t offset = i * token_bytes + step * step_bytes;
-                rows[i] = v_load_elements(u->k_runs[r] + offset, dtype, count);
-                rows[i + RUN] = v_load_elements(u->k_runs[r + 1] + offset, dtype, count);
-            }
-            v_transpose(rows);
-            float *to = vector + (int64_t)step * LANES;
-            if (count == LANES || MATRIX_REGISTERS) { /* they multiply 16 steps: zeros after the last */
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) v_store(to + i * LANES, rows[i]);
-            } else {
-                for (int i = 0; i < count; i++) v_store(to + i * LANES, rows[i]);
-            }
-        }
+        pack_key_vector(u, r, u->k + (int64_t)r * RUN * u->steps);
     }
 }
 
@@ -273,8 +286,8 @@ FN float *scores_of(const struct unit *u, int row) { return u->scratch->scores +
 
 /* Whether a tile serves one block of rows: packed for it alone, keys and values would cost more than they save. */
 FN int pages_stay(const struct unit *u) {
-    const int most_rows = MATRIX_REGISTERS ? LANES : BLOCK_ROWS, columns = MATRIX_REGISTERS ? 32 : 64;
-    return DOT_BF16 && u->rows <= most_rows && u->dim % columns == 0;
+    const int most_rows = MATRIX_REGISTERS ? LANES : BLOCK_ROWS;
+    return u->dtype == BFLOAT16 && u->rows <= most_rows && u->dim % (PAGE_VECTORS(u->rows) * LANES) == 0;
 }
 
 FN void pack_values(struct unit *u) {
@@ -415,7 +428,7 @@ FN void pack_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end
 }
 
 /* Add keys of one split to a state. */
-FN void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state);
+SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state);
 
 #if MATRIX_REGISTERS
 #include "attention_matrix.h"

@@ -92,34 +92,53 @@ FN void score_pages(int rows, struct unit *u) {
     }
 }
 
-/* What mix_block does, for 64 columns of all rows, with the values as they lie in their pages. */
-FN void mix_pages(int rows, struct unit *u, const struct row_block *block, float *all_mixed, int column) {
+/* Pairs of two tokens' elements; `vectors` is even. */
+FN void page_values(v16 *value, const uint16_t *token, int64_t dim, int vectors) {
     const __m512i low = FIRST_PAIRS, high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int j = 0; j < vectors; j += 2) {
+        __m512i even = _mm512_loadu_si512(token + j * LANES), odd = _mm512_loadu_si512(token + dim + j * LANES);
+        value[j] = (v16)_mm512_permutex2var_epi16(even, low, odd);
+        value[j + 1] = (v16)_mm512_permutex2var_epi16(even, high, odd);
+    }
+}
+#else
+/* The scores of all rows, 16 keys after the others: packed, they stay in the first-level cache. */
+FN void score_pages(int rows, struct unit *u) {
+    for (int r = u->runs_begin; r < u->runs_end; r += 2) {
+        read_values_ahead(u, 2 * run_lines(u));
+        pack_key_vector(u, r, u->k);
+        score_block(rows, 1, u->scratch->q, u->k, u->steps, u->scratch->scores + r * RUN);
+    }
+}
+
+FN void page_values(v16 *value, const uint16_t *token, int64_t dim, int vectors) {
+    (void)dim;
+    for (int j = 0; j < vectors; j++) value[j] = v_load_elements(token + j * LANES, BFLOAT16, LANES);
+}
+#endif
+
+/* What mix_block does, with the values as they lie in their pages. */
+FN void mix_pages(int rows, int vectors, struct unit *u, const struct row_block *block, float *all_mixed, int column) {
     const float *weights = u->scratch->scores, *factors = u->scratch->factors;
     float *mixed = all_mixed + column;
     v16 sums[BLOCK_ROWS][4];
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < 4; j++) sums[i][j] = v_mul(v_load(mixed + i * u->padded + j * LANES), v_set1(factors[i]));
+        for (int j = 0; j < vectors; j++) sums[i][j] = v_mul(v_load(mixed + i * u->padded + j * LANES), v_set1(factors[i]));
     for (int r = block->begin / RUN; r < block->end / RUN; r++) {
-        read_keys_ahead(u, 2 * RUN);
+        read_keys_ahead(u, run_lines(u) * vectors * LANES / u->dim);
         const uint16_t *token = (const uint16_t *)u->v_runs[r] + column;
-        for (int step = 0; step < RUN_STEPS; step++, token += 2 * u->dim) {
+        for (int step = 0; step < RUN_STEPS; step++, token += RUN / RUN_STEPS * u->dim) {
             v16 value[4];
-            for (int j = 0; j < 4; j += 2) {
-                __m512i even = _mm512_loadu_si512(token + j * LANES), odd = _mm512_loadu_si512(token + u->dim + j * LANES);
-                value[j] = (v16)_mm512_permutex2var_epi16(even, low, odd);
-                value[j + 1] = (v16)_mm512_permutex2var_epi16(even, high, odd);
-            }
+            page_values(value, token, u->dim, vectors);
             for (int i = 0; i < rows; i++) {
                 v16 weight = v_set1(weights[i * TILE + r * RUN_STEPS + step]);
-                for (int j = 0; j < 4; j++) sums[i][j] = dot(weight, value[j], sums[i][j]);
+                for (int j = 0; j < vectors; j++) sums[i][j] = dot(weight, value[j], sums[i][j]);
             }
         }
     }
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < 4; j++) v_store(mixed + i * u->padded + j * LANES, sums[i][j]);
+        for (int j = 0; j < vectors; j++) v_store(mixed + i * u->padded + j * LANES, sums[i][j]);
 }
-#endif
 
 /* The blocks above with their extents known to the compiler, so that the sums stay in registers. */
 #define CASE(n, call) \
@@ -131,14 +150,12 @@ FN void mix_pages(int rows, struct unit *u, const struct row_block *block, float
 
 /* Some keys after the others, each for all rows while they lie in the first-level cache. */
 FN void score_tile(struct unit *u, const struct row_block *blocks) {
-#if DOT_BF16
     if (pages_stay(u)) {
 #define CALL(n) score_pages(n, u)
         WITH_CONSTANT_ROWS(u->rows, CALL)
 #undef CALL
         return;
     }
-#endif
     const int vectors = MAX_VECTORS, width = vectors * LANES;
     for (int first = u->runs_begin * RUN / width * width; first < u->runs_end * RUN; first += width) {
         for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
@@ -162,19 +179,16 @@ FN void score_tile(struct unit *u, const struct row_block *blocks) {
 
 /* Some columns after the others, each for all rows. */
 FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
+    const int stay = pages_stay(u);
     for (int column = 0, width; column < u->padded; column += width) {
-        const int vectors = column + MAX_VECTORS * LANES <= u->padded ? MAX_VECTORS : 1;
-        width = vectors * LANES; /* 64 where the pages stay */
+        const int most = stay ? PAGE_VECTORS(u->rows) : MAX_VECTORS, vectors = column + most * LANES <= u->padded ? most : 1;
+        width = vectors * LANES;
         for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
-#if DOT_BF16
-            if (pages_stay(u)) {
-#define CALL(n) mix_pages(n, u, b, mixed, column)
+            if (stay) {
+#define CALL(n) mix_pages(n, PAGE_VECTORS(n), u, b, mixed, column)
                 WITH_CONSTANT_ROWS(b->rows, CALL)
 #undef CALL
-                continue;
-            }
-#endif
-            if (vectors > 1) {
+            } else if (vectors > 1) {
 #define CALL(n) mix_block(n, MAX_VECTORS, u, b, mixed, column)
                 WITH_CONSTANT_ROWS(b->rows, CALL)
 #undef CALL
@@ -187,7 +201,7 @@ FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
     }
 }
 
-FN void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state) {
+SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state) {
     struct row_block blocks[MAX_BLOCKS];
     u->k = u->scratch->k;
     u->v = u->scratch->v;

@@ -6,8 +6,11 @@
 #define FN static inline __attribute__((always_inline, target("avx2,fma,f16c")))
 #define LINEAR_WORKER quire_linear_avx2
 #define DOT_BF16 0
-#define BLOCK_ROWS 4
-#define MAX_VECTORS 1
+#define BLOCK_ROWS 6
+#define PAIR_ROWS 5
+#define WIDE_ROWS 24
+#define MAX_VECTORS 2
+#define VECTORS_OF(rows) ((rows) < 3 ? 2 : 1)
 #define AHEAD_LEVEL 3
 #define AHEAD_FROM 1
 

@@ -7,7 +7,10 @@
 #define LINEAR_WORKER quire_linear_avx512
 #define DOT_BF16 0
 #define BLOCK_ROWS 6
+#define PAIR_ROWS 6
+#define WIDE_ROWS 0
 #define MAX_VECTORS 4
+#define VECTORS_OF(rows) 4
 #define AHEAD_LEVEL 3
 #define AHEAD_FROM 1
 

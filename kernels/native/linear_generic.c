@@ -6,7 +6,10 @@
 #define LINEAR_WORKER quire_linear_generic
 #define DOT_BF16 0
 #define BLOCK_ROWS 2
+#define PAIR_ROWS 2
+#define WIDE_ROWS 0
 #define MAX_VECTORS 1
+#define VECTORS_OF(rows) 1
 #define AHEAD_LEVEL 3
 #define AHEAD_FROM 1
 

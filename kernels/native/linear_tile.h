@@ -1,23 +1,35 @@
 /* A packed product in vector registers; included once per instruction set.
  *
- * A chunk of a panel serves all rows of a unit, a register tile of BLOCK_ROWS rows x MAX_VECTORS vectors of columns after
- * the other; each prefetches its share of the next chunk.
+ * A chunk of a panel serves all rows of a unit, a register tile of up to BLOCK_ROWS rows x MAX_VECTORS vectors of columns
+ * after the other; each prefetches its share of the next chunk.
  *
  * One element of y is a sum in one lane: the steps of a chunk in order, then the chunks in order, times the scale, then the bias, then the residual.
  * Which rows, columns or threads compute beside it changes nothing: a row's bits are a function of that row alone.
  * In float32 they are the same on every instruction set with a fused multiply-add.
  *
- * The includer defines FN, TARGETED, LINEAR_WORKER, DOT_BF16, BLOCK_ROWS (2, 4 or 6) and MAX_VECTORS
- * (1, 2 or 4), AHEAD_LEVEL (of the cache into which a chunk is prefetched: 3 the first, 2 the second) and AHEAD_FROM (tiles of
- * a unit from which on it is), and has included its simd_*.h.
+ * Without an instruction for pairs of bfloat16 both factors are widened to float32, which changes no bit. x is widened a chunk
+ * at a time, once for all columns of the panel. Weights are widened in registers for a few rows; for WIDE_ROWS and more in
+ * memory, 16 columns of the chunk, which then stay in the first-level cache while all rows pass.
+ *
+ * The includer defines FN, TARGETED, LINEAR_WORKER, DOT_BF16, BLOCK_ROWS (2 or 6) and PAIR_ROWS (those of a tile that widens
+ * weights in registers), VECTORS_OF(rows) of a tile (1, 2 or 4) and MAX_VECTORS, the most of them, WIDE_ROWS (0: never),
+ * AHEAD_LEVEL (of the cache into which a chunk is prefetched: 3 the first, 2 the second) and AHEAD_FROM (rows of a unit from which on
+ * it is), and has included its simd_*.h.
  */
 #define ONLY_BF16 DOT_BF16
 #define MOST_ROWS MAX_UNIT_ROWS
 #define READS_STRIPS 0
 
+#if DOT_BF16
 struct multiplier {
     char nothing;
 };
+#else
+struct multiplier { /* float32 of a chunk */
+    _Alignas(64) float x[MAX_UNIT_ROWS][2 * CHUNK];
+    float weight[2 * CHUNK][LANES];
+};
+#endif
 
 #include "linear_unit.h"
 
@@ -32,13 +44,13 @@ FN int64_t chunk_steps(const struct linear_call *c, int64_t rows) {
 }
 
 /* sum[r][v] += one step of `rows` rows and `vectors` vectors of columns. */
-FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, const char *const x[BLOCK_ROWS],
+FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, const float *const x[BLOCK_ROWS],
                       int64_t step, int rows, int vectors, int dtype) {
     v16 w[MAX_VECTORS];
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) w[v] = v_load(weight + step * PANEL_COLUMNS + v * LANES);
 #if DOT_BF16
     (void)dtype;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) w[v] = v_load(weight + v * LANES);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
         __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)x[r])[step]);
@@ -46,57 +58,57 @@ FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, con
         for (int v = 0; v < vectors; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], (__m512bh)w[v], pair);
     }
 #else
-    if (dtype == FLOAT32) {
+    const int halves = dtype == BFLOAT16 ? 2 : 1;
+#pragma GCC unroll 2
+    for (int half = 0; half < halves; half++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            w[v] = v_load(weight + v * LANES);
+            if (dtype == BFLOAT16) w[v] = half ? v_bfloat_high(w[v]) : v_bfloat_low(w[v]);
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
-            v16 element = v_set1(((const float *)x[r])[step]);
+            v16 element = v_set1(x[r][halves * step + half]);
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++) sum[r][v] = v_fma(element, w[v], sum[r][v]);
         }
-        return;
-    }
-    v16 high[MAX_VECTORS];
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) {
-        high[v] = v_bfloat_high(w[v]);
-        w[v] = v_bfloat_low(w[v]);
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) {
-        v16 pair = v_set1(((const float *)x[r])[step]);
-        v16 second = v_bfloat_high(pair), first = v_bfloat_low(pair);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) sum[r][v] = v_fma(first, w[v], sum[r][v]);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) sum[r][v] = v_fma(second, high[v], sum[r][v]);
     }
 #endif
 }
 
-/* One register tile over a chunk. `ahead` .. `ahead_end` is its share of what is prefetched: few lines with the first
- * steps, many spread over all of them, because after a burst the memory would rest. */
-FN void multiply_tile(const struct product *p, int64_t row, int vector, int rows, int vectors, int dtype,
-                      const char *ahead, const char *ahead_end) {
+/* What is asked for while a chunk is multiplied; every tile asks for a share of it. */
+struct prefetch {
+    const char *begin;
+    int64_t lines;     /* in all */
+    int64_t done, all; /* tiles, by the vectors of their columns */
+};
+
+/* One register tile over a chunk; `weight` is its first column's. Few lines are asked for with the first steps, many spread over
+ * all of them, because after a burst the memory would rest. */
+FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const float *weight, int64_t row, int vector,
+                      int rows, int vectors, int dtype) {
     v16 sum[BLOCK_ROWS][MAX_VECTORS];
-    const char *x[BLOCK_ROWS];
-    const float *weight = p->weight + vector * LANES;
+    const float *x[BLOCK_ROWS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
-        x[r] = p->x + (row + r) * p->call->x_stride;
+        x[r] = (const float *)(p->x + (row + r) * p->x_stride);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) sum[r][v] = v_set1(0.0f);
     }
-    int64_t lines = (ahead_end - ahead) / 64, step = 0, due = 0;
+    const char *ahead = prefetch->begin + prefetch->lines * prefetch->done / prefetch->all * CACHE_LINE;
+    prefetch->done += vectors;
+    const char *ahead_end = prefetch->begin + prefetch->lines * prefetch->done / prefetch->all * CACHE_LINE;
+    int64_t lines = (ahead_end - ahead) / CACHE_LINE, step = 0, due = 0;
     if (lines <= p->steps) {
-        for (; step < lines; step++, ahead += 64) {
+        for (; step < lines; step++, ahead += CACHE_LINE) {
             __builtin_prefetch(ahead, 0, AHEAD_LEVEL);
-            multiply_step(sum, weight, x, step, rows, vectors, dtype);
+            multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
         }
-        for (; step < p->steps; step++) multiply_step(sum, weight, x, step, rows, vectors, dtype);
+        for (; step < p->steps; step++) multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
     } else {
         for (; step < p->steps; step++) {
-            for (due += lines; due >= p->steps; due -= p->steps, ahead += 64) __builtin_prefetch(ahead, 0, AHEAD_LEVEL);
-            multiply_step(sum, weight, x, step, rows, vectors, dtype);
+            for (due += lines; due >= p->steps; due -= p->steps, ahead += CACHE_LINE) __builtin_prefetch(ahead, 0, AHEAD_LEVEL);
+            multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
         }
     }
 #pragma GCC unroll 6
@@ -109,37 +121,87 @@ FN void multiply_tile(const struct product *p, int64_t row, int vector, int rows
     }
 }
 
-/* In tiles of nearly equal height. */
-FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t rows, int dtype) {
-    (void)m;
-    int64_t tiles = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, row = 0;
-    int64_t passes = tiles * (PANEL_VECTORS / MAX_VECTORS), pass = 0;
-    int64_t lines = tiles < AHEAD_FROM ? 0 : p->ahead_lines;
+/* All rows, in tiles of nearly equal height, with `vectors` vectors of the panel's columns from the `first`, where p->weight begins.
+ * `dtype` of the factors as they lie there. */
+FN void multiply_columns(const struct product *p, struct prefetch *prefetch, int64_t rows, int first, int vectors, int dtype,
+                         int out_dtype) {
+    const int most = dtype == BFLOAT16 ? PAIR_ROWS : BLOCK_ROWS;
+    const int is_complete = p->is_last && first + vectors == PANEL_VECTORS;
+    int64_t tiles = (rows + most - 1) / most, row = 0;
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t height = (rows - row + tiles - tile - 1) / (tiles - tile);
-        if (p->is_last) ask_for_rows(p, row, height, dtype);
-        for (int vector = 0; vector < PANEL_VECTORS; vector += MAX_VECTORS, pass++) {
-            const char *ahead = p->ahead + lines * pass / passes * 64;
-            const char *end = p->ahead + lines * (pass + 1) / passes * 64;
-#define TILE_OF(count) \
+        if (is_complete) ask_for_rows(p, row, height, out_dtype);
+#define TILES_OF(count) \
     case count: \
-        multiply_tile(p, row, vector, count, MAX_VECTORS, dtype, ahead, end); \
+        if (count <= most) { \
+            const int wide = VECTORS_OF(count) < vectors ? VECTORS_OF(count) : vectors; \
+            for (int v = 0; v < vectors; v += wide) \
+                multiply_tile(p, prefetch, p->weight + v * LANES, row, first + v, count, wide, dtype); \
+        } \
         break;
-            switch (height) {
-                TILE_OF(1)
-                TILE_OF(2)
+        switch (height) {
+            TILES_OF(1)
+            TILES_OF(2)
 #if BLOCK_ROWS > 2
-                TILE_OF(3)
-                TILE_OF(4)
+            TILES_OF(3)
+            TILES_OF(4)
+            TILES_OF(5)
+            TILES_OF(6)
 #endif
-#if BLOCK_ROWS > 4
-                TILE_OF(5)
-                TILE_OF(6)
-#endif
-            }
-#undef TILE_OF
         }
-        if (p->is_last) store_rows(p, row, height, dtype);
+#undef TILES_OF
+        if (is_complete) store_rows(p, row, height, out_dtype);
         row += height;
     }
+}
+
+#if !DOT_BF16
+FN struct product widen_x(struct multiplier *m, const struct product *p, int64_t rows) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < 2 * p->steps; i += LANES)
+            v_store(m->x[r] + i, load_part(p->x + r * p->x_stride, i, 2 * p->steps, BFLOAT16));
+    struct product widened = *p;
+    widened.x = (const char *)m->x;
+    widened.x_stride = sizeof m->x[0];
+    return widened;
+}
+#endif
+
+#if WIDE_ROWS
+/* The chunk's products as those of float32, twice as many steps. */
+FN void multiply_widened(struct multiplier *m, const struct product *pairs, struct prefetch *prefetch, int64_t rows) {
+    struct product p = *pairs;
+    p.weight = m->weight[0];
+    p.step = LANES;
+    p.steps = 2 * pairs->steps;
+    for (int vector = 0; vector < PANEL_VECTORS; vector++) {
+        for (int64_t step = 0; step < pairs->steps; step++) {
+            v16 pair = v_load(pairs->weight + step * pairs->step + vector * LANES);
+            v_store(m->weight[2 * step], v_bfloat_low(pair));
+            v_store(m->weight[2 * step + 1], v_bfloat_high(pair));
+        }
+        multiply_columns(&p, prefetch, rows, vector, 1, FLOAT32, BFLOAT16);
+    }
+}
+#endif
+
+FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t rows, int dtype) {
+    const int is_wide = WIDE_ROWS && dtype == BFLOAT16 && rows >= WIDE_ROWS;
+    const int most = dtype == BFLOAT16 && !is_wide ? PAIR_ROWS : BLOCK_ROWS;
+    struct prefetch prefetch = {p->ahead, rows < AHEAD_FROM ? 0 : p->ahead_lines, 0, (rows + most - 1) / most * PANEL_VECTORS};
+#if !DOT_BF16
+    if (dtype == BFLOAT16) {
+        struct product widened = widen_x(m, p, rows);
+#if WIDE_ROWS
+        if (is_wide) {
+            multiply_widened(m, &widened, &prefetch, rows);
+            return;
+        }
+#endif
+        multiply_columns(&widened, &prefetch, rows, 0, PANEL_VECTORS, BFLOAT16, BFLOAT16);
+        return;
+    }
+#endif
+    (void)m;
+    multiply_columns(p, &prefetch, rows, 0, PANEL_VECTORS, dtype, dtype);
 }

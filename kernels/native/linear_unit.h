@@ -28,6 +28,7 @@ struct product {
     int64_t step, strip;      /* distance of a column's steps, and of vectors of columns, in it */
     const char *ahead;        /* the chunk after it as it is stored, or its first strip */
     const char *x;            /* of the chunk's first step */
+    int64_t x_stride;         /* bytes between rows of it */
     float *total;             /* [rows][PANEL_COLUMNS] */
     int64_t ahead_lines;      /* of 64 bytes in it; 0: there is none */
     int64_t steps;            /* of the chunk */
@@ -129,6 +130,7 @@ FN void multiply_unit(struct multiplier *m, const struct linear_call *c, int64_t
                             .strip = is_stored ? strip : LANES,
                             .ahead = (const char *)ahead,
                             .x = c->x + row * c->x_stride + first * 4,
+                            .x_stride = c->x_stride,
                             .total = total,
                             .ahead_lines = ahead && (READS_STRIPS || !c->in_strips) ? chunk / steps_per_word * LINES_PER_STEP : 0,
                             .steps = steps,
