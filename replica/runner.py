@@ -55,6 +55,9 @@ from quire.replica.step_sampler import Masks, StepSampler
 from quire.replica.telemetry import DeviceTime
 
 _NO_BLOCKS = np.empty(0, np.int64)
+# On a CPU: a step of the warm-up takes as long at most, by the time of one with so many tokens.
+_WARM_UP_STEP_S = 1.0
+_WARM_UP_TOKENS = 64
 
 
 class Runner:
@@ -348,22 +351,34 @@ class Runner:
         """Run the largest steps on the trash block.
 
         Decode alone, a full prefill chunk, and both mixed; greedy and sampled. The pool's own blocks are not
-        touched.
+        touched. On a CPU, which has nothing to compile, steps are no longer than a second: a slow one would compute half
+        a minute for the sake of some first page faults.
         """
         budget = self.config.max_batch_tokens
         rows = min(self.config.max_running_requests, budget)
         chunk = min(budget, self.config.max_model_len)
         both = (0.0, 1.0)
-        # A prefill takes seconds where nothing has to be compiled for it, and touches the same either way.
+        # Where nothing has to be compiled a prefill touches the same either way.
         greedy, sampled = ((0.0,), (1.0,)) if self._device.is_immediate else (both, both)
-        for lengths, temperatures in (
-            ([1], both),
-            ([1] * rows, both),
-            ([chunk], greedy),
-            ([1] * min(rows, budget - chunk // 2) + [chunk // 2], sampled),
-        ):
-            for temperature in temperatures:
-                self.run(self._trash_plan([n for n in lengths if n > 0], temperature))
+        self._warm_up_steps([1], both)
+        if self._device.is_immediate:
+            chunk = self._affordable(chunk)
+            rows = min(rows, chunk)
+        self._warm_up_steps([1] * rows, sampled)
+        self._warm_up_steps([chunk], greedy)
+        self._warm_up_steps([1] * min(rows, budget - chunk // 2) + [chunk // 2], sampled)
+
+    def _affordable(self, chunk: int) -> int:
+        """As many of `chunk` tokens as this processor computes in `_WARM_UP_STEP_S`, by the time of a few."""
+        few = min(chunk, _WARM_UP_TOKENS)
+        began = time.perf_counter()
+        self._warm_up_steps([few], (0.0,))
+        seconds = time.perf_counter() - began
+        return max(few, min(chunk, int(few * _WARM_UP_STEP_S / seconds)))
+
+    def _warm_up_steps(self, lengths: list[int], temperatures: tuple[float, ...]) -> None:
+        for temperature in temperatures:
+            self.run(self._trash_plan([n for n in lengths if n > 0], temperature))
 
     def _trash_plan(self, lengths: list[int], temperature: float) -> StepPlan:
         """A step of rows with these numbers of new tokens, all of whose KV goes to the trash block."""

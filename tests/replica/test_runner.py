@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.kernels import reference
 from quire.kernels.cpu_attention import paged_attention
 from quire.replica import pool_backing
+from quire.replica import runner as runner_module
 from quire.replica.groups import LayerGroup
 from quire.replica.kv_pool import KVPool
 from quire.replica.runner import Runner
@@ -168,6 +169,18 @@ def test_warm_up_touches_only_the_trash_block(runner):
     pool = runner.pool
     assert torch.isnan(pool.data[: pool.num_blocks]).all()
     assert torch.isfinite(pool.data[pool.trash_block]).any()
+
+
+@pytest.mark.parametrize("step_s, most_tokens", [(0.0, 64), (1e9, 256)])
+def test_a_slow_processor_warms_up_with_shorter_steps(zoo, monkeypatch, step_s, most_tokens):
+    monkeypatch.setattr(runner_module, "_WARM_UP_STEP_S", step_s)
+    runner = make_runner(zoo("llama"), max_batch_tokens=256, max_model_len=256)
+    lengths, run = [], runner.run
+    monkeypatch.setattr(
+        runner, "run", lambda plan: (lengths.append(len(plan.token_ids)), run(plan))
+    )
+    runner.warm_up()
+    assert max(lengths) == most_tokens
 
 
 def test_num_compiles_counts_what_is_built_after_ready(zoo):
