@@ -351,8 +351,8 @@ class Runner:
         """Run the largest steps on the trash block.
 
         Decode alone, a full prefill chunk, and both mixed; greedy and sampled. The pool's own blocks are not
-        touched. On a CPU, which has nothing to compile, steps are no longer than a second: a slow one would compute half
-        a minute for the sake of some first page faults.
+        touched. On a CPU, which has nothing to compile, steps are no longer than a second: a slow one would compute
+        for half a minute to save some page faults.
         """
         budget = self.config.max_batch_tokens
         rows = min(self.config.max_running_requests, budget)
