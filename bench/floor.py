@@ -26,9 +26,7 @@ class Rates:
     """What the machine reached, best of several."""
 
     memory_gb_per_s: float  # read plus written, of a copy or a triad, whichever is faster
-    gflop_per_s: (
-        float  # of a large matrix product in the model's dtype or float32, whichever is faster
-    )
+    gflop_per_s: float  # of a large matrix product, in the model's dtype or in float32
 
     def to_json(self) -> dict[str, float]:
         return {name: round(value, 1) for name, value in asdict(self).items()}

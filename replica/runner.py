@@ -362,19 +362,18 @@ class Runner:
         greedy, sampled = ((0.0,), (1.0,)) if self._device.is_immediate else (both, both)
         self._warm_up_steps([1], both)
         if self._device.is_immediate:
-            chunk = self._affordable(chunk)
-            rows = min(rows, chunk)
+            budget = self._affordable(budget, min(chunk, _WARM_UP_TOKENS))
+            rows, chunk = min(rows, budget), min(chunk, budget)
         self._warm_up_steps([1] * rows, sampled)
         self._warm_up_steps([chunk], greedy)
         self._warm_up_steps([1] * min(rows, budget - chunk // 2) + [chunk // 2], sampled)
 
-    def _affordable(self, chunk: int) -> int:
-        """As many of `chunk` tokens as this processor computes in `_WARM_UP_STEP_S`, by the time of a few."""
-        few = min(chunk, _WARM_UP_TOKENS)
+    def _affordable(self, budget: int, few: int) -> int:
+        """As many of `budget` tokens as this processor computes in `_WARM_UP_STEP_S`, by the time of a few."""
         began = time.perf_counter()
         self._warm_up_steps([few], (0.0,))
         seconds = time.perf_counter() - began
-        return max(few, min(chunk, int(few * _WARM_UP_STEP_S / seconds)))
+        return max(few, min(budget, int(few * _WARM_UP_STEP_S / seconds)))
 
     def _warm_up_steps(self, lengths: list[int], temperatures: tuple[float, ...]) -> None:
         for temperature in temperatures:
