@@ -26,6 +26,8 @@ INSTALLED := $(VENV)/.installed
 CONFIG ?= cluster.yaml
 ARGS ?=
 SIZE ?= ci
+HERE := not gpu and not soak and not slow
+BY_ITSELF := system or chaos or alone
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -52,8 +54,12 @@ $(INSTALLED): pyproject.toml $(wildcard kernels/native/*)
 serve: $(INSTALLED)
 	@exec $(BIN)/quire serve $(CONFIG) $(ARGS)
 
+# What starts no cluster and measures nothing runs on all cores. The cluster whose processes are killed and replaced
+# is one for all of tests/chaos, and ends with that command.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "$(HERE) and not ($(BY_ITSELF))" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "$(HERE) and ($(BY_ITSELF))" --ignore tests/chaos $(ARGS)
+	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -83,4 +89,6 @@ kernels-table: $(INSTALLED)
 	$(BIN)/python -m quire.kernels.compile_table --check tests/kernels/compile_table.json $(ARGS)
 
 chaos: $(INSTALLED)
-	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m chaos $(ARGS)
+	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m "chaos and not soak" tests/chaos $(ARGS)
+	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m chaos --ignore tests/chaos $(ARGS)
+	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m soak $(ARGS)

@@ -50,12 +50,14 @@ def guard(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.alone
 def test_no_regression_against_the_committed_floors():
     done = guard()
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": holds") == len(json.loads(FLOORS.read_text())["floors"])
 
 
+@pytest.mark.alone
 def test_an_engine_that_lost_its_batch_fails(tmp_path):
     """A real regression: the same engine, one request at a time."""
     floors = tmp_path / "floors.json"

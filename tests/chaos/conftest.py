@@ -1,4 +1,4 @@
-"""The cluster whose processes are killed."""
+"""The cluster whose processes are killed and replaced."""
 
 from __future__ import annotations
 
@@ -14,15 +14,23 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "system"))  # for `live`
 from live import Cluster, start_cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chaos_cluster(tmp_path_factory) -> Iterator[Cluster]:
     """Three replicas and two routers."""
 
     def change(config: dict) -> None:
         args = config["applications"][0]["args"]
         args |= {"replicas": 3, "routers": 2, "engine": {"deterministic": True}}
-        # All replicas may be dead until the first is back: on two cores, with three of them starting, that
-        # is more than the 30 s of the default.
-        args["router"] = {"max_move_s": 120.0}
+        args["router"] = {
+            # All replicas may be dead until the first is back: on two cores, with three of them starting, that
+            # is more than the 30 s of the default.
+            "max_move_s": 120.0,
+            # A replica that goes away lets go of its streams before they can end: they have to move.
+            "drain_timeout_s": 0.0,
+        }
+        # Serve holds a router for so long before it stops listening, 30 s by default.
+        for section in (config["controller_options"], config["applications"][0]):
+            env = section["runtime_env"]["env_vars"]
+            env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
 
     yield from start_cluster(tmp_path_factory.mktemp("chaos"), change)

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from chaos_clients import Clients
 from chaos_streams import KINDS, Spec
-from live import Cluster, wait_until
+from live import CHANGE_TIMEOUT_S, Cluster, wait_until
 
 from quire.bench.report import Bar, write
 
@@ -99,7 +99,9 @@ def move_metrics(cluster: Cluster) -> tuple[int, float]:
 
 
 def wait_at_rest(cluster: Cluster) -> None:
-    wait_until(lambda: len(cluster.loads()) == NUM_REPLICAS, 90, "all replicas are back")
+    wait_until(
+        lambda: len(cluster.loads()) == NUM_REPLICAS, CHANGE_TIMEOUT_S, "all replicas are back"
+    )
     wait_until(
         lambda: all(
             load.num_running + load.num_waiting == 0

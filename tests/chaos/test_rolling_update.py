@@ -10,7 +10,7 @@ import asyncio
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 import openai
@@ -24,35 +24,19 @@ from chaos_streams import (
     ask_grpc,
     ask_http,
 )
-from live import SIZE, Cluster, start_cluster, write_bars
+from live import CHANGE_TIMEOUT_S, SIZE, Cluster, write_bars
 
 from quire.bench.report import Bar
 
 NUM_ROUNDS = {"ci": 1, "long": 10}[SIZE]
 NUM_STREAMS = 60
-DRAIN_TIMEOUT_S = 0.3  # far less than a stream takes beside 59 others: most of them have to move
 MAX_TOLD = 20  # failures
-CHANGE_TIMEOUT_S = 240.0  # for one change, on a slow machine
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.chaos,
     pytest.mark.timeout(900 if SIZE == "ci" else 7200),
 ]
-
-
-@pytest.fixture(scope="module")
-def rolling_cluster(tmp_path_factory) -> Iterator[Cluster]:
-    def change(config: dict) -> None:
-        args = config["applications"][0]["args"]
-        args |= {"replicas": 3, "routers": 2, "engine": {"deterministic": True}}
-        args["router"] = {"drain_timeout_s": DRAIN_TIMEOUT_S, "max_move_s": 120.0}
-        # Serve holds a router for so long before it stops listening, 30 s by default.
-        for section in (config["controller_options"], config["applications"][0]):
-            env = section["runtime_env"]["env_vars"]
-            env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
-
-    yield from start_cluster(tmp_path_factory.mktemp("rolling"), change)
 
 
 def pids(cluster: Cluster, deployment: str) -> set[int]:
@@ -175,8 +159,8 @@ def until_changed(is_done: Callable[[], bool], what: str) -> None:
     print(f"{what}: {time.monotonic() - began_s:.0f} s", flush=True)
 
 
-def test_no_stream_fails_while_processes_come_and_go(rolling_cluster):
-    cluster, batch_tokens = rolling_cluster, itertools.count(300)
+def test_no_stream_fails_while_processes_come_and_go(chaos_cluster):
+    cluster, batch_tokens = chaos_cluster, itertools.count(300)
 
     def one_round() -> None:
         for count in (1, 3):
@@ -251,8 +235,8 @@ def burst(cluster: Cluster) -> str:
     return " ".join(answer.text for answer in answers if answer.status_code == 429)
 
 
-def test_light_fields_change_in_place(rolling_cluster):
-    cluster = rolling_cluster
+def test_light_fields_change_in_place(chaos_cluster):
+    cluster = chaos_cluster
     before = settled_pids(cluster)
     assert list(map(len, before)) == [3, 2]
     ask = cluster.openai().completions.create

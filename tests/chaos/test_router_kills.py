@@ -19,7 +19,7 @@ import grpc
 import httpx
 import pytest
 from chaos_clients import Clients
-from live import Cluster, wait_until
+from live import CHANGE_TIMEOUT_S, Cluster, wait_until
 
 from quire.bench.report import Bar, write
 
@@ -135,7 +135,7 @@ async def kill_a_router(cluster: Cluster) -> tuple[float, float, Clients]:
 
 
 def play(cluster: Cluster, calm: Clients) -> Round:
-    wait_until(lambda: len(cluster.pids("Router")) == 2, 60, "two routers")
+    wait_until(lambda: len(cluster.pids("Router")) == 2, CHANGE_TIMEOUT_S, "two routers")
     wait_until(lambda: is_at_rest(cluster), 20, "free + cached = total")
     killed_s, failed_s, clients = asyncio.run(kill_a_router(cluster))
     # Those of the clients have ended; whatever is left was the dead router's.

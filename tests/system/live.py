@@ -26,6 +26,8 @@ from quire.protos import control_pb2, control_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
 SIZE = os.environ.get("CHAOS_SIZE", "ci")  # of the suites that count: `ci` or `long`
+# Within which Serve has started, replaced or ended processes, however slow the machine is: a limit for what hangs.
+CHANGE_TIMEOUT_S = 240.0
 _COMMIT = commit()  # that is tested: a long run outlives a commit
 _windows = itertools.count(os.getpid())
 
@@ -78,14 +80,14 @@ class Cluster:
         """What Prometheus would scrape from this node."""
         nodes = json.loads(self._dashboard("/nodes?view=summary"))["data"]["summary"]
         port = nodes[0]["raylet"]["metricsExportPort"]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
             return response.read().decode()
 
     def _dashboard(self, path: str, put: bytes | None = None) -> bytes:
         headers = {"Content-Type": "application/json", **ray_auth_header(os.environ)}
         method = "GET" if put is None else "PUT"
         request = urllib.request.Request(self.dashboard + path, put, headers, method=method)
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return response.read()
 
     def loads(self) -> list[control_pb2.ReplicaLoad]:
@@ -138,13 +140,18 @@ def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[C
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     output = directory / "serve.out"
     command = [sys.executable, "-m", "quire.cluster.cli", "serve", str(path)]
-    command += ["--log-file", str(directory / "serve.log"), "--ready-timeout-s", "180"]
+    command += [
+        "--log-file",
+        str(directory / "serve.log"),
+        "--ready-timeout-s",
+        str(CHANGE_TIMEOUT_S),
+    ]
     with output.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
     try:
         wait_until(
             lambda: process.poll() is not None or "\nready:" in output.read_text(),
-            200,
+            CHANGE_TIMEOUT_S + 20,
             "ready line",
         )
         assert process.poll() is None, output.read_text()
@@ -157,8 +164,10 @@ def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[C
             config,
         )
         # Routers answer a moment before Serve says so.
-        wait_until(cluster.is_running, 60, f"Serve is done: {output.read_text()}")
-        wait_until(cluster.every_router_knows_every_replica, 60, "routers know all replicas")
+        wait_until(cluster.is_running, CHANGE_TIMEOUT_S, f"Serve is done: {output.read_text()}")
+        wait_until(
+            cluster.every_router_knows_every_replica, CHANGE_TIMEOUT_S, "routers know all replicas"
+        )
         yield cluster
     finally:
         process.send_signal(signal.SIGTERM)

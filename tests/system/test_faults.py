@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from live import Cluster, start_cluster, wait_until
+from live import CHANGE_TIMEOUT_S, Cluster, start_cluster, wait_until
 
 pytestmark = pytest.mark.system
 STEP_TIMEOUT_S = 2.0
@@ -75,7 +75,11 @@ def expected(faulty) -> list[int]:
 @pytest.fixture(autouse=True)
 def at_rest(faulty) -> Iterator[None]:
     """Two replicas before; nothing running and no block lost after."""
-    wait_until(lambda: len(faulty.pids("Replica")) == len(faulty.loads()) == 2, 60, "two replicas")
+    wait_until(
+        lambda: len(faulty.pids("Replica")) == len(faulty.loads()) == 2,
+        CHANGE_TIMEOUT_S,
+        "two replicas",
+    )
     yield
 
     def is_at_rest() -> bool:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import grpc
 import httpx
 import pytest
-from live import Cluster, start_cluster, wait_until
+from live import CHANGE_TIMEOUT_S, Cluster, start_cluster, wait_until
 from patient_channel import aio_channel, was_not_sent
 
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -78,7 +78,7 @@ def deploy(cluster: Cluster, config: dict, user_config: dict[str, object]) -> No
         return router["deployment_config"]["user_config"] == user_config and cluster.is_running()
 
     cluster.deploy(config)
-    wait_until(is_done, 60, f"the routers have {user_config}")
+    wait_until(is_done, CHANGE_TIMEOUT_S, f"the routers have {user_config}")
 
 
 def ask(

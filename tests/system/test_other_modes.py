@@ -10,7 +10,7 @@ import grpc
 import httpx
 import openai
 import pytest
-from live import Cluster, start_cluster, wait_until
+from live import CHANGE_TIMEOUT_S, Cluster, start_cluster, wait_until
 
 from quire.protos import generation_pb2, generation_pb2_grpc
 
@@ -99,7 +99,7 @@ def test_a_router_that_is_scaled_away_finishes_its_streams(plain_cluster):
             assert await asyncio.gather(*streams) == [(800, "length")] * 8
 
     asyncio.run(run())
-    wait_until(lambda: num_routers(plain_cluster) == 1, 60, "one router is left")
+    wait_until(lambda: num_routers(plain_cluster) == 1, CHANGE_TIMEOUT_S, "one router is left")
     ready = httpx.get(f"{plain_cluster.url}/ready")
     assert ready.status_code == 200, ready.text
 
@@ -111,7 +111,7 @@ def test_a_router_that_is_added_serves_from_its_first_request_on(plain_cluster):
     def is_changed() -> bool:  # the test before has left another version
         return plain_cluster.is_running() and num_routers(plain_cluster) == 1
 
-    wait_until(is_changed, 120, "there is one router")
+    wait_until(is_changed, CHANGE_TIMEOUT_S, "there is one router")
     body = {"prompt": "The harbour", "max_tokens": 1}
     seen: dict[str, int] = {}
 
@@ -119,7 +119,7 @@ def test_a_router_that_is_added_serves_from_its_first_request_on(plain_cluster):
         async with httpx.AsyncClient(base_url=plain_cluster.url, timeout=60) as client:
             larger = with_routers_only(plain_cluster, 2)
             change = asyncio.create_task(asyncio.to_thread(plain_cluster.deploy, larger))
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(CHANGE_TIMEOUT_S):
                 while not change.done() or len(seen) < 2:
                     answer = await client.post("/v1/completions", json=body)
                     assert answer.status_code == 200, answer.text

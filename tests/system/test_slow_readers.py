@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from live import SIZE, Cluster, wait_until, write_bars
+from live import CHANGE_TIMEOUT_S, SIZE, Cluster, wait_until, write_bars
 from patient_channel import PatientChannel
 
 from quire.bench.report import Bar
@@ -48,7 +48,9 @@ def credit(cluster: Cluster) -> Iterator[None]:
     with_router_settings(cluster, stream_credit_tokens=16, slow_client_timeout_s=600.0)
     yield
     cluster.deploy(cluster.config)
-    wait_until(lambda: status(cluster) == "RUNNING", 60, "the configuration is as before")
+    wait_until(
+        lambda: status(cluster) == "RUNNING", CHANGE_TIMEOUT_S, "the configuration is as before"
+    )
 
 
 def status(cluster: Cluster) -> str:
@@ -62,7 +64,9 @@ def with_router_settings(cluster: Cluster, **user_config: object) -> None:
     before = router_pids(cluster)
     cluster.deploy(config)
     time.sleep(1.0)  # until Serve has begun with it
-    wait_until(lambda: status(cluster) == "RUNNING", 60, "the routers have other settings")
+    wait_until(
+        lambda: status(cluster) == "RUNNING", CHANGE_TIMEOUT_S, "the routers have other settings"
+    )
     assert router_pids(cluster) == before
 
 
