@@ -9,6 +9,7 @@
 #define BLOCK_ROWS 6
 #define PAIR_ROWS 6
 #define WIDE_ROWS 0
+#define STREAM_ROWS 0
 #define MAX_VECTORS 4
 #define VECTORS_OF(rows) 4
 /* Nearly all that come here are AMD's, from Zen 4 on; Intel's mostly have matrix registers. Zen 4's first-level cache is as large

@@ -8,6 +8,7 @@
 #define BLOCK_ROWS 2
 #define PAIR_ROWS 2
 #define WIDE_ROWS 0
+#define STREAM_ROWS 0
 #define MAX_VECTORS 1
 #define VECTORS_OF(rows) 1
 #define AHEAD_LEVEL 3

@@ -1,7 +1,11 @@
 /* A packed product in vector registers; included once per instruction set.
  *
  * A chunk of a panel serves all rows of a unit, a register tile of up to BLOCK_ROWS rows x MAX_VECTORS vectors of columns
- * after the other; each prefetches its share of the next chunk.
+ * after the other; each prefetches its share of the next chunk. Up to STREAM_ROWS rows of bfloat16 read several chunks side by side
+ * instead, and nothing is asked for ahead:
+ *
+ *     panel  | chunk 0 | chunk 1 | chunk 2 | chunk 3 | ...          STREAM_STEPS steps at each arrow, then the next of each
+ *              ^         ^         ^         ^
  *
  * One element of y is a sum in one lane: the steps of a chunk in order, then the chunks in order, times the scale, then the bias, then the residual.
  * Which rows, columns or threads compute beside it changes nothing: a row's bits are a function of that row alone.
@@ -12,8 +16,8 @@
  * memory, 16 columns of the chunk, which then stay in the first-level cache while all rows pass.
  *
  * The includer defines FN, TARGETED, LINEAR_WORKER, DOT_BF16, BLOCK_ROWS (2 or 6) and PAIR_ROWS (those of a tile that widens
- * weights in registers), VECTORS_OF(rows) of a tile (1, 2 or 4) and MAX_VECTORS, the most of them, WIDE_ROWS (0: never),
- * AHEAD_LEVEL (of the cache into which a chunk is prefetched: 3 the first, 2 the second) and AHEAD_FROM (rows of a unit from which on
+ * weights in registers), VECTORS_OF(rows) of a tile (1, 2 or 4) and MAX_VECTORS, the most of them, WIDE_ROWS and STREAM_ROWS (0:
+ * never; STREAM_ROWS 1 or 2), AHEAD_LEVEL (of the cache into which a chunk is prefetched: 3 the first, 2 the second) and AHEAD_FROM (rows of a unit from which on
  * it is), and has included its simd_*.h.
  */
 #define ONLY_BF16 DOT_BF16
@@ -26,10 +30,16 @@ struct multiplier {
 };
 #else
 struct multiplier { /* float32 of a chunk */
-    _Alignas(64) float x[MAX_UNIT_ROWS][2 * CHUNK];
+    _Alignas(64) float x[MAX_UNIT_ROWS * 2 * CHUNK]; /* [rows][2 * chunk_steps] */
     float weight[2 * CHUNK][LANES];
 };
 #endif
+
+enum {
+    STREAMS = 4,
+    STREAM_STEPS = 2,   /* 512 bytes of a stream */
+    STREAM_CHUNKS = 32, /* whose sums are kept until they join the total, 4096 steps of depth */
+};
 
 #include "linear_unit.h"
 
@@ -38,9 +48,8 @@ FN void begin_multiplying(struct multiplier *m) { (void)m; }
 FN void end_multiplying(struct multiplier *m) { (void)m; }
 
 FN int64_t chunk_steps(const struct linear_call *c, int64_t rows) {
-    (void)c;
-    (void)rows;
-    return CHUNK;
+    const int is_streamed = rows <= STREAM_ROWS && c->dtype == BFLOAT16 && !c->scales && !c->in_strips;
+    return is_streamed ? STREAM_CHUNKS * CHUNK : CHUNK;
 }
 
 /* sum[r][v] += one step of `rows` rows and `vectors` vectors of columns. */
@@ -157,13 +166,58 @@ FN void multiply_columns(const struct product *p, struct prefetch *prefetch, int
 
 #if !DOT_BF16
 FN struct product widen_x(struct multiplier *m, const struct product *p, int64_t rows) {
+    int64_t stride = 2 * chunk_steps(p->call, rows);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < 2 * p->steps; i += LANES)
-            v_store(m->x[r] + i, load_part(p->x + r * p->x_stride, i, 2 * p->steps, BFLOAT16));
+            v_store(m->x + r * stride + i, load_part(p->x + r * p->x_stride, i, 2 * p->steps, BFLOAT16));
     struct product widened = *p;
     widened.x = (const char *)m->x;
-    widened.x_stride = sizeof m->x[0];
+    widened.x_stride = stride * (int64_t)sizeof m->x[0];
     return widened;
+}
+#endif
+
+#if STREAM_ROWS
+/* STREAMS equal parts of the depth side by side, for which the processor's prefetchers keep more lines on their way than for one
+ * that is read front to back. Every chunk has a sum of its own, and these join the total in order: the bits are those of one
+ * chunk after the other. */
+FN void multiply_streams(const struct product *p, int rows, int out_dtype) {
+    _Alignas(64) float sums[STREAM_CHUNKS][STREAM_ROWS][PANEL_COLUMNS];
+    const float *x[BLOCK_ROWS];
+    for (int r = 0; r < rows; r++) x[r] = (const float *)(p->x + r * p->x_stride);
+    if (p->is_last) ask_for_rows(p, 0, rows, out_dtype);
+    const int wide = VECTORS_OF(rows);
+    int64_t chunks = (p->steps + CHUNK - 1) / CHUNK, length = (chunks + STREAMS - 1) / STREAMS * CHUNK;
+    for (int64_t begin = 0; begin < length; begin += STREAM_STEPS) {
+        for (int64_t first = begin; first < p->steps; first += length) {
+            int64_t end = first + STREAM_STEPS < p->steps ? first + STREAM_STEPS : p->steps;
+            const int is_new = first % CHUNK == 0;
+            for (int vector = 0; vector < PANEL_VECTORS; vector += wide) {
+                v16 sum[BLOCK_ROWS][MAX_VECTORS];
+                float *kept = sums[first / CHUNK][0] + vector * LANES;
+#pragma GCC unroll 2
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < wide; v++) sum[r][v] = is_new ? v_set1(0.0f) : v_load(kept + r * PANEL_COLUMNS + v * LANES);
+                for (int64_t step = first; step < end; step++)
+                    multiply_step(sum, p->weight + step * p->step + vector * LANES, x, step, rows, wide, BFLOAT16);
+#pragma GCC unroll 2
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < wide; v++) v_store(kept + r * PANEL_COLUMNS + v * LANES, sum[r][v]);
+            }
+        }
+    }
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        for (int r = 0; r < rows; r++) {
+            for (int i = 0; i < PANEL_COLUMNS; i += LANES) {
+                float *total = p->total + r * PANEL_COLUMNS + i;
+                v16 sum = v_load(sums[chunk][r] + i);
+                v_store(total, p->is_first && chunk == 0 ? sum : v_add(v_load(total), sum));
+            }
+        }
+    }
+    if (p->is_last) store_rows(p, 0, rows, out_dtype);
 }
 #endif
 
@@ -195,6 +249,13 @@ FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t ro
 #if WIDE_ROWS
         if (is_wide) {
             multiply_widened(m, &widened, &prefetch, rows);
+            return;
+        }
+#endif
+#if STREAM_ROWS
+        if (p->steps > CHUNK && rows <= STREAM_ROWS) {
+            if (rows == 1) multiply_streams(&widened, 1, BFLOAT16);
+            if (rows == 2) multiply_streams(&widened, 2, BFLOAT16);
             return;
         }
 #endif
