@@ -3,10 +3,14 @@
 Two engines measured one after the other differ by what else the machine did meanwhile. Here they take turns, every
 turn with prompts nobody has seen, each in a process that is stopped while another works; a ratio is taken turn by
 turn, and its spread is that of the turns. Beside each number stands the CPU time that others took during it.
+
+The floor is taken twice: at the fastest that the machine was in the whole run, and, beside every turn, at what it did
+just before and after it. Where others share the memory the two differ by as much as its speed moves within minutes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -36,6 +40,7 @@ class Turn:
     cpu_s: float  # of the engine's processes, all threads
     other_cpu_s: float  # that everybody else took meanwhile, in seconds of one core
     peak_rss_mib: float  # of the engine's processes so far
+    rates: Rates | None = None  # of the machine just before and after it, the faster of each
 
 
 @dataclass(slots=True)
@@ -106,7 +111,8 @@ def compare(
     keep
         Holds what was found so far, after every turn: a run that is cut short is not lost.
     rates_budget_s
-        Seconds for each of the three measurements of the machine, before the first turn and after every repetition.
+        Seconds for each of the measurements of the machine, before the first turn and after every repetition; a
+        quarter of it between two turns.
     settle_s
         For at most so long an engine that is ready may end what it does in the background: Quire gives its cache's
         pages their memory then.
@@ -140,6 +146,8 @@ def compare(
             progress(f"{spec.name} is ready after {process.startup['ready_s']:.1f} s")
         dtype = specs[0].dtype
         found.rates.append(measure_rates(dtype, rates_budget_s))
+        beside_budget_s = rates_budget_s / 4
+        before = measure_rates(dtype, beside_budget_s)
         began_s = time.perf_counter()
         for repetition in range(first_repetition, first_repetition + repetitions):
             late = budget_s is not None and time.perf_counter() - began_s > budget_s
@@ -153,8 +161,12 @@ def compare(
                     if turn is None:
                         running.pop(name).close()
                         progress(found.failures[name])
-                    else:
-                        progress(turn)
+                        continue
+                    after = measure_rates(dtype, beside_budget_s)
+                    turn = dataclasses.replace(turn, rates=best_of([before, after]))
+                    before = after
+                    found.turns.append(turn)
+                    progress(turn)
                     if keep is not None:
                         found.write(keep)
             found.rates.append(measure_rates(dtype, rates_budget_s))
@@ -178,6 +190,8 @@ def read(paths: Sequence[Path]) -> Comparison:
             row = json.loads(line)
             if "turn" in row:
                 turn = Turn(**row["turn"])
+                if row["turn"].get("rates") is not None:
+                    turn = dataclasses.replace(turn, rates=Rates(**row["turn"]["rates"]))
                 key = (turn.engine, turn.workload, turn.repetition)
                 if key in seen:
                     raise ValueError(f"{path.name}: {key} is there twice; see --first-repetition")
@@ -199,7 +213,7 @@ def read(paths: Sequence[Path]) -> Comparison:
 def _run(
     process: EngineProcess, workload: Workload, repetition: int, vocab_size: int, found: Comparison
 ) -> Turn | None:
-    """One turn, which is noted; None when the engine failed."""
+    """One turn; None when the engine failed, which is noted."""
     name = process.spec.name
     prompts = workload.prompts(repetition, vocab_size)
     with process.awake():
@@ -212,11 +226,9 @@ def _run(
         after = process.usage()
         own_s = after.cpu_s - before.cpu_s
         others_s = max(0.0, busy_cpu_s() - before_s - own_s)
-    turn = Turn(
+    return Turn(
         name, workload.name, repetition, answer["seconds"], own_s, others_s, after.peak_rss_mib
     )
-    found.turns.append(turn)
-    return turn
 
 
 def busy_cpu_s() -> float:
@@ -253,7 +265,10 @@ def summarise(
         for engine in found.settings:
             seconds = found.seconds(engine, workload.name)
             if seconds:
-                rows.append(_row(found, engine, workload, seconds, floor, baseline))
+                row = _row(found, engine, workload, seconds, floor, baseline)
+                if shape and (beside := _beside(found, engine, workload, shape)):
+                    row["percent_of_floor_beside"] = spread(beside)
+                rows.append(row)
     return {
         "rates": rates.to_json() if rates else None,
         "engines": found.settings,
@@ -303,6 +318,15 @@ def _row(
     return row
 
 
+def _beside(found: Comparison, engine: str, workload: Workload, shape: ModelShape) -> list[float]:
+    """Turn by turn, the percentage of the floor at what the machine did just before and after."""
+    return [
+        100 * floor_of(workload, shape, turn.rates).total_s / turn.seconds
+        for turn in found.turns
+        if (turn.engine, turn.workload) == (engine, workload.name) and turn.rates is not None
+    ]
+
+
 def table(summary: dict[str, Any], baseline: str) -> str:
     """Lines for a terminal."""
     rows = [
@@ -312,6 +336,7 @@ def table(summary: dict[str, Any], baseline: str) -> str:
             "s",
             "tokens/s",
             "of floor",
+            "beside",
             f"{baseline} is",
             "CPU s",
             "in CPU time",
@@ -327,6 +352,9 @@ def table(summary: dict[str, Any], baseline: str) -> str:
                 f"{row['seconds']['median']:.3f}",
                 f"{row['output_tokens_per_s']:.1f}",
                 f"{row['percent_of_floor']:.0f}%" if "percent_of_floor" in row else "-",
+                f"{row['percent_of_floor_beside']['median']:.0f}%"
+                if "percent_of_floor_beside" in row
+                else "-",
                 f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})"
                 if ratio
                 else "",
@@ -345,6 +373,8 @@ def table(summary: dict[str, Any], baseline: str) -> str:
     ]
     if summary["rates"]:
         memory, products = summary["rates"].values()
-        lines.append(f"floor: {memory:g} GB/s, {products:g} GFLOP/s, measured in this run")
+        lines.append(
+            f"floor: {memory:g} GB/s, {products:g} GFLOP/s, the fastest of this run; beside: of each turn's minute"
+        )
     lines += summary["failures"].values()
     return "\n".join(lines)

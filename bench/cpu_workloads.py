@@ -43,6 +43,17 @@ def bars(summary: dict[str, Any], baseline: str = QUIRE, prefix: str = PREFIX) -
                 details={"seconds": row["seconds"], "floor_s": row["floor_s"]},
             )
         )
+        if beside := row.get("percent_of_floor_beside"):
+            found.append(
+                report.Bar(
+                    f"{prefix}/{workload}_percent_of_floor_beside",
+                    beside["median"],
+                    "%",
+                    goal,
+                    at_most=False,
+                    details={"percent": beside},
+                )
+            )
         peers = [
             rows[engine, workload]
             for engine in summary["engines"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from quire.bench import compare
 from quire.bench.compare import Comparison, Turn
 from quire.bench.engine_process import EngineFailed, EngineProcess, EngineSpec
-from quire.bench.floor import ModelShape, Rates
+from quire.bench.floor import ModelShape, Rates, floor_of
 from quire.bench.workloads import Workload
 from quire.replica.embedded import CHECKPOINT
 
@@ -58,6 +59,7 @@ def test_one_engine_that_fails_does_not_end_the_others(tmp_path):
         ("quire", "2x4->3", 0),
         ("quire", "2x4->3", 1),
     ]
+    assert all(turn.rates.memory_gb_per_s > 0 for turn in found.turns)
     assert compare.read([tmp_path / "kept"]) == found
 
 
@@ -83,8 +85,27 @@ def test_the_table_has_ratios_their_spread_and_the_floor():
     assert peer["cpu_ratio"]["median"] == 2.5 and own["cpu_s"]["median"] == 3.0
     assert peer["ratio"] == {"median": 2.5, "min": 2.0, "max": 3.0, "turns": 2}
     assert own["percent_of_floor"] == pytest.approx(100 * own["floor_s"] / 1.5, abs=0.1)
+    assert "percent_of_floor_beside" not in own  # turns of a run that did not measure it
     text = compare.table(summary, "quire")
     assert "2.50x (2.00 to 3.00)" in text and "10 GB/s, 100 GFLOP/s" in text
+
+
+def test_the_floor_beside_a_turn_is_that_of_its_minute():
+    workload = Workload.parse("2x4->3")
+    shape = ModelShape(2, 4, 2, 16, 1_000_000, 500_000, 4)
+    found = turns(("quire", "2x4->3", 0, 1.0), ("quire", "2x4->3", 1, 2.0))
+    # The second turn took twice as long at half the speed: the same share of what the machine did.
+    found.turns = [
+        dataclasses.replace(turn, rates=Rates(8.0 / turn.seconds, 80.0 / turn.seconds))
+        for turn in found.turns
+    ]
+    (row,) = compare.summarise(found, [workload], shape, "quire")["rows"]
+    beside = row["percent_of_floor_beside"]
+    share = 100 * floor_of(workload, shape, Rates(8.0, 80.0)).total_s
+    assert beside["min"] == beside["max"] == pytest.approx(share, rel=1e-3)
+    assert f"{beside['median']:.0f}%" in compare.table(
+        compare.summarise(found, [workload], shape, "quire"), "quire"
+    )
 
 
 def test_a_turn_is_read_once(tmp_path):
