@@ -31,6 +31,7 @@ from ray import serve
 from ray.serve import metrics
 
 from quire.protos.errors import Aborted, QuireError, Unavailable
+from quire.protos.parts import Part, parts_of
 from quire.protos.wire import LEASE_S, Completion, Load, Submit
 from quire.replica.arrivals import Arrivals
 from quire.replica.attachments import Attachments
@@ -90,8 +91,8 @@ class Replica:
 
     async def attach(
         self, router_id: str, link: int, continues: bool = False, *, route: list[str]
-    ) -> AsyncIterator[bytes]:
-        """`Hello`, then a snapshot of the cache, then a frame per step until the router goes away.
+    ) -> AsyncIterator[bytes | Part]:
+        """`Hello`, then a snapshot of the cache, then a frame per step until the router goes away; a long one in parts.
 
         A call that `continues` takes the frames over from the one before it, which ends; both name the same `link`,
         which is the router's number of the attachment. It has no snapshot, and nothing but `Hello` where that
@@ -110,7 +111,8 @@ class Replica:
             snapshot = asyncio.create_task(self._send_snapshot(router_id))
         try:
             async for frame in frames:
-                yield frame
+                for part in parts_of(frame):
+                    yield part
         finally:
             if snapshot is not None:
                 snapshot.cancel()

@@ -1,10 +1,10 @@
 """An attach stream that one call after the other carries.
 
-Ray keeps the id of every item of a streaming call until the call ends, on both sides: in a hash set of the caller, 37
-to 85 bytes each (Ray 2.60; found in dumps of routers), and in a vector of the producer. A call as long as its replica's
-life would never give them back: with 120 frames a second that is 0.3 to 0.6 MB a minute at the caller alone. So after
-`MAX_CALL_FRAMES` the next call takes the stream over. The first one is read to its end, so that no frame is lost or
-comes in another order, and nobody waits::
+Where calls go through Ray's object store, Ray keeps the id of every item of a streaming call until the call ends, on
+both sides: in a hash set of the caller, 37 to 85 bytes each (Ray 2.60; found in dumps of routers), and in a vector of
+the producer. A call as long as its replica's life would never give them back: with 120 frames a second that is 0.3 to
+0.6 MB a minute at the caller alone. So after `MAX_CALL_FRAMES` the next call takes the stream over. The first one is
+read to its end, so that no frame is lost or comes in another order, and nobody waits::
 
     router                                    replica
       ◀─ frames ────────────── call 1 ─────────  attachment
@@ -20,6 +20,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from quire.protos.parts import Part, whole
+
 logger = logging.getLogger("ray.serve")
 MAX_CALL_FRAMES = 4096  # 0.3 MB; 80 s of 20 ms steps
 
@@ -27,7 +29,7 @@ MAX_CALL_FRAMES = 4096  # 0.3 MB; 80 s of 20 ms steps
 class Call(Protocol):
     """A `DeploymentResponseGenerator`."""
 
-    async def __anext__(self) -> bytes: ...
+    async def __anext__(self) -> bytes | Part: ...
 
     def cancel(self) -> None: ...
 
@@ -70,8 +72,9 @@ class AttachStream:
         return self
 
     async def __anext__(self) -> bytes:
+        read = self._read
         try:
-            data = await anext(self._read)
+            data = await whole(await anext(read), lambda: anext(read))
         except StopAsyncIteration:
             following = None if self._next is None else await self._next
             if following is None:
@@ -89,7 +92,7 @@ class AttachStream:
         call = self._call(True)
         self._open.append(call)
         try:
-            if self._is_right(await anext(call)):
+            if self._is_right(await anext(call)):  # `Hello` is short
                 return call
         except Exception as error:  # the call that is read says what there is to say
             logger.info("attach stream not taken over: %r", error)

@@ -8,6 +8,11 @@ this module is built around (reference: Ray 2.60):
 * cancellation of a call is best effort. So an abandoned request is also aborted explicitly.
 * an open attach stream counts as an ongoing request and holds up the drain of its replica. So the bus detaches when
   Serve has dropped the replica and its last request has ended.
+* a request takes 22 ms of processor time where its calls and frames go through Ray's object store, and 17 where they
+  go over the gRPC that every replica of Serve listens for (`ray-routers --mix hot`, AMD Zen 3). So they do, but for
+  what is longer than its messages.
+* over gRPC a replica that ends cancels the calls that it has, and its `CancelledError` is raised here, where nobody has
+  cancelled anything. So it is told from a cancellation of our own.
 """
 
 from __future__ import annotations
@@ -24,10 +29,12 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from grpc import RpcError
 from ray.exceptions import RayActorError, RayError
 from ray.serve.handle import DeploymentHandle
 
 from quire.protos.errors import QuireError, SlowClient, Unavailable
+from quire.protos.parts import MAX_MESSAGE_BYTES
 from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
 from quire.router import membership
 from quire.router.attach_stream import AttachStream
@@ -43,6 +50,13 @@ WATCH_PERIOD_S = 1.0
 GRANT_DELAY_S = 0.02
 GRANT_RETRY_S = 0.2
 LEASE_RENEWALS = 4  # in the time of a lease
+_LONG_ANSWERS = frozenset({"snapshot"})
+# Serve's name for "over gRPC": not as references to Ray's objects.
+_OVER_GRPC = {
+    "_by_reference": False,
+    "request_serialization": "pickle",
+    "response_serialization": "pickle",
+}
 # A completion and the last frame leave the replica together, by different ways.
 LAST_FRAME_TIMEOUT_S = 10.0
 
@@ -83,11 +97,11 @@ class Bus:
         self.slow_client_timeout_s = slow_client_timeout_s
         self._low_credit: set[Attempt] = set()  # to be granted with the next message
         self.drain_timeout_s = drain_timeout_s
-        self._unary = handle
-        self._generate_method = (
-            handle.generate
-        )  # once: Serve makes another handle for each look at a method
-        self._streaming = handle.options(stream=True)
+        self._by_reference = handle  # for what is longer than a message
+        self._unary = handle.options(**_OVER_GRPC)
+        self._streaming = handle.options(stream=True, **_OVER_GRPC)
+        # Once: Serve makes another handle for each look at a method.
+        self._generate_method = self._unary.generate
         self._membership = membership.channel(channel)
         self._router_id = router_id
         self._table = table
@@ -172,12 +186,16 @@ class Bus:
 
     async def _generate(self, attempt: Attempt, submit: bytes, route: list[str]) -> None:
         """Hold the unary call open until the request ends; tell the attempt how it went."""
-        response = self._generate_method.remote(submit, route=route)
+        is_long = len(submit) > MAX_MESSAGE_BYTES
+        method = self._by_reference.generate if is_long else self._generate_method
+        response = method.remote(submit, route=route)
         try:
             attempt.put(Completion.decode(await response))
         except asyncio.CancelledError:
-            response.cancel()
-            raise
+            if _is_cancelled():
+                response.cancel()
+                raise
+            attempt.put(Lost(attempt.replica, "the replica ended the call"))
         except RayActorError as error:
             attempt.put(Lost(attempt.replica, f"the replica died: {type(error).__name__}"))
         except Exception as error:
@@ -289,8 +307,12 @@ class Bus:
             while replica in self._members:
                 try:
                     await self._attach(replica)
-                except RayError as error:
+                except (RayError, RpcError) as error:
                     logger.info("attach stream of %s ended: %r", replica, error)
+                except asyncio.CancelledError:
+                    if _is_cancelled():
+                        raise
+                    logger.info("%s has ended the attach stream", replica)
                 except Exception:  # a frame that cannot be read, for instance of another version
                     logger.exception("attach stream of %s failed", replica)
                 finally:
@@ -393,11 +415,16 @@ class Bus:
         await self._call("ping", route=[])
 
     async def _call(self, method: str, *args: Any, route: list[str]) -> Any:
+        handle = self._by_reference if method in _LONG_ANSWERS else self._unary
         try:
-            return await getattr(self._unary, method).remote(*args, route=route)
-        except RayError as error:
+            return await getattr(handle, method).remote(*args, route=route)
+        except Exception as error:  # over gRPC what a method raised comes as it was raised
             logger.info("%s call failed: %r", method, error)
             raise Unavailable(f"the replica did not answer: {type(error).__name__}") from error
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            raise Unavailable("the replica ended the call") from error
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(coroutine, context=contextvars.Context())
@@ -413,3 +440,9 @@ class Bus:
 
     async def _in_fresh_context(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await self._spawn(coroutine)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled the running task; else its `CancelledError` is the replica's."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

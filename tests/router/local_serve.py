@@ -88,7 +88,8 @@ class LocalHandle:
         self._stream = stream
         self.passes_over: set[str] = set()  # full, as Serve sees it
 
-    def options(self, *, stream: bool) -> LocalHandle:
+    def options(self, *, stream: bool = False, **transport: Any) -> LocalHandle:
+        """`transport` is how Serve brings a call; here it is one in this process, whatever it says."""
         handle = LocalHandle(self._replicas, stream)
         handle.passes_over = self.passes_over
         return handle

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from quire.protos.parts import Part
 from quire.router import attach_stream as attach_stream_module
 from quire.router.attach_stream import AttachStream
 
@@ -194,3 +195,15 @@ def test_cancel_ends_every_call_at_any_moment(is_at_once, answers):
 
     for num_turns in range(12):
         asyncio.run(main(num_turns))
+
+
+def test_a_frame_in_parts_is_one_frame():
+    async def main():
+        producer = Producer()
+        stream = make(producer)
+        call = producer.calls[0]
+        for item in (b"one", Part(b"t", False), Part(b"wo", True), b"three"):
+            call.put(item)
+        assert await read(stream, 4) == ["right", b"one", b"two", b"three"]
+
+    asyncio.run(main())

@@ -1,14 +1,18 @@
 """Frames to attempts, with a stub for Serve's handle; `tests/system` has the rest of the bus."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from quire.bench.bus_overhead import StubHandle
+from quire.protos.errors import Unavailable
 from quire.protos.wire import Frame, Load, SamplingParams, Submit, TokenColumns, TokenDelta
 from quire.router.bus import Bus
 from quire.router.index import PrefixIndex
 from quire.router.replicas import ReplicaTable
+from quire.router.transport import Lost
 
 
 def make_bus():
@@ -74,6 +78,74 @@ def test_a_bus_knows_when_the_first_replica_takes_requests():
         arrive(bus)
         assert await waiting
         assert await bus.first_attached(0.0)  # it stays so
+        await bus.close()
+
+    asyncio.run(main())
+
+
+class RecordingHandle:
+    """A Serve handle that notes which calls go over gRPC, and lets a test say how they end."""
+
+    def __init__(self, over_grpc=False, calls=None):
+        self.over_grpc = over_grpc
+        self.calls = [] if calls is None else calls  # (method, over gRPC, its response)
+
+    def options(self, *, _by_reference=True, **_):
+        return RecordingHandle(not _by_reference, self.calls)
+
+    def __getattr__(self, method):
+        def remote(*_, **__):
+            response = asyncio.get_running_loop().create_future()
+            self.calls.append((method, self.over_grpc, response))
+            return response
+
+        return SimpleNamespace(remote=remote)
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_calls_go_over_grpc_unless_they_are_too_long_for_its_messages(monkeypatch):
+    async def main():
+        handle = RecordingHandle()
+        bus = Bus(handle, "test-bus", "router", ReplicaTable(PrefixIndex()))
+        submit(bus)
+        await settle()
+        monkeypatch.setattr("quire.router.bus.MAX_MESSAGE_BYTES", 10)
+        submit(bus)
+        bus._spawn(bus.snapshot("replica"))
+        await settle()
+        assert [call[:2] for call in handle.calls] == [
+            ("generate", True),
+            ("generate", False),
+            ("snapshot", False),
+        ]
+        await bus.close()
+
+    asyncio.run(main())
+
+
+def test_a_call_that_the_replica_cancels_is_a_lost_replica_and_cancels_nothing_here():
+    async def main():
+        handle = RecordingHandle()
+        bus = Bus(handle, "test-bus", "router", ReplicaTable(PrefixIndex()))
+        attempt = submit(bus)
+        granting = asyncio.create_task(bus._call("grant", route=["first"]))
+        await settle()
+        for _, _, response in handle.calls:
+            # As Serve raises what came over gRPC: nobody here has cancelled the call.
+            response.set_exception(asyncio.CancelledError())
+        assert isinstance(await attempt.next(), Lost)
+        with pytest.raises(Unavailable):
+            await granting
+        # A cancellation of our own stays one.
+        attempt = submit(bus)
+        await settle()
+        attempt.call.cancel()
+        await settle()
+        assert attempt.call.cancelled() and handle.calls[-1][2].cancelled()
         await bus.close()
 
     asyncio.run(main())
