@@ -253,7 +253,7 @@ FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t ro
         }
 #endif
 #if STREAM_ROWS
-        if (p->steps > CHUNK && rows <= STREAM_ROWS) {
+        if (chunk_steps(p->call, rows) > CHUNK) {
             if (rows == 1) multiply_streams(&widened, 1, BFLOAT16);
             if (rows == 2) multiply_streams(&widened, 2, BFLOAT16);
             return;

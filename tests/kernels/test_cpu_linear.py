@@ -64,6 +64,21 @@ def test_rows_have_the_same_bits_alone_and_among_others(isa, dtype):
         assert torch.equal(packed_linear(x[start:], weight, isa=isa), expected[start:]), count
 
 
+@pytest.mark.parametrize("isa", native_library.ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [2, 200, 258, 2560, 8192, 8450, 16386])
+def test_few_rows_have_the_same_bits_at_any_depth(isa, dtype, depth):
+    """One and two rows may read parts of the depth side by side, up to 8192 elements of bfloat16 at a time."""
+    if isa not in isas():
+        pytest.skip("not this processor's")
+    weight = PackedWeight.pack([normal(70, depth, dtype=dtype)])
+    x, residual = normal(7, depth, dtype=dtype, seed=1), normal(7, 70, dtype=dtype, seed=2)
+    expected = packed_linear(x, weight, residual=residual, isa=isa)
+    for rows in (1, 2, 3):
+        found = packed_linear(x[:rows], weight, residual=residual[:rows], isa=isa)
+        assert torch.equal(found, expected[:rows]), rows
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_change_no_bit(dtype):
     weight = PackedWeight.pack([normal(700, 300, dtype=dtype)])
