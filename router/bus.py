@@ -52,7 +52,7 @@ WATCH_PERIOD_S = 1.0
 GRANT_DELAY_S = 0.02
 GRANT_RETRY_S = 0.2
 LEASE_RENEWALS = 4  # in the time of a lease
-_LONG_ANSWERS = frozenset({"snapshot"})
+_LONG_ANSWERS = frozenset({"snapshot"})  # methods whose answer may be longer than a message
 # Serve's name for "over gRPC": not as references to Ray's objects.
 _OVER_GRPC = {
     "_by_reference": False,

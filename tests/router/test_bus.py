@@ -137,7 +137,8 @@ def test_a_call_that_the_replica_cancels_is_a_lost_replica_and_cancels_nothing_h
         for _, _, response in handle.calls:
             # As Serve raises what came over gRPC: nobody here has cancelled the call.
             response.set_exception(asyncio.CancelledError())
-        assert isinstance(await attempt.next(), Lost)
+        async with asyncio.timeout(5):
+            assert isinstance(await attempt.next(), Lost)
         with pytest.raises(Unavailable):
             await granting
         # A cancellation of our own stays one.
