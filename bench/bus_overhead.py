@@ -5,7 +5,7 @@
 Replica: `Attachments.publish` of a step's columns, the attach stream's wake-up, and the encoded frame.
 Router: the frame decoded, `Bus` → `Attempt` → `RequestStream` (index check, detokeniser, stop matcher) →
 `ChunkEncoder`, in one task per request as under HTTP, up to the bytes handed to the server. Real objects on both
-sides; a stub stands for Serve's handle. Sockets, the proxy and Ray's own streams are not in it.
+sides; a stub stands for Serve's handle. Sockets, the proxy and Serve's own streams are not in it.
 
 Wall time per token in steps of one token for each stream, medians over the steps.
 """

@@ -161,12 +161,12 @@ def compare(
                     if turn is None:
                         running.pop(name).close()
                         progress(found.failures[name])
-                        continue
-                    after = measure_rates(dtype, beside_budget_s)
-                    turn = dataclasses.replace(turn, rates=best_of([before, after]))
-                    before = after
-                    found.turns.append(turn)
-                    progress(turn)
+                    else:
+                        after = measure_rates(dtype, beside_budget_s)
+                        turn = dataclasses.replace(turn, rates=best_of([before, after]))
+                        before = after
+                        found.turns.append(turn)
+                        progress(turn)
                     if keep is not None:
                         found.write(keep)
             found.rates.append(measure_rates(dtype, rates_budget_s))

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from quire.protos.parts import Part, whole
+from quire.router.calls import answer_of
 
 logger = logging.getLogger("ray.serve")
 MAX_CALL_FRAMES = 4096  # 0.3 MB; 80 s of 20 ms steps
@@ -74,7 +75,7 @@ class AttachStream:
     async def __anext__(self) -> bytes:
         read = self._read
         try:
-            data = await whole(await anext(read), lambda: anext(read))
+            data = await answer_of(_message(read))
         except StopAsyncIteration:
             following = None if self._next is None else await self._next
             if following is None:
@@ -92,7 +93,7 @@ class AttachStream:
         call = self._call(True)
         self._open.append(call)
         try:
-            if self._is_right(await anext(call)):  # `Hello` is short
+            if self._is_right(await answer_of(_message(call))):
                 return call
         except Exception as error:  # the call that is read says what there is to say
             logger.info("attach stream not taken over: %r", error)
@@ -107,3 +108,8 @@ class AttachStream:
             self._next.cancel()
         for call in self._open:
             call.cancel()
+
+
+async def _message(call: Call) -> bytes:
+    """The call's next message, in one part or several."""
+    return await whole(await anext(call), lambda: anext(call))

@@ -13,8 +13,7 @@ this module is built around (reference: Ray 2.60):
   what is longer than its messages. They stay in Serve's thread for handles: in ours
   (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0) a request takes 1 ms less, but while replicas came and went a router
   answered `/ready` once in four seconds.
-* over gRPC a replica that ends cancels the calls that it has, and its `CancelledError` is raised here, where nobody has
-  cancelled anything. So it is told from a cancellation of our own.
+* over gRPC the `CancelledError` of a replica that ends is raised here. So every answer is awaited by `answer_of`.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from quire.protos.parts import MAX_MESSAGE_BYTES
 from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
 from quire.router import membership
 from quire.router.attach_stream import AttachStream
+from quire.router.calls import CallEnded, answer_of
 from quire.router.flow import Credit, by_replica
 from quire.router.replicas import ReplicaTable
 from quire.router.transport import Attempt, Lost
@@ -192,12 +192,10 @@ class Bus:
         method = self._by_reference.generate if is_long else self._generate_method
         response = method.remote(submit, route=route)
         try:
-            attempt.put(Completion.decode(await response))
+            attempt.put(Completion.decode(await answer_of(response)))
         except asyncio.CancelledError:
-            if _is_cancelled():
-                response.cancel()
-                raise
-            attempt.put(Lost(attempt.replica, "the replica ended the call"))
+            response.cancel()
+            raise
         except RayActorError as error:
             attempt.put(Lost(attempt.replica, f"the replica died: {type(error).__name__}"))
         except Exception as error:
@@ -309,12 +307,8 @@ class Bus:
             while replica in self._members:
                 try:
                     await self._attach(replica)
-                except (RayError, RpcError) as error:
+                except (RayError, RpcError, CallEnded) as error:
                     logger.info("attach stream of %s ended: %r", replica, error)
-                except asyncio.CancelledError:
-                    if _is_cancelled():
-                        raise
-                    logger.info("%s has ended the attach stream", replica)
                 except Exception:  # a frame that cannot be read, for instance of another version
                     logger.exception("attach stream of %s failed", replica)
                 finally:
@@ -419,14 +413,10 @@ class Bus:
     async def _call(self, method: str, *args: Any, route: list[str]) -> Any:
         handle = self._by_reference if method in _LONG_ANSWERS else self._unary
         try:
-            return await getattr(handle, method).remote(*args, route=route)
+            return await answer_of(getattr(handle, method).remote(*args, route=route))
         except Exception as error:  # over gRPC what a method raised comes as it was raised
             logger.info("%s call failed: %r", method, error)
             raise Unavailable(f"the replica did not answer: {type(error).__name__}") from error
-        except asyncio.CancelledError as error:
-            if _is_cancelled():
-                raise
-            raise Unavailable("the replica ended the call") from error
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(coroutine, context=contextvars.Context())
@@ -442,9 +432,3 @@ class Bus:
 
     async def _in_fresh_context(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await self._spawn(coroutine)
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody has cancelled the running task; else its `CancelledError` is the replica's."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0

@@ -9,6 +9,7 @@ import pytest
 from quire.protos.parts import Part
 from quire.router import attach_stream as attach_stream_module
 from quire.router.attach_stream import AttachStream
+from quire.router.calls import CallEnded
 
 BOUND = 4
 
@@ -52,7 +53,7 @@ class ScriptedCall:
         if item is None:
             self.ended = True
             raise StopAsyncIteration
-        if isinstance(item, Exception):
+        if isinstance(item, BaseException):
             raise item
         return item
 
@@ -205,5 +206,37 @@ def test_a_frame_in_parts_is_one_frame():
         for item in (b"one", Part(b"t", False), Part(b"wo", True), b"three"):
             call.put(item)
         assert await read(stream, 4) == ["right", b"one", b"two", b"three"]
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_cancels_a_takeover_is_asked_again_later():
+    async def main():
+        producer = Producer()
+        stream = make(producer)
+        real_call, stream._call = stream._call, lambda continues: cancelled
+        cancelled = ScriptedCall()
+        cancelled.put(asyncio.CancelledError())  # as Serve raises what came over gRPC
+        producer.send(2 * BOUND)
+        await read(stream, BOUND)
+        async with asyncio.timeout(5):
+            while not cancelled.cancelled:
+                await asyncio.sleep(0)
+        stream._call = real_call
+        assert await read(stream, BOUND + 1) == list(range(BOUND - 1, 2 * BOUND))
+        await asyncio.sleep(0)
+        assert len(producer.calls) == 2
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_the_replica_cancels_ends_with_an_error_and_no_cancellation():
+    async def main():
+        producer = Producer()
+        stream = make(producer)
+        producer.calls[0].put(asyncio.CancelledError())
+        assert await read(stream, 1) == ["right"]
+        with pytest.raises(CallEnded):
+            await read(stream, 1)
 
     asyncio.run(main())
