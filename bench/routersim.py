@@ -1,9 +1,13 @@
 """The router's policies, unchanged, in a simulated cluster, against other routers' and a pooled oracle.
 
-`make bench ARGS="routersim --simulator FOLDER"`; with three seeds and all policies ten minutes of one core, and
+`make bench ARGS="routersim --simulator FOLDER"`; with three seeds and all policies fifteen minutes of one core, and
 `--cache FILE` goes on where a run was stopped. The oracle gives every replica one shared cache of
 all replicas' size, where every hit is free from anywhere, and the best of three dispatch rules; a ratio
 of 1 is perfect placement. Load is known only from reports every 50 ms and from own bookings.
+
+All replicas start requests as the product's do (`replica/order.py`: the shortest prompt first, with age), whoever
+routes; of the oracle's runs with that order and of those in order of arrival the best counts. What a policy alone does,
+with replicas that start requests in order of arrival, has a table of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any
 
 from quire.bench.report import RESULTS, Bar, write
 from quire.bench.routersim_stack import Stack
+from quire.replica.order import AGEING
 from quire.router.policy import POLICY_NAMES, make_policy
 
 SEEDS = {"given": (0, 1, 2), "held out": (10, 11, 12)}
@@ -48,7 +53,8 @@ OTHERS = {
 }
 ROBUSTNESS = ("conv8L", "hot8")  # long prompts and hot prefixes: where load and cache views matter
 OURS = "slo"
-_PARTS = ("held_out", "perturbed", "robustness")
+_PARTS = ("held_out", "perturbed", "fifo", "robustness")
+_FIFO = "fifo"  # a variant: replicas start requests in order of arrival
 _LOSS_GOALS = {"16 routers": 0.02, "event lag 0.5 s": 0.01, "restart": 0.01}
 _REFERENCE = ("GreedyTTFT", "MarginalRep")
 PARTS = ("own_prefill_s", "wait_s", "decode_s")  # they add up to the mean end-to-end time
@@ -125,6 +131,7 @@ class Simulator:
         requests, n, hardware = self.workload(workload, seed)
         if "kill" in options:
             options["kills"] = [(requests[len(requests) // 2].t, options.pop("kill"))]
+        options.setdefault("order_w", AGEING)
         policies = [self.policy(policy, router + 1) for router in range(routers)]
         simulation = self._sim.Sim(
             self._sim.fresh(requests), n, policies, hw=hardware, report_interval=0.05, **options
@@ -137,15 +144,32 @@ class Simulator:
         print(f"{key:40} goodput {goodput:.3f} ttft {ttft_s:.3f} s", file=sys.stderr, flush=True)
         return self.found[key]
 
-    def oracle(self, workload: str, seed: int) -> dict[str, float]:
-        """The best of the three pooled oracles, metric by metric."""
+    def oracle(self, workload: str, seed: int, *, fifo_only: bool = False) -> dict[str, float]:
+        """The best of the three pooled oracles, in either order, metric by metric."""
+        orders = (
+            {f"pooled {_FIFO}": 0.0} if fifo_only else {f"pooled {_FIFO}": 0.0, "pooled": AGEING}
+        )
         runs = [
-            self.run(workload, seed, name, variant="pooled", pooled=True)
+            self.run(workload, seed, name, variant=variant, pooled=True, order_w=ageing)
+            for variant, ageing in orders.items()
             for name in ORACLES.values()
         ]
         names = ("ttft_mean", "e2e_mean", *PARTS)
         best = {name: min(run[name] for run in runs) for name in names}
         return best | {name: max(run[name] for run in runs) for name in ("goodput", "hit")}
+
+
+class InOrderOfArrival:
+    """The same clusters with replicas that start requests in order of arrival."""
+
+    def __init__(self, simulator: Simulator):
+        self._simulator = simulator
+
+    def run(self, workload: str, seed: int, policy: str) -> dict[str, float]:
+        return self._simulator.run(workload, seed, policy, variant=_FIFO, order_w=0.0)
+
+    def oracle(self, workload: str, seed: int) -> dict[str, float]:
+        return self._simulator.oracle(workload, seed, fifo_only=True)
 
 
 def parts(requests: list[Any], hardware: Any) -> dict[str, float]:
@@ -173,7 +197,10 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def compare(
-    simulator: Simulator, policy: str, workloads: tuple[str, ...], seeds: tuple[int, ...]
+    simulator: Simulator | InOrderOfArrival,
+    policy: str,
+    workloads: tuple[str, ...],
+    seeds: tuple[int, ...],
 ) -> dict[str, Any]:
     """A policy against the oracle: ratios of TTFT and end-to-end time, and what goodput it loses."""
     of_workload = {}
@@ -327,6 +354,10 @@ def main() -> int:
     if "perturbed" in options.parts:
         tables["Perturbed workloads"] = {
             name: compare(simulator, name, PERTURBED, given) for name in [*ours[:1], *_REFERENCE]
+        }
+    if "fifo" in options.parts:
+        tables["Five workloads, replicas that start requests in order of arrival"] = {
+            name: compare(InOrderOfArrival(simulator), name, WORKLOADS, given) for name in ours[:1]
         }
     lost = robustness(simulator, given) if "robustness" in options.parts else {}
     command = "python -m quire.bench routersim --simulator FOLDER"

@@ -225,11 +225,12 @@ class EngineArgs(_Section):
         description="Most requests that wait at a replica for a place. Routers send no more and let them "
         "wait on their side; of routers that send at once one may be refused as overloaded (HTTP 429).",
     )
-    scheduler: Literal["fifo", "prefill_first", "priority"] = Field(
-        "fifo",
+    scheduler: Literal["shortest_first", "fifo", "prefill_first", "priority"] = Field(
+        "shortest_first",
         description="Who comes first in a step. fifo: decodes, then started prompts, then new "
-        "ones as they arrived. prefill_first: started prompts, then decodes, then new ones. "
-        "priority: as fifo, prompts by priority (smaller first), deadline, arrival; at least every "
+        "ones as they arrived. shortest_first: as fifo, but a prompt that waits is passed by shorter ones that come "
+        "within four times the seconds by which it takes longer. prefill_first: started prompts, then decodes, "
+        "then new ones. priority: as fifo, prompts by priority (smaller first), deadline, arrival; at least every "
         "eighth to start is the one that waits longest.",
     )
     weights: Literal["auto", "int8", "fp8"] = Field(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MAX_LOGPROBS = 20
 PROBATION_TOKENS = 4  # that a request with `Submit.alone` generates in steps of its own
 LEASE_S = 10.0  # a stream that its router has not named for so long ends at the replica
@@ -278,6 +278,8 @@ class Submit:
     credit_tokens: int | None = None
     # It was in the step in which more than one replica crashed: its next tokens come in steps of its own.
     alone: bool = False
+    # Of `prompt_ids`, those that the router expects in the replica's cache when the request's turn comes.
+    num_expected_cached: int = 0
 
     def encode(self) -> bytes:
         return _seal(
@@ -294,12 +296,13 @@ class Submit:
                 self.fork_of,
                 self.credit_tokens,
                 self.alone,
+                self.num_expected_cached,
             ]
         )
 
     @classmethod
     def decode(cls, data: bytes) -> Submit:
-        router_id, stream_id, request_id, ids, params, *others = _open(data, 12, "Submit")
+        router_id, stream_id, request_id, ids, params, *others = _open(data, 13, "Submit")
         return cls(
             router_id,
             stream_id,

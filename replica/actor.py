@@ -314,6 +314,7 @@ def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
         fork_of=None if submit.fork_of is None else (submit.router_id, submit.fork_of),
         credit_tokens=submit.credit_tokens,
         alone=submit.alone,
+        num_expected_cached=submit.num_expected_cached,
     )
 
 

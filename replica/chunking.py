@@ -1,7 +1,7 @@
 """How much prefill a step may hold, so that whoever decodes gets the next token in time.
 
 ```
- fifo, priority            | decode + prefill | decode + prefill | decode
+ all but prefill_first     | decode + prefill | decode + prefill | decode
                             └ max_prefill_ms ┘
  prefill_first             | prefill | prefill | decode + prefill | decode
                             └──── max_prefill_ms, together ──────┘

@@ -21,7 +21,7 @@ LIGHT_FIELDS = (
 )
 # Between the two marks of admission: more costs throughput and spares no preemption.
 _RESUME_STEP = 0.1
-SCHEDULERS = ("fifo", "prefill_first", "priority")
+SCHEDULERS = ("shortest_first", "fifo", "prefill_first", "priority")
 FUSE = ("auto", "off")
 WEIGHTS = ("auto", "int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -60,7 +60,7 @@ class EngineArgs:
     kv_padding: int | None = None  # the same of their longest row; None: to the longest possible
     check_graphs: bool = False  # for debugging: compare a graph's addresses before each replay
     nvtx: bool = False  # ranges for a profiler of a GPU: the loop's parts, and what is queued
-    scheduler: str = "fifo"  # fifo | prefill_first | priority
+    scheduler: str = "shortest_first"  # shortest_first | fifo | prefill_first | priority
     max_prefill_ms: float | None = 100.0  # None: no bound
     safety_margin: float = 0.2
     resume_margin: float | None = None  # None: safety_margin + 0.1, at most 1
@@ -122,7 +122,7 @@ class EngineConfig:
     kv_padding: int | None = None
     check_graphs: bool = False
     nvtx: bool = False
-    scheduler: str = "fifo"  # fifo | prefill_first | priority
+    scheduler: str = "fifo"  # shortest_first | fifo | prefill_first | priority
     max_prefill_ms: float | None = (
         None  # of prefill between two tokens of who decodes; None: no bound
     )

@@ -8,6 +8,7 @@ import queue
 import secrets
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -183,7 +184,13 @@ class OfflineFront:
     ) -> Request:
         """A request that the engine will take."""
         try:
-            request = Request(next(self._keys), self._encode(prompt), params, fork_of=fork_of)
+            request = Request(
+                next(self._keys),
+                self._encode(prompt),
+                params,
+                arrival_s=time.monotonic(),
+                fork_of=fork_of,
+            )
             validate(request, self._engine.config)
         except QuireError as error:
             raise type(error)(f"{name}: {error.message}", field=error.field) from None

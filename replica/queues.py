@@ -15,7 +15,9 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._requests: OrderedDict[Hashable, Request] = OrderedDict()
-        self.num_tokens = 0  # of all waiting requests, generated ones included after a soft reset
+        self.num_missing_tokens = (
+            0  # of all waiting requests, generated ones included after a soft reset
+        )
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -28,7 +30,7 @@ class WaitingQueue:
 
     def append(self, request: Request) -> None:
         self._requests[request.key] = request
-        self.num_tokens += request.num_tokens
+        self.num_missing_tokens += request.num_missing_tokens
 
     def push_front(self, request: Request) -> None:
         WaitingQueue.append(self, request)  # not that of a subclass, whose order does not hold here
@@ -40,15 +42,15 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         del self._requests[request.key]
-        self.num_tokens -= request.num_tokens
+        self.num_missing_tokens -= request.num_missing_tokens
 
     def check(self, pending: set[Hashable]) -> None:
         """Raise `IntegrityError` unless exactly the requests of these keys wait."""
         if pending != set(self._requests):
             raise IntegrityError("the waiting queue is not the set of pending requests")
-        if self.num_tokens != sum(request.num_tokens for request in self):
+        if self.num_missing_tokens != sum(request.num_missing_tokens for request in self):
             raise IntegrityError(
-                f"{self.num_tokens} waiting tokens are counted, not those that wait"
+                f"{self.num_missing_tokens} missing tokens are counted, not those of who waits"
             )
 
 

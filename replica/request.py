@@ -83,6 +83,8 @@ class Request:
         Tokens that it may generate before `Scheduler.grant` allows more; then it pauses. None: all.
     alone
         Its first `PROBATION_TOKENS` new tokens come in steps without any other request.
+    num_expected_cached
+        Of its tokens, those that are likely to be cached when its turn comes: an estimate, for what waits.
     fork_of
         Key of a live request with the same prompt and tenant, which computes it for both (`forks.py`); when there
         is none any more, this is an ordinary request.
@@ -104,6 +106,7 @@ class Request:
         fork_of: Hashable | None = None,
         credit_tokens: int | None = None,
         alone: bool = False,
+        num_expected_cached: int = 0,
     ):
         self.key = key
         self.params = params
@@ -116,6 +119,7 @@ class Request:
         self.priority = priority
         self.fork_of = fork_of
         self.alone = alone
+        self.num_expected_cached = num_expected_cached
         # Output tokens, those of earlier attempts included, that it may have for now; None: all.
         self.credit_end = None if credit_tokens is None else num_emitted + credit_tokens
         self.parent: Request | None = None  # whom `fork_of` names, until this one starts
@@ -145,6 +149,11 @@ class Request:
         self._newest: list[bytes] = []  # int32, not yet in the array
         # What the client sent: without the output of an earlier attempt.
         self.num_prompt_tokens = self.num_tokens - num_emitted
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """What is to be computed when it starts, as far as is known while it waits: at least its last token."""
+        return max(1, self.num_tokens - self.num_expected_cached)
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -378,6 +387,7 @@ def _validate_labels(request: Request) -> None:
     if deadline_s is not None and (not is_real(deadline_s) or deadline_s != deadline_s):
         refuse("deadline_s", f"must be a number, got {deadline_s!r}")
     check_int("priority", request.priority, -_MAX_INT32, _MAX_INT32)
+    check_int("num_expected_cached", request.num_expected_cached, 0, _MAX_INT32)
     if request.credit_end is not None:
         check_int("credit_tokens", request.credit_end - request.num_emitted, 1, _MAX_INT32)
     if request.fork_of is not None and request.num_emitted:

@@ -47,7 +47,7 @@ from quire.replica.events import EventLog
 from quire.replica.forks import Share, Sharing, WaitingForks, find_parent, held_positions
 from quire.replica.host_tier import HostTier, Transfers
 from quire.replica.offload import Offload, Return
-from quire.replica.order import PrefillOrder, PriorityQueue, urgency
+from quire.replica.order import PrefillOrder, PriorityQueue, ShortestFirstQueue, urgency
 from quire.replica.plan import NO_TOKEN, RequestDelta, SamplingBatch, StepPlan, StepResult
 from quire.replica.prefix import PrefixCache
 from quire.replica.probation import Probation
@@ -81,6 +81,7 @@ class Scheduler:
 
     | `config.scheduler` | |
     |---|---|
+    | shortest_first | requests start by arrival and length, see `order.py` |
     | fifo | requests start in the order of arrival |
     | prefill_first | the same; started prompts come before the decoding rows, see `Chunking.leaves_out_decodes` |
     | priority | requests start, and prefills share a step, by priority, deadline, arrival; see `order.py` |
@@ -140,12 +141,11 @@ class Scheduler:
         self.num_prefix_tokens_hit = 0
         self.num_prefix_tokens_hit_on_host = 0
         self._requests: dict[Hashable, Request] = {}  # every live one
-        by_urgency = config.scheduler == "priority"
-        self._waiting = PriorityQueue() if by_urgency else WaitingQueue()
+        self._waiting = self._make_queue()
         self._forks = WaitingForks()  # outside the queue
         self._probation = Probation()  # the same
         self._fresh_parents: list[Request] = []  # got their first token in the step before
-        self._prefill_order = PrefillOrder(by_urgency)
+        self._prefill_order = PrefillOrder(by_urgency=config.scheduler == "priority")
         self._returning = ReturnQueue()
         # Paused, and out of its queue not to stop the others there. Paused requests deeper in the waiting queue
         # stay until they are its head.
@@ -172,6 +172,18 @@ class Scheduler:
         self._admission.reconfigure(config)
         self._chunking.reconfigure(config)
         self._num_changes += 1
+
+    def _make_queue(self) -> WaitingQueue:
+        if self.config.scheduler == "priority":
+            return PriorityQueue()
+        if self.config.scheduler == "shortest_first":
+            return ShortestFirstQueue(self._foretold_prefill_s)
+        return WaitingQueue()
+
+    def _foretold_prefill_s(self, request: Request) -> float:
+        """Seconds of prefill that a waiting request needs; 0 while the speed is not known."""
+        num_missing = request.num_missing_tokens
+        return self.speed.prefill_s(request.num_tokens - num_missing, num_missing)
 
     # -- requests in and out -----------------------------------------------------------------------------
 
@@ -309,8 +321,8 @@ class Scheduler:
     def _check_room(self) -> None:
         bound = self.config.max_waiting_requests
         if self.num_waiting >= bound:
-            num_tokens = self._waiting.num_tokens + self._returning.num_tokens
-            wait_s = num_tokens * self.speed.prefill_s_per_token
+            num_missing = self._waiting.num_missing_tokens + self._returning.num_tokens
+            wait_s = num_missing * self.speed.prefill_s_per_token
             raise Overloaded(
                 f"the waiting queue is full: {self.num_waiting} requests, the bound is {bound} "
                 "(max_waiting_requests)",
@@ -991,7 +1003,7 @@ class Scheduler:
             num_running=self.rows.num_active,
             num_waiting=self.num_waiting,
             # A fork computes one token of its prompt.
-            queued_prefill_tokens=self._waiting.num_tokens
+            queued_prefill_tokens=self._waiting.num_missing_tokens
             + self._returning.num_tokens
             + len(self._forks)
             + self.rows.num_missing_tokens,

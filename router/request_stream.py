@@ -294,6 +294,7 @@ class RequestStream:
             priority=self._request.priority,
             fork_of=None if parent is None else parent.stream_id,
             alone=self._suspicion.begin(len(self._emitted)),
+            num_expected_cached=num_cached,
         )
         self._attempt = service.transport.submit(submit, self._route)
         self._sent.set()

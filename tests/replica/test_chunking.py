@@ -144,7 +144,7 @@ def test_a_decode_step_is_measured_anew_after_many_with_prefill():
     assert speed.decode_step_s == pytest.approx(0.19, rel=0.02)
 
 
-@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first", "priority"])
+@pytest.mark.parametrize("scheduler", ["shortest_first", "fifo", "prefill_first", "priority"])
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_the_time_between_tokens_is_bounded_whatever_others_send(scheduler, noise):
     machine = Machine(scheduler=scheduler, noise=noise)

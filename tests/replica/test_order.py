@@ -11,7 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
-from quire.replica.order import OLDEST_TURN, PrefillOrder, PriorityQueue, urgency
+from quire.replica.order import (
+    AGEING,
+    OLDEST_TURN,
+    PrefillOrder,
+    PriorityQueue,
+    ShortestFirstQueue,
+    urgency,
+)
 from quire.replica.plan import StepResult
 from quire.replica.request import Request
 from quire.replica.scheduler import Scheduler
@@ -53,12 +60,20 @@ def commit(scheduler, plan):
     return scheduler.commit(plan, StepResult(tokens, 0.01), 0.0)
 
 
+def foretold_s(request):
+    return 0.01 * request.num_missing_tokens
+
+
+def shortest_first(request):
+    return request.arrival_s + AGEING * foretold_s(request), request.arrival_index
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Against a plain list: those that returned first, else by urgency, and every eighth start the oldest."""
 
     def __init__(self):
         super().__init__()
-        self.queue = PriorityQueue()
+        self.queue, self.rank = PriorityQueue(), urgency
         self.returned, self.arrived = [], []
         self.num_passed = 0
         self.num_arrivals = 0
@@ -66,13 +81,16 @@ class QueueMachine(RuleBasedStateMachine):
     def expected_head(self):
         if self.returned:
             return self.returned[0]
-        if self.num_passed >= OLDEST_TURN - 1:
+        if self.rank is urgency and self.num_passed >= OLDEST_TURN - 1:
             return self.arrived[0]
-        return min(self.arrived, key=urgency)
+        return min(self.arrived, key=self.rank)
 
     @rule(priority=st.integers(-2, 2), deadline_s=st.sampled_from([None, 1.0, 9.0]))
     def arrive(self, priority, deadline_s):
         request = waiting_request(self.num_arrivals, priority, deadline_s)
+        request.arrival_s = 0.1 * self.num_arrivals
+        request.num_tokens = 7 * (priority + 3)  # the more urgent, the shorter
+        request.num_expected_cached = 8 if deadline_s == 9.0 else 0
         self.num_arrivals += 1
         self.queue.append(request)
         self.arrived.append(request)
@@ -111,7 +129,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def agree(self):
-        expected = self.returned + sorted(self.arrived, key=urgency)
+        expected = self.returned + sorted(self.arrived, key=self.rank)
         assert list(self.queue) == expected
         assert len(self.queue) == len(expected)
         self.queue.check({request.key for request in expected})
@@ -120,8 +138,93 @@ class QueueMachine(RuleBasedStateMachine):
             assert self.queue.head() is self.expected_head()
 
 
+class ShortestFirstMachine(QueueMachine):
+    """The same by arrival and length, without turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue, self.rank = ShortestFirstQueue(foretold_s), shortest_first
+
+
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestShortestFirstMachine = ShortestFirstMachine.TestCase
+TestShortestFirstMachine.settings = TestQueueMachine.settings
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.floats(0, 3), st.integers(1, 400), st.integers(0, 500)),
+        min_size=2,
+        max_size=40,
+    )
+)
+def test_a_prompt_is_passed_only_by_those_that_come_within_the_bound(arrivals):
+    """However many short ones come, each for itself may pass a long one for so long and no longer."""
+    queue, now_s = ShortestFirstQueue(foretold_s), 0.0
+    for i, (pause_s, num_tokens, num_cached) in enumerate(arrivals):
+        now_s += pause_s
+        request = waiting_request(i)
+        request.arrival_s, request.num_tokens, request.num_expected_cached = (
+            now_s,
+            num_tokens,
+            num_cached,
+        )
+        queue.append(request)
+    started = []
+    while queue:
+        started.append(queue.head())
+        queue.start(queue.head())
+    for position, request in enumerate(started):
+        for passed_by in started[:position]:
+            later_s = passed_by.arrival_s - request.arrival_s
+            longer_s = foretold_s(request) - foretold_s(passed_by)
+            assert later_s <= AGEING * longer_s + 1e-9
+
+
+def scheduler_that_knows_its_speed(**options):
+    config = {**CONFIG, "scheduler": "shortest_first", "max_batch_tokens": 64, **options}
+    scheduler = Scheduler(EngineConfig(**config))
+    scheduler.speed.observe(50, 0, 0.5, 50 * 51 // 2, end_s=0.5)  # 10 ms a token
+    return scheduler
+
+
+def starts_in_order(scheduler):
+    """Keys in the order in which they end, one row at a time and a token each."""
+    ended = []
+    while scheduler.num_waiting or scheduler.num_running:
+        ended += [delta.key for delta in commit(scheduler, scheduler.plan(9.0))]
+        scheduler.check()
+    return ended
+
+
+def test_a_short_prompt_passes_a_long_one_that_waits():
+    scheduler = scheduler_that_knows_its_speed()
+    for key, num_tokens, arrival_s in (("long", 60, 1.0), ("short", 10, 2.9), ("late", 10, 3.1)):
+        request = make_request(key, prompt=range(3, 3 + num_tokens))
+        request.arrival_s = arrival_s
+        scheduler.add(request)
+    # 50 tokens more are 0.5 s: four times as much later a short one comes too late.
+    assert starts_in_order(scheduler) == ["short", "long", "late"]
+
+
+def test_what_is_expected_in_the_cache_counts_neither_as_length_nor_as_load():
+    scheduler = scheduler_that_knows_its_speed()
+    for key, num_tokens, num_cached in (("new", 20, 0), ("follower", 60, 56), ("full", 30, 99)):
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        ids = list(range(3, 3 + num_tokens))
+        scheduler.add(Request(key, ids, params, arrival_s=1.0, num_expected_cached=num_cached))
+    assert scheduler.load().queued_prefill_tokens == 20 + 4 + 1
+    assert starts_in_order(scheduler) == ["full", "follower", "new"]
+    assert scheduler.load().queued_prefill_tokens == 0
+
+
+def test_without_a_speed_the_shortest_first_are_the_first_to_come():
+    scheduler = Scheduler(EngineConfig(**{**CONFIG, "scheduler": "shortest_first"}))
+    for i, num_tokens in enumerate((30, 4, 20)):
+        scheduler.add(make_request(i, prompt=range(3, 3 + num_tokens)))
+    assert starts_in_order(scheduler)[0] == 0
 
 
 def test_priority_then_deadline_then_arrival():
@@ -255,7 +358,7 @@ def count_calls(action):
     return calls
 
 
-@pytest.mark.parametrize("scheduler_kind", ["fifo", "prefill_first", "priority"])
+@pytest.mark.parametrize("scheduler_kind", ["shortest_first", "fifo", "prefill_first", "priority"])
 def test_a_step_costs_the_same_however_many_wait(scheduler_kind):
     def crowd(num_waiting):
         config = {**CONFIG, "scheduler": scheduler_kind, "max_running_requests": 4}

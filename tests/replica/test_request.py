@@ -39,8 +39,14 @@ CONFIG = EngineConfig(
 SMALL_CACHE = dataclasses.replace(CONFIG, num_blocks=4)  # 32 tokens
 
 
-def make(prompt=(1, 2, 3), num_emitted=0, **params):
-    return Request("key", prompt, SamplingParams(**params), num_emitted=num_emitted)
+def make(prompt=(1, 2, 3), num_emitted=0, num_expected_cached=0, **params):
+    return Request(
+        "key",
+        prompt,
+        SamplingParams(**params),
+        num_emitted=num_emitted,
+        num_expected_cached=num_expected_cached,
+    )
 
 
 def refusal(request, config=CONFIG):
@@ -68,6 +74,17 @@ def test_a_bad_prompt_is_refused_with_the_bound_and_the_value(prompt, message):
     error = refusal(make(prompt))
     assert error.message == message
     assert error.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, "num_expected_cached: must be in [0, 2147483647], got -1"),
+        (0.5, "num_expected_cached: must be an integer, got 0.5"),
+    ],
+)
+def test_an_expectation_that_is_none_is_refused(value, message):
+    assert refusal(make([1, 2], num_expected_cached=value)).message == message
 
 
 def test_a_ragged_prompt_is_refused():

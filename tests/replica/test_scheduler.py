@@ -377,7 +377,7 @@ def test_a_held_engine_that_is_empty_starts_whoever_waits():
     assert [len(outputs[i][0]) for i in range(4)] == [30] * 4
 
 
-@pytest.mark.parametrize("scheduler_kind", ["fifo", "prefill_first", "priority"])
+@pytest.mark.parametrize("scheduler_kind", ["shortest_first", "fifo", "prefill_first", "priority"])
 @pytest.mark.parametrize(
     "groups",
     [

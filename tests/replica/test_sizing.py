@@ -171,7 +171,11 @@ def test_explicit_values_are_honoured(zoo, spec):
 
 def test_the_scheduler_gets_what_was_asked_for(spec):
     config = resolve(EngineArgs(device="cpu"), spec)
-    assert (config.scheduler, config.max_prefill_ms, config.demotion_order) == ("fifo", 100, "lru")
+    assert (config.scheduler, config.max_prefill_ms, config.demotion_order) == (
+        "shortest_first",
+        100,
+        "lru",
+    )
     assert config.resume_margin == pytest.approx(0.3)
     assert resolve(EngineArgs(device="cpu", safety_margin=0.95), spec).resume_margin == 1
     asked = dict(scheduler="priority", max_prefill_ms=None, resume_margin=0.7)
@@ -283,7 +287,7 @@ def test_a_length_left_open_is_cut_to_the_cache(spec):
         (dict(safety_margin=1.0), "safety_margin"),
         (
             dict(scheduler="lifo"),
-            "scheduler must be one of fifo, prefill_first, priority, got 'lifo'",
+            "scheduler must be one of shortest_first, fifo, prefill_first, priority, got 'lifo'",
         ),
         (dict(demotion_order="mru"), "demotion_order must be one of lru, most_recent, got 'mru'"),
         (dict(max_prefill_ms=0.5), "max_prefill_ms must be at least 1"),

@@ -317,6 +317,30 @@ def test_explain_tells_prediction_and_truth(runner, replicas):
     runner.run(run())
 
 
+def test_an_engine_is_told_how_much_of_a_prompt_it_should_hold(runner, replicas, monkeypatch):
+    """It starts the shortest first, by what is left to compute, and reports that as queued."""
+    taken = []
+    for replica in replicas:
+        engine = replica.engine
+
+        def submit(request, engine_submit=engine.submit, **options):
+            taken.append((request.num_expected_cached, request.num_missing_tokens))
+            return engine_submit(request, **options)
+
+        monkeypatch.setattr(engine, "submit", submit)
+
+    async def run() -> None:
+        prompt = tuple(7 + i % 190 for i in range(200))
+        async with stack_of(replicas) as stack:
+            await stack.answer(prompt, max_tokens=1)
+            table = stack.cluster.table
+            await until(lambda: any(s.indexed_blocks >= 3 for s in table.statuses(0.0)))
+            await stack.answer(prompt, max_tokens=1)
+        assert taken == [(0, 200), (192, 8)]
+
+    runner.run(run())
+
+
 def test_every_decision_is_remembered_with_what_came_of_it(runner, replicas):
     async def run() -> None:
         async with stack_of(replicas) as stack:
