@@ -8,7 +8,8 @@ machine. One replica, two routers, streams of server-sent events and of gRPC, al
 
 CPU time is that of the processes (`/proc/PID/stat`: Python and all else in them, the kernel's part included) in the
 middle of the run, when all streams have begun and none has ended, less what they take when nothing runs, per token
-that arrives meanwhile. The first token is that of requests that come one by one to an idle system, at times that have
+that arrives meanwhile. Beside the router's for a gRPC message stands what a server takes that does nothing but send
+it (`grpc_alone`). The first token is that of requests that come one by one to an idle system, at times that have
 nothing to do with anybody's clock: a step, and what a timer in its way would add.
 """
 
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 import yaml
 
 from quire.bench import report
+from quire.bench.grpc_alone import grpc_alone
 from quire.bench.live_cluster import LiveCluster, cpu_s, live_cluster
 from quire.bench.measures import percentile, percentiles_ms
 from quire.bench.paced_replica import STEP_S
@@ -107,13 +109,16 @@ class StreamRun:
 
 
 class Meter:
-    """CPU seconds of a cluster's routers and replicas, and of this process, the client."""
+    """CPU seconds of processes by who they are, and of this process, the client."""
 
-    def __init__(self, cluster: LiveCluster):
-        self._pids = {
-            "router": list(cluster.replicas("quire", "Router").values()),
-            "replica": list(cluster.replicas("quire", "Replica").values()),
-        }
+    def __init__(self, pids: Mapping[str, Sequence[int]]):
+        self._pids = pids
+
+    @classmethod
+    def of_cluster(cls, cluster: LiveCluster) -> Meter:
+        """Of its routers and its replicas."""
+        names = {"router": "Router", "replica": "Replica"}
+        return cls({who: [*cluster.replicas("quire", n).values()] for who, n in names.items()})
 
     def read(self) -> dict[str, float]:
         """So far."""
@@ -176,7 +181,7 @@ async def measure(
     cluster: LiveCluster, streams: Sequence[int], num_tokens: int, idle_s: float
 ) -> dict[str, Any]:
     """Runs by protocol and number of streams, lone first tokens by protocol, CPU per idle second by who."""
-    meter, rng = Meter(cluster), random.Random("data-plane")
+    meter, rng = Meter.of_cluster(cluster), random.Random("data-plane")
     clients: dict[str, Streams] = {
         "sse": SseStreams(cluster.http_port, MODEL),
         "grpc": GrpcStreams(cluster.grpc_port, MODEL),
@@ -202,6 +207,20 @@ async def measure(
         for client in clients.values():
             await client.close()
     return found
+
+
+async def measure_alone(num_streams: int, num_tokens: int) -> float:
+    """CPU us that a server of grpcio alone takes for a message of so many streams at once."""
+    rng, nothing = random.Random("alone"), {"server": 0.0, "client": 0.0}
+    with grpc_alone(STEP_S) as (port, pid):
+        client = GrpcStreams(port, MODEL)
+        try:
+            num, tokens = WARM_UP
+            await asyncio.gather(*(client.read(prompt(rng), tokens) for _ in range(num)))
+            run = await run_streams(client, Meter({"server": [pid]}), num_streams, num_tokens, rng)
+        finally:
+            await client.close()
+    return run.us_per_token(nothing)["server"]
 
 
 def print_run(protocol: str, run: StreamRun, idle: Mapping[str, float]) -> None:
@@ -242,9 +261,11 @@ def bars_of(found: Mapping[str, Any]) -> list[Bar]:
         gap_s = percentile(run.gaps_s, 99)
         bars.append(Bar(f"{name}_inter_token_p99", gap_s / STEP_S, "steps", 2.0))
         costs = run.us_per_token(found["idle"])
-        bars += [
-            Bar(f"{name}_{who}_us_per_token", costs[who], "us", goal) for who, goal in GOALS.items()
-        ]
+        for who, goal in GOALS.items():
+            details = {}
+            if (protocol, who) == ("grpc", "router"):
+                details = {"grpcio_alone_us": round(found["grpcio_alone_us"], 1)}
+            bars.append(Bar(f"{name}_{who}_us_per_token", costs[who], "us", goal, details=details))
     for protocol, seconds in found["lone_s"].items():
         bars.append(
             Bar(
@@ -297,6 +318,9 @@ def main() -> None:
     options = parser.parse_args()
     with live_cluster(serve_config(max(options.streams))) as cluster:
         found = asyncio.run(measure(cluster, options.streams, options.tokens, options.idle_s))
+    # Of the same many streams, the cluster being gone: nothing else runs.
+    found["grpcio_alone_us"] = asyncio.run(measure_alone(NUM_BARRED, options.tokens))
+    print(f"grpcio alone: {found['grpcio_alone_us']:.1f} us per message", flush=True)
     idle = found["idle"]
     streams = " ".join(map(str, options.streams))
     report.write(

@@ -26,9 +26,9 @@ counts. With w = W + P and the window w0 = `window_prefills` times the mean pref
 With `kappa` = 2 that is, at w = w0, what the busy period alone would say.
 
 **D.** A step reads the KV cache of every request that decodes. So all steps of this one, m in the mean,
-are longer by the KV of those that decode along with it. That is foretold by its mean of the last seconds,
-about as long as an output takes: what runs at this moment will have ended, and where conversations come
-back to, they do so again. And the steps of the n requests that are there now are longer by this one's KV
+are longer by the KV of those that decode along with it. That is foretold by its mean of the last half
+minute, a few outputs long: what runs at this moment will have ended, and where conversations come back to,
+they do so again. And the steps of the n requests that are there now are longer by this one's KV
 for as long as they overlap: m / 2 steps in the mean, whatever the distribution S of the lengths. One that
 is met on its way has more than k steps left with probability (1 / m) int_k^inf S, and the integral of that
 times S(k) is m / 2. Those who come later choose for themselves. With b the seconds by which a token of KV
@@ -197,7 +197,7 @@ class CostPolicy:
         reported -= np.minimum(fleet.report_age_s, self.max_decay_s)
         np.maximum(reported, 0.0, out=reported)
         reported += fleet.booked_work * speed
-        # Prefill is first come, first served: only the oldest can be partly done.
+        # One prompt after the other is prefilled, mostly in their order: only the oldest can be partly done.
         head_done = fleet.head_work * speed
         head_done *= _HEAD_DONE
         np.minimum(head_done, fleet.head_age_s, out=head_done)

@@ -63,7 +63,7 @@ class Fleet:
         np.ndarray
     )  # [n] float64, in flight: running and waiting by the report, and booked
     kv_tokens: np.ndarray  # [n] float64, of the decoding requests, with our own unanswered ones
-    mean_kv_tokens: np.ndarray  # [n] float64, of the decoding ones, mean of the last seconds
+    mean_kv_tokens: np.ndarray  # [n] float64, of the decoding ones, mean of the last half minute
     prefill_s_per_work: np.ndarray  # [n] float64, measured and still believed; 0: not yet known
     host_copy_s_per_token: np.ndarray  # [n] float64, from host memory to the device
     cache_age_s: np.ndarray  # [n] float64, for how long a block stays cached; inf: nothing evicted

@@ -24,7 +24,7 @@ import numpy as np
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, Frame, Load
 from quire.router import columns
 from quire.router.columns import ReplicaColumns
-from quire.router.demand import DemandMeter, Followers
+from quire.router.demand import HORIZON_S, DemandMeter, Followers
 from quire.router.index import Booking, PrefixIndex
 from quire.router.policy import Fleet, Ranking, prefill_work
 from quire.router.replay import Replay
@@ -32,7 +32,6 @@ from quire.router.speeds import MeasuredSpeed, believed
 from quire.router.types import ReplicaStatus
 
 _EVICTION_HORIZON_S = 10.0
-_LOAD_HORIZON_S = 5.0  # about the time of one output, over which a mean has to foretell the load
 _SPEEDS_PERIOD_S = 0.2
 
 
@@ -115,7 +114,7 @@ class _Replica:
     believed_s_per_work: float = (
         0.0  # of `speed`, at the last look at all of them; 0: not yet known
     )
-    mean_kv_tokens: float = 0.0  # by the reports of the last seconds
+    mean_kv_tokens: float = 0.0  # by the reports of the last half minute
     removed_per_s: float = 0.0  # routing blocks that its cache evicts
     num_removed: int = 0  # of them, by the last report
 
@@ -136,7 +135,7 @@ class _Replica:
 
     def average_load(self, load: Load, elapsed_s: float | None) -> None:
         """Take a report into the mean; `elapsed_s` after the one before, None: it is the first."""
-        part = 1.0 if elapsed_s is None else 1.0 - math.exp(-max(0.0, elapsed_s) / _LOAD_HORIZON_S)
+        part = 1.0 if elapsed_s is None else 1.0 - math.exp(-max(0.0, elapsed_s) / HORIZON_S)
         self.mean_kv_tokens += part * (load.num_decode_tokens - self.mean_kv_tokens)
 
     def forget_bookings(self) -> None:
@@ -329,6 +328,7 @@ class ReplicaTable:
         entry.replay.begin_epoch(epoch)
         self._num_ours -= entry.num_ours
         entry.forget_bookings()
+        entry.mean_kv_tokens = 0.0
 
     def _take_report(self, entry: _Replica, load: Load, now_s: float) -> None:
         if entry.report_s is not None and now_s > entry.report_s:
@@ -431,7 +431,7 @@ class ReplicaTable:
             entry.bookings.pop(booking, None)
             entry.unanswered.pop(booking, None)
             entry.speed.answered(booking.prefill_tokens, booking.work)
-            # First come, first served: the next is prefilled from now on.
+            # One after the other: the next is prefilled from now on.
             entry.head_s = now_s
             entry.sum_bookings()
             self._write_row(entry)

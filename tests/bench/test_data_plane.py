@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 
@@ -169,3 +170,9 @@ def test_streams_that_are_not_whole_end_the_run():
 
     with pytest.raises(RuntimeError, match="a stream of 4 tokens has 4, in 3 pieces"):
         asyncio.run(run())
+
+
+def test_a_server_of_grpcio_alone_sends_what_was_asked_for_in_its_own_process():
+    """Whatever is missing or comes together ends the run with an error; its processor time is no more than all."""
+    us = asyncio.run(data_plane.measure_alone(8, 60))
+    assert 0 < us < 1e6 * STEP_S / 8 * os.cpu_count()

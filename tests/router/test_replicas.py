@@ -532,7 +532,7 @@ def test_an_incomplete_index_is_no_reason_for_a_resync():
     assert action.resync_from is None and matched(table, [1, 2, 3], 5.0) == {"r": 2}
 
 
-def test_the_mean_load_is_that_of_the_last_seconds_reports():
+def test_the_mean_load_is_that_of_the_last_half_minutes_reports():
     table, replica = attached()
 
     def report(now_s, kv_tokens):
@@ -542,8 +542,11 @@ def test_the_mean_load_is_that_of_the_last_seconds_reports():
 
     first = report(0.1, 1000)
     assert first == report(0.1, 1000)  # no time has passed
-    for i in range(1, 200):  # half a minute of the same, then a moment of nothing
-        steady = report(0.1 + 0.15 * i, 9000)
+    for i in range(1, 200):  # three minutes of the same, then a moment of nothing
+        steady = report(0.1 + 0.9 * i, 9000)
     assert steady == pytest.approx(9000, rel=0.01)
-    assert 8000 < report(30.0, 0) < 9000
-    assert report(60.0, 0) == pytest.approx(0, abs=30)  # 9000 e^-6 = 22
+    assert 8500 < report(180.0, 0) < 9000
+    assert report(360.0, 0) == pytest.approx(0, abs=30)  # 9000 e^-6 = 22
+    report(361.0, 9000)
+    replica.epoch = "restarted"
+    assert report(362.0, 300) < 20, "another engine has another load"
