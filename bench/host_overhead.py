@@ -128,7 +128,7 @@ class QuireHost:
 def _publisher() -> Callable[[LoopOutput], Frame]:
     """`Attachments.publish` for one attached router, which returns the frame that it queues."""
     attachments = Attachments("epoch", on_detach=lambda router_id: None)
-    attachment = _Attachment(1, 0, time.monotonic, heartbeat_s=3600, max_heartbeat_s=3600)
+    attachment = _Attachment(1, time.monotonic, heartbeat_s=3600, max_heartbeat_s=3600)
     attachments._by_router["router"] = attachment
 
     def publish(output: LoopOutput) -> Frame:

@@ -89,14 +89,8 @@ class Replica:
 
     # -- the bus -----------------------------------------------------------------------------------------
 
-    async def attach(
-        self, router_id: str, link: int, continues: bool = False, *, route: list[str]
-    ) -> AsyncIterator[bytes | Part]:
+    async def attach(self, router_id: str, *, route: list[str]) -> AsyncIterator[bytes | Part]:
         """`Hello`, then a snapshot of the cache, then a frame per step until the router goes away; a long one in parts.
-
-        A call that `continues` takes the frames over from the one before it, which ends; both name the same `link`,
-        which is the router's number of the attachment. It has no snapshot, and nothing but `Hello` where that
-        attachment has ended.
 
         `route` is read by `router.serve_router`. Serve may pass over the replica it names: then `Hello` is all,
         since a second attachment would end the one that this router has here already.
@@ -104,23 +98,20 @@ class Replica:
         yield self._engine.hello(self._replica_id, self._node).encode()
         if route != [self._replica_id]:
             return
-        frames = self._frames(router_id, link, continues)
-        snapshot = None
-        if not continues:
-            self._leases.attach(router_id, time.monotonic())
-            snapshot = asyncio.create_task(self._send_snapshot(router_id))
+        frames = self._frames(router_id)
+        self._leases.attach(router_id, time.monotonic())
+        snapshot = asyncio.create_task(self._send_snapshot(router_id))
         try:
             async for frame in frames:
                 for part in parts_of(frame):
                     yield part
         finally:
-            if snapshot is not None:
-                snapshot.cancel()
+            snapshot.cancel()
             await frames.aclose()
 
-    def _frames(self, router_id: str, link: int, continues: bool) -> AsyncIterator[bytes]:
+    def _frames(self, router_id: str) -> AsyncIterator[bytes]:
         """What a router's attach stream carries; tests that inject faults (`faulty_actor.py`) override it."""
-        return self._attachments.stream(router_id, self._engine.load, link, continues)
+        return self._attachments.stream(router_id, self._engine.load)
 
     async def resync(self, router_id: str, from_seq: int, *, route: list[str]) -> None:
         """Send in the router's attach stream the cache events after `from_seq`, or a snapshot when they

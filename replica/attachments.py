@@ -74,14 +74,11 @@ class _Attachment:
     def __init__(
         self,
         source: int,
-        link: int,
         clock: Callable[[], float],
         heartbeat_s: float,
         max_heartbeat_s: float,
     ):
         self.source = source
-        self.link = link
-        self.carrier = 0  # number of the call that takes the frames
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._max_heartbeat_s = max_heartbeat_s
@@ -108,25 +105,15 @@ class _Attachment:
         self._frames.clear()
         self._ready.set()
 
-    def take_over(self) -> int:
-        """A call takes the frames from now on; the number of that call."""
-        self.carrier += 1
-        self._ready.set()
-        return self.carrier
-
-    def is_for(self, carrier: int) -> bool:
-        """Whether this call still takes the frames."""
-        return not self.closed and carrier == self.carrier
-
     def touch(self) -> None:
         """The load changed: no later than `heartbeat_s` after the last frame the router shall know."""
         if self._wait_s > self._heartbeat_s:
             self._wait_s = self._heartbeat_s
             self._ready.set()
 
-    async def next(self, carrier: int) -> Frame | None:
-        """The next frame, or None when a heartbeat is due or `is_for` says no."""
-        while not self._frames and self.is_for(carrier):
+    async def next(self) -> Frame | None:
+        """The next frame, or None when a heartbeat is due or it is closed."""
+        while not self._frames and not self.closed:
             self._ready.clear()
             left_s = self._sent_s + self._wait_s - self._clock()
             try:
@@ -138,7 +125,7 @@ class _Attachment:
                 self._sent_s = self._clock()
                 self._wait_s = min(2 * self._wait_s, self._max_heartbeat_s)
                 return None
-        if not self.is_for(carrier):
+        if self.closed:
             return None
         self._sent_s = self._clock()
         self._wait_s = self._heartbeat_s
@@ -235,42 +222,29 @@ class Attachments:
             for frame in self._snapshot_frames(seq, gpu, host):
                 attachment.put(frame)
 
-    async def stream(
-        self, router_id: str, load: Callable[[], Load], link: int = 0, continues: bool = False
-    ) -> AsyncIterator[bytes]:
+    async def stream(self, router_id: str, load: Callable[[], Load]) -> AsyncIterator[bytes]:
         """Encoded frames for one router until it goes away; a second attachment ends the first.
 
         Parameters
         ----------
         load
             Called for a heartbeat's load; must be cheap and safe outside the engine's thread.
-        link
-            The router's number of the attachment.
-        continues
-            Take the attachment with this number over from the stream that has it, which ends, and goes on with the
-            frame after its last. Where the router has none with this number, that is all.
         """
         attachment = self._by_router.get(router_id)
-        if continues:
-            if attachment is None or attachment.link != link:
-                return
-        else:
-            if attachment is not None:
-                self._detach(router_id, attachment)
-            attachment = _Attachment(
-                next(self._sources), link, self._clock, self._heartbeat_s, self._max_heartbeat_s
-            )
-            self._by_router[router_id] = attachment
-        carrier = attachment.take_over()
+        if attachment is not None:
+            self._detach(router_id, attachment)
+        attachment = _Attachment(
+            next(self._sources), self._clock, self._heartbeat_s, self._max_heartbeat_s
+        )
+        self._by_router[router_id] = attachment
         try:
             while True:
-                frame = await attachment.next(carrier)
-                if not attachment.is_for(carrier):
+                frame = await attachment.next()
+                if attachment.closed:
                     return
                 yield (frame or self._frame([], [], load())).encode()
         finally:
-            if carrier == attachment.carrier:
-                self._detach(router_id, attachment)
+            self._detach(router_id, attachment)
 
     def _detach(self, router_id: str, attachment: _Attachment) -> None:
         """End an attachment; nothing when it has ended before."""

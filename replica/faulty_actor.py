@@ -29,9 +29,9 @@ class FaultyReplica(Replica):
             self._engine.faults.arm(fault)
         return await super().generate(submit, route=route)
 
-    async def _frames(self, router_id: str, link: int, continues: bool) -> AsyncIterator[bytes]:
+    async def _frames(self, router_id: str) -> AsyncIterator[bytes]:
         before = b""
-        async for data in super()._frames(router_id, link, continues):
+        async for data in super()._frames(router_id):
             fault = self._engine.faults.of_frame(router_id, Frame.decode(data))
             if fault is None:
                 yield data

@@ -13,6 +13,8 @@ this module is built around (reference: Ray 2.60):
   what is longer than its messages. They stay in Serve's thread for handles: in ours
   (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP=0) a request takes 1 ms less, but while replicas came and went a router
   answered `/ready` once in four seconds.
+* over gRPC a stream may live as long as its replica: it leaves 0.7 MB at the router and 0.4 MB at the replica for
+  300,000 frames. Through the object store Ray keeps the id of every item until the call ends: 12 and 8 MB for 100,000.
 * over gRPC the `CancelledError` of a replica that ends is raised here. So every answer is awaited by `answer_of`.
 """
 
@@ -38,8 +40,7 @@ from quire.protos.errors import QuireError, SlowClient, Unavailable
 from quire.protos.parts import MAX_MESSAGE_BYTES
 from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
 from quire.router import membership
-from quire.router.attach_stream import AttachStream
-from quire.router.calls import CallEnded, answer_of
+from quire.router.calls import CallEnded, answer_of, next_message
 from quire.router.flow import Credit, by_replica
 from quire.router.replicas import ReplicaTable
 from quire.router.transport import Attempt, Lost
@@ -115,7 +116,6 @@ class Bus:
         self._attempts: dict[int, Attempt] = {}
         # Unlike those of any other router: a replica that dies leaves nothing but numbers (`protos.flight`).
         self._stream_ids = itertools.count((secrets.randbits(30) << 32) + 1)
-        self._link_ids = itertools.count()
         self._background: set[asyncio.Task[Any]] = set()  # the loop itself holds tasks weakly
         self._closed = False
         self._has_attached = asyncio.Event()  # once some replica has taken requests
@@ -322,28 +322,21 @@ class Bus:
                 self._on_members(self._members)
 
     async def _attach(self, replica: str) -> None:
-        link = next(self._link_ids)
-        frames = AttachStream(
-            lambda continues: self._streaming.attach.remote(
-                self._router_id, link, continues, route=[replica]
-            ),
-            self._spawn,
-            is_right=lambda data: Hello.decode(data).replica == replica,
-            may_call=lambda: replica in self._members,
-        )
+        """Attach to it and take its frames in until the stream ends."""
+        stream = self._streaming.attach.remote(self._router_id, route=[replica])
         try:
-            hello = Hello.decode(await anext(frames))
+            hello = Hello.decode(await next_message(stream))
             if hello.replica != replica:
                 return  # Serve's membership is ahead of ours; the next update or retry settles it
             self._hellos[replica] = hello
             self._witness.remember(hello)
             self._table.add(replica, hello.epoch, hello.block_size)
-            async for data in frames:
-                self._on_frame(replica, Frame.decode(data))
+            while True:
+                self._on_frame(replica, Frame.decode(await next_message(stream)))
         except StopAsyncIteration:
             return
         finally:
-            frames.cancel()
+            stream.cancel()
 
     async def _watch(self) -> None:
         """Notice what says nothing: replicas that fell silent, and last frames that do not come."""

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+from quire.protos.parts import Part, whole
 
 T = TypeVar("T")
+
+
+class StreamingCall(Protocol):
+    """A `DeploymentResponseGenerator`."""
+
+    async def __anext__(self) -> bytes | Part: ...
+
+    def cancel(self) -> None: ...
 
 
 class CallEnded(Exception):
@@ -31,3 +41,20 @@ async def answer_of(call: Awaitable[T]) -> T:
         if task is None or task.cancelling():
             raise
         raise CallEnded("the replica has ended the call") from None
+
+
+async def next_message(call: StreamingCall) -> bytes:
+    """The next message of a streaming call, which may come in several parts.
+
+    Raises
+    ------
+    StopAsyncIteration
+        The call is over.
+    CallEnded
+        The replica has ended it.
+    """
+    return await answer_of(_whole_message(call))
+
+
+async def _whole_message(call: StreamingCall) -> bytes:
+    return await whole(await anext(call), lambda: anext(call))

@@ -40,13 +40,11 @@ def make(*, quiet: bool = True) -> tuple[Attachments, list[str]]:
 class Router:
     """Reads the attach stream of one router as its frames come."""
 
-    def __init__(self, attachments: Attachments, router_id: str, *call: object):
+    def __init__(self, attachments: Attachments, router_id: str):
         self.frames: list[Frame] = []
         self.times_s: list[float] = []
         self.began_s = time.monotonic()
-        self.stream: AsyncIterator[bytes] = attachments.stream(
-            router_id, lambda: Load(num_steps=9), *call
-        )
+        self.stream: AsyncIterator[bytes] = attachments.stream(router_id, lambda: Load(num_steps=9))
         self._task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -290,70 +288,6 @@ def test_a_second_attachment_ends_the_first_and_only_the_firsts_requests():
         assert Frame.decode(await reading).deltas[0].stream_id == 9
         await second.aclose()
         assert detached == ["a", "a"]
-
-    asyncio.run(run())
-
-
-LINK, CONTINUES = 7, True
-
-
-def test_a_call_takes_the_frames_over_and_none_is_lost():
-    async def run() -> None:
-        attachments, detached = make()
-        calls = [Router(attachments, "a", LINK)]
-        await settle()
-        source = attachments.source("a")
-        for i in range(24):
-            attachments.publish(output([delta("a", 1, i)], None, 0, 0, Load()))
-            if i % 3 == 0:  # with one frame, or two, on their way
-                calls.append(Router(attachments, "a", LINK, CONTINUES))
-            if i % 2:
-                await settle()
-        await settle()
-        carried = [[d.index for frame in call.frames for d in frame.deltas] for call in calls]
-        assert [index for indices in carried for index in indices] == list(range(24))
-        assert sum(map(bool, carried)) > 4
-        assert [call.ended for call in calls] == [True] * 8 + [False]
-        for call in calls[:-1]:
-            await call.leave()
-        # No request has lost its reader.
-        assert detached == [] and attachments.source("a") == source and len(attachments) == 1
-        await calls[-1].leave()
-        assert detached == ["a"] and "a" not in attachments
-
-    asyncio.run(run())
-
-
-def test_a_call_that_took_over_goes_on_with_the_heartbeat():
-    async def run() -> None:
-        attachments, _ = make(quiet=False)
-        first = Router(attachments, "a", LINK)
-        await first.wait_for(1)
-        second = Router(attachments, "a", LINK, CONTINUES)
-        await second.wait_for(2)
-        assert first.ended and len(first.frames) == 1
-        # 0.1 s after the first's heartbeat, and 0.2 s after that.
-        assert 0.3 - EARLY_S < second.times_s[1] < 0.3 + LATE_S
-        await second.leave()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("attached", [True, False], ids=["another link", "none"])
-def test_a_call_that_comes_too_late_takes_nothing_over(attached):
-    async def run() -> None:
-        attachments, detached = make()
-        reader = Router(attachments, "a", LINK + 1) if attached else None
-        await settle()
-        late = Router(attachments, "a", LINK, CONTINUES)
-        await settle()
-        assert late.ended and late.frames == []
-        assert ("a" in attachments) is attached and detached == []
-        if reader is not None:
-            attachments.publish(output([delta("a", 1, 0)], None, 0, 0, Load()))
-            await settle()
-            assert len(reader.frames) == 1
-            await reader.leave()
 
     asyncio.run(run())
 

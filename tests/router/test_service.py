@@ -31,10 +31,8 @@ from quire.protos.errors import (
 from quire.protos.wire import Frame, SamplingParams
 from quire.replica import Engine
 from quire.replica import actor as actor_module
-from quire.replica.actor import Replica
 from quire.replica.embedded import CHECKPOINT
 from quire.replica.leases import Leases
-from quire.router import attach_stream as attach_stream_module
 from quire.router import bus as bus_module
 from quire.router.admission import AdmissionLimits
 from quire.router.chat_template import ChatTemplate
@@ -913,41 +911,6 @@ def test_a_call_that_serve_gives_to_another_replica_does_not_disturb_its_attachm
             answer = await stack.answer(**GREEDY)
             assert answer.stream.explain.replica == "b"
             cluster.handle.passes_over.clear()
-
-    runner.run(run())
-
-
-def test_attach_streams_go_from_call_to_call_and_no_request_notices(
-    runner, replicas, reference, monkeypatch
-):
-    monkeypatch.setattr(attach_stream_module, "MAX_CALL_FRAMES", 5)
-    num_calls: Counter[bool] = Counter()
-    attach = Replica.attach
-
-    def counted(self, router_id, link, continues=False, *, route):
-        num_calls[continues] += 1
-        return attach(self, router_id, link, continues, route=route)
-
-    monkeypatch.setattr(Replica, "attach", counted)
-
-    async def run() -> None:
-        async with stack_of(replicas) as stack:
-            cluster = stack.cluster
-            attachments = [replica.actor._attachments for replica in replicas]
-            sources = [a.source(cluster.router_id) for a in attachments]
-            whole = expected(reference, **(GREEDY | dict(max_tokens=70)))
-            for passed_over in ((), ("a",), ()):
-                cluster.handle.passes_over.clear()
-                streams = [await stack.open(**(GREEDY | dict(max_tokens=70))) for _ in range(4)]
-                cluster.handle.passes_over.update(passed_over)
-                answers = await asyncio.gather(*(read(stream) for stream in streams))
-                for answer in answers:
-                    assert answer.token_ids == whole.token_ids
-                    assert answer.stream.explain.attempts == 1
-            assert [a.source(cluster.router_id) for a in attachments] == sources
-            assert num_calls[False] == 2 and num_calls[True] > 12
-            open_calls = [t for r in replicas for t in r.calls if t.get_name() == "attach"]
-            assert 2 <= len(open_calls) <= 4
 
     runner.run(run())
 
