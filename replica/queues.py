@@ -15,9 +15,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._requests: OrderedDict[Hashable, Request] = OrderedDict()
-        self.num_missing_tokens = (
-            0  # of all waiting requests, generated ones included after a soft reset
-        )
+        self.num_missing_tokens = 0  # of all of them, generated ones included after a soft reset
 
     def __len__(self) -> int:
         return len(self._requests)
