@@ -18,8 +18,8 @@ gains 1 % more, half of it 2 % less.
 Of `OLDEST_TURN` requests that start in a row under `priority` at least one is the one that has waited
 longest; so a request that found w others waiting starts among the next OLDEST_TURN * (w + 1), however many more
 urgent ones keep coming. And of as many steps that continue prefills, one serves them in the order of their admission.
-A priority is no time: to age it would need a rate, which is right for one load only, and makes of a long backlog one queue in
-order of arrival; a share of the starts holds for any load.
+A priority is no time: to age it would need a rate, which is right for one load only, and makes of a long backlog one
+queue in order of arrival; a share of the starts holds for any load.
 """
 
 from __future__ import annotations
