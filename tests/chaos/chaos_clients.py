@@ -34,7 +34,7 @@ class Connection:
         self._open()
 
     def _open(self) -> None:
-        self._channel = aio_channel(self._address, ("grpc.use_local_subchannel_pool", 1))
+        self._channel = aio_channel(self._address)
         self.stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     async def renew(self) -> None:

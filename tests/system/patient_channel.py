@@ -6,7 +6,8 @@ stays until the call ends. On busy machines the test process grew to 20 GB withi
 trials and "GOAWAY received", whereupon Ray killed replicas, routers and Serve's controller for want of memory; or the
 next call ended it ("Check failed: request.max() <= MemoryRequest::max_allowed_size()": it asks for as much as the
 channel's calls so far have needed). So these channels have no transparent retries, and who uses them asks again after a
-pause, on another connection: the channel may stay with the old one for longer than ten seconds.
+pause, on another connection: the channel may stay with the old one for longer than ten seconds. That takes a pool of
+connections for each channel: gRPC gives all channels of a process to one address the same connection.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import grpc
 
 PAUSE_S = 0.05
 MAX_TRIALS = 200
-_NO_RETRIES = ("grpc.enable_retries", 0)
+_OPTIONS = (("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1))
 
 
 def was_not_sent(error: grpc.RpcError) -> bool:
@@ -30,7 +31,7 @@ def was_not_sent(error: grpc.RpcError) -> bool:
 
 def aio_channel(address: str, *options: tuple[str, int]) -> grpc.aio.Channel:
     """One whose calls fail where `was_not_sent`; the caller asks again."""
-    return grpc.aio.insecure_channel(address, options=[_NO_RETRIES, *options])
+    return grpc.aio.insecure_channel(address, options=[*_OPTIONS, *options])
 
 
 class PatientChannel:
@@ -38,7 +39,7 @@ class PatientChannel:
 
     def __init__(self, address: str, *options: tuple[str, int]):
         self._address = address
-        self._options = [_NO_RETRIES, *options]
+        self._options = [*_OPTIONS, *options]
         self._channels = [grpc.insecure_channel(address, self._options)]
 
     def __enter__(self) -> PatientChannel:

@@ -296,10 +296,10 @@ def test_work_beyond_the_bound_is_refused_with_a_time_and_the_rest_is_served(eve
             sampling=generation_pb2.SamplingOptions(max_tokens=1),
             ignore_eos=True,
         )
-        address, own = f"127.0.0.1:{eventful.grpc_port}", ("grpc.use_local_subchannel_pool", 1)
+        address = f"127.0.0.1:{eventful.grpc_port}"
         began_s = time.monotonic()
         while True:
-            async with aio_channel(address, own) as channel:
+            async with aio_channel(address) as channel:
                 stub = generation_pb2_grpc.GenerationStub(channel)
                 try:
                     answer = await stub.GenerateOnce(request)

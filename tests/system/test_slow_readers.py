@@ -147,13 +147,11 @@ def whole(cluster: Cluster) -> list[int]:
     return token_ids
 
 
-def slow_channel(cluster: Cluster, number: int) -> PatientChannel:
+def slow_channel(cluster: Cluster) -> PatientChannel:
     """Of a client that takes no more than 64 KB ahead of its reader; not shared with another."""
     options = [
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", 65536),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("quire.number", number),
     ]
     return PatientChannel(f"127.0.0.1:{cluster.grpc_port}", *options)
 
@@ -167,7 +165,7 @@ def stall_fifty(cluster: Cluster, whole: list[int]) -> tuple[float, float]:
     with_router_settings(cluster, stream_credit_tokens=16, slow_client_timeout_s=600.0)
     pids = router_pids(cluster)
     before = resident_bytes(pids)
-    channels = [slow_channel(cluster, i) for i in range(NUM_STALLED - 2)]
+    channels = [slow_channel(cluster) for _ in range(NUM_STALLED - 2)]
     stubs = map(generation_pb2_grpc.GenerationStub, channels)
     calls = [stub.Generate(grpc_request()) for stub in stubs]
     connections = [open_stream(cluster, 11 + i) for i in range(2)]
@@ -250,7 +248,7 @@ def test_fifty_readers_that_stall(cluster, credit, whole):
 
 def test_a_reader_that_stalls_and_goes_on(cluster, credit, whole):
     with_router_settings(cluster, stream_credit_tokens=16, slow_client_timeout_s=600.0)
-    with slow_channel(cluster, 0) as channel:
+    with slow_channel(cluster) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(grpc_request())
         first = next(call)
         wait_until_nothing_moves(cluster, 1)
