@@ -41,8 +41,8 @@ SAMPLE_S = 1.0
 BOUND_MB_PER_MIN = 1.0
 LEAK_KIB = 4  # a step: 17 MB a minute at the 70 steps a second of this load
 # The first half, however long it takes. What has a bound is at it by then: the blocks of the cache, the ring of 1,024
-# batches of cache events (full after some 1,500 streams), the attach streams' calls (one for 4,096 frames), and the
-# heaps of glibc, which keep the most that 16 clients ever asked for at once. Without it, over five minutes: what the
+# batches of cache events (full after some 1,500 streams), and the heaps of glibc, which keep the most that 16 clients
+# ever asked for at once. Without it, over five minutes: what the
 # heaps had lent out was the same from the first half minute on; private memory grew by 5 to 11 MB in the first minute,
 # by 0.7 to 1.8 in the second, and by 0.0 to 0.6 a minute in any two of the others.
 WARM_STREAMS = 2_500
