@@ -38,7 +38,7 @@ venv: $(INSTALLED)
 # with an index of CPU builds, 2.13.0+cpu satisfies ==2.13.0 and is preferred, and the second
 # command then keeps it, whereas the range in pyproject.toml could resolve to a newer CUDA build of
 # several GB.
-$(INSTALLED): pyproject.toml $(wildcard kernels/native/*)
+$(INSTALLED): pyproject.toml $(wildcard kernels/native/* router/native/*)
 	@if ! "$(PYTHON)" -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then \
 		echo "Quire needs Python 3.11 or newer; found $$(python3 --version 2>&1)." >&2; \
 		echo "Choose one with: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \

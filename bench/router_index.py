@@ -8,6 +8,8 @@ Times are of the wall clock: what else the machine does is in them, most of all 
 stands in the result. The processor time of a decision stands beside them: it leaves out the time in which others ran,
 but not what they did to the caches.
 
+The largest fleet and index are measured twice: also as in an installation that had no C compiler.
+
 `python -m quire.bench router_index --plot FILE` draws a result.
 """
 
@@ -25,13 +27,16 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from quire.bench.report import RESULTS, Bar, write
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load, RoutingHasher
+from quire.router import native_library
 from quire.router.index import PrefixIndex
 from quire.router.policy import RouteRequest, make_policy
+from quire.router.prefix_hashes import prefix_hashes
 from quire.router.replicas import ReplicaTable, RequestBooking
 
 _BATCHES = (1, 4, 16, 64, 256, 4096)  # blocks of one report: a decode step's to a snapshot's
@@ -112,7 +117,7 @@ class Filled:
             tokens = order[i % len(order)].copy()  # the tokeniser has just written them
             began_cpu = time.thread_time()
             times = [time.perf_counter()]
-            hashes = self.hasher.hashes(tokens)
+            hashes = prefix_hashes(self.hasher, tokens)
             times.append(time.perf_counter())
             fleet = self.table.fleet(hashes, len(tokens), now_s)
             times.append(time.perf_counter())
@@ -163,6 +168,12 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def measure_without_compiler(*shape: int) -> dict[str, Any]:
+    """As `measure`, with numpy alone."""
+    with mock.patch.object(native_library, "load", lambda: None):
+        return measure(*shape)
+
+
 def measure(num_replicas: int, num_blocks: int, num_decisions: int) -> dict[str, Any]:
     """One row of the curve: what a fleet and an index of this size take."""
     filled = Filled(num_replicas, num_blocks)
@@ -177,23 +188,23 @@ def measure(num_replicas: int, num_blocks: int, num_decisions: int) -> dict[str,
     return row
 
 
-def bars(last: dict[str, Any]) -> list[Bar]:
+def bars(row: dict[str, Any], path: str = "router") -> list[Bar]:
     """The goals of the largest index and fleet."""
-    events = last["events_per_s"]
+    events = row["events_per_s"]
     return [
         *(
             Bar(
-                f"router/decision_p{percentile}_us",
-                last[f"decision_p{percentile}_us"],
+                f"{path}/decision_p{percentile}_us",
+                row[f"decision_p{percentile}_us"],
                 "us",
                 goal,
-                details={"processor_us": last[f"decision_cpu_p{percentile}_us"]},
+                details={"processor_us": row[f"decision_cpu_p{percentile}_us"]},
             )
             for percentile, goal in ((50, 100), (99, 500))
         ),
-        Bar("router/index_bytes_per_block", last["bytes_per_block"], "B", 120),
+        Bar(f"{path}/index_bytes_per_block", row["bytes_per_block"], "B", 120),
         Bar(
-            "router/block_events_per_s",
+            f"{path}/block_events_per_s",
             events["4096"],
             "/s",
             1e6,
@@ -250,6 +261,8 @@ def main() -> int:
     if options.plot is not None:
         plot(json.loads(options.out.read_text())["curve"], options.plot)
         return 0
+    if native_library.load() is None:
+        parser.error("this installation had no C compiler: what is compiled cannot be measured")
     small = min(100_000, options.blocks)
     shapes = [(n, small) for n in _FLEETS if n < options.replicas]
     shapes += [(options.replicas, n) for n in (small, 1_000_000) if n < options.blocks]
@@ -260,8 +273,11 @@ def main() -> int:
         for shape in shapes:
             curve.append(pool.apply(measure, (*shape, options.decisions)))
             print(curve[-1], file=sys.stderr, flush=True)
+        plain = pool.apply(measure_without_compiler, (*shapes[-1], options.decisions))
+        print(plain, file=sys.stderr, flush=True)
     command = f"python -m quire.bench router_index --blocks {options.blocks}"
-    write(options.out, command, bars(curve[-1]), curve=curve)
+    both = [*bars(curve[-1]), *bars(plain, "router/without_compiler")]
+    write(options.out, command, both, curve=curve, without_compiler=plain)
     return 0
 
 

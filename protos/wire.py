@@ -142,7 +142,7 @@ def _weight_table(num_bits: int) -> tuple[np.ndarray, np.ndarray]:
     return weights, sums
 
 
-def _weights(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def routing_weights(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """[blocks, 64] uint64, the weights of at least `num_tokens` positions, and [blocks] uint64, their sums."""
     return _weight_table((max(num_tokens, _MIN_WEIGHTS) - 1).bit_length())
 
@@ -163,7 +163,7 @@ def routing_block_sums(starts: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
     """
     if not len(starts):
         return np.empty(0, _U64)
-    weights, sums = _weights(int(starts.max()) + ROUTING_BLOCK_TOKENS)
+    weights, sums = routing_weights(int(starts.max()) + ROUTING_BLOCK_TOKENS)
     rows = starts // ROUTING_BLOCK_TOKENS
     return _block_sums(token_ids, weights.take(rows, axis=0), sums.take(rows))
 
@@ -239,7 +239,7 @@ class RoutingHasher:
             return np.empty(0, _U64), running_sum
         tokens = blocks * ROUTING_BLOCK_TOKENS
         ids = np.asarray(token_ids[:tokens]).reshape(blocks, ROUTING_BLOCK_TOKENS)
-        weights, weight_sums = _weights(start + tokens)
+        weights, weight_sums = routing_weights(start + tokens)
         first = start // ROUTING_BLOCK_TOKENS
         sums = _block_sums(
             ids, weights[first : first + blocks], weight_sums[first : first + blocks]

@@ -49,6 +49,7 @@ from quire.router.gate import AdmissionGate
 from quire.router.migration_budget import MigrationBudget
 from quire.router.observer import Observer
 from quire.router.policy import Policy
+from quire.router.prefix_hashes import prefix_hashes
 from quire.router.replicas import ReplicaTable
 from quire.router.request_stream import NO_REPLICA_RETRY_S, RequestStream
 from quire.router.tokenizer import AsyncTokenizer
@@ -199,7 +200,7 @@ class RouterService:
             rng=self.rng,
             bad_word_ids=self._tokenizer.tokenizer.bad_word_ids(request.bad_words),
         )
-        hashes = self._hasher(hello, request.tenant).hashes(prompt_ids)
+        hashes = prefix_hashes(self._hasher(hello, request.tenant), prompt_ids)
         origin = self._origin(request, prompt_ids, hashes, sampling, hello)
         context = () if request.messages else prompt_ids[-16:].tolist()
         streams: list[RequestStream] = []

@@ -23,7 +23,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NOT_PACKAGED = {"tests", "k8s", "build", "dist"}
 # For readers of the repository, and what the wheel's library is compiled from.
 NOT_SHIPPED = (".md", ".pyc", ".c", ".h", ".so")
-LIBRARY = "quire/kernels/_native" + sysconfig.get_config_var("EXT_SUFFIX")
+_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+LIBRARIES = {f"quire/{folder}/_native{_SUFFIX}" for folder in ("kernels", "router")}
 HAS_COMPILER = shutil.which(os.environ.get("CC", "cc")) is not None
 
 
@@ -127,7 +128,7 @@ def test_every_package_folder_is_listed():
 def test_the_wheel_holds_every_file_of_the_packages(wheel: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     shipped = {name for name in names if not re.match(r"quire-[^/]*\.dist-info/", name)}
-    assert shipped == packaged_files() | ({LIBRARY} if HAS_COMPILER else set())
+    assert shipped == packaged_files() | (LIBRARIES if HAS_COMPILER else set())
     assert "quire/replica/embedded/checkpoint/model.safetensors" in shipped
 
 
@@ -179,25 +180,32 @@ def test_the_wheels_command_checks_a_config(installed: Path):
     assert result.stdout.startswith("quire: /: model embedded")
 
 
-ATTEND = """
-import sys, torch
+ATTEND_AND_LOOK_UP = """
+import sys, numpy, torch
 from quire.kernels import cpu_attention
+from quire.protos.wire import RoutingHasher
+from quire.router import native_library
+from quire.router.block_table import BlockTable
+from quire.router.prefix_hashes import prefix_hashes
 assert cpu_attention.__file__.startswith(sys.prefix)
 cache = torch.randn(2, 1, 8, 16)
 rows = [torch.tensor(x) for x in ([[1, 0]], [0, 1], [12])]
 out = cpu_attention.paged_attention(torch.randn(1, 2, 16), cache, cache, *rows, 0.25)
 assert torch.isfinite(out).all()
-print(cpu_attention.has_native())
+table, hashes = BlockTable(100), prefix_hashes(RoutingHasher("m"), numpy.arange(640, dtype=numpy.int32))
+table.insert(hashes, numpy.arange(1, 11, dtype=numpy.int32))
+assert table.ids(hashes).tolist() == [*range(1, 11)]
+print(cpu_attention.has_native(), native_library.load() is not None)
 """
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
-def test_the_installed_library_attends(installed: Path):
-    result = run(installed, ATTEND)
-    assert (result.stdout, result.stderr) == ("True\n", "")
+def test_the_installed_libraries_attend_and_look_up(installed: Path):
+    result = run(installed, ATTEND_AND_LOOK_UP)
+    assert (result.stdout, result.stderr) == ("True True\n", "")
 
 
-def test_without_a_compiler_the_source_distribution_installs_and_attends(source: Path, tmp_path):
+def test_without_a_compiler_the_source_distribution_installs_and_works(source: Path, tmp_path):
     build = "import sys, setuptools.build_meta as b; print(b.build_sdist(sys.argv[1]))"
     command = [sys.executable, "-c", build, tmp_path]
     result = subprocess.run(command, cwd=source, capture_output=True, text=True)
@@ -205,16 +213,16 @@ def test_without_a_compiler_the_source_distribution_installs_and_attends(source:
     (archive,) = tmp_path.glob("quire-*.tar.gz")
     with tarfile.open(archive) as tar:
         held = {name.partition("/")[2] for name in tar.getnames()}
-    assert {str(p.relative_to(ROOT)) for p in (ROOT / "kernels" / "native").iterdir()} <= held
+    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("[a-z]*/native/*")} <= held
 
     options = ("--no-deps", "--no-build-isolation", "--no-index")
     pip("wheel", *options, "-w", tmp_path, archive, CC="false")
     (wheel,) = tmp_path.glob("quire-*.whl")
-    assert LIBRARY not in zipfile.ZipFile(wheel).namelist()
+    assert LIBRARIES.isdisjoint(zipfile.ZipFile(wheel).namelist())
     python = empty_environment(tmp_path / "venv")
     pip("--python", python, "install", "--no-deps", "--no-index", wheel)
-    result = run(python, ATTEND)
-    assert (result.stdout, result.stderr) == ("False\n", "")
+    result = run(python, ATTEND_AND_LOOK_UP)
+    assert (result.stdout, result.stderr) == ("False False\n", "")
 
 
 def test_an_editable_install_runs_the_source_folder(source: Path, tmp_path, quick_compiler):
@@ -225,7 +233,8 @@ def test_an_editable_install_runs_the_source_folder(source: Path, tmp_path, quic
     result = run(python, code)
     assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()) == source / "cluster" / "cli.py"
-    assert (source / "kernels" / Path(LIBRARY).name).exists() == HAS_COMPILER
+    for library in LIBRARIES:
+        assert (source / library.removeprefix("quire/")).exists() == HAS_COMPILER
     result = subprocess.run([python.parent / "quire", "--version"], capture_output=True, text=True)
     assert result.stdout == "quire 0.1.0\n"
 

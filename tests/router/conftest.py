@@ -92,3 +92,15 @@ def runner() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as runner:
         yield runner
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def either_library(request, monkeypatch) -> str:
+    """The router's compiled library, and none as where there was no compiler."""
+    from quire.router import native_library
+
+    if request.param == "numpy":
+        monkeypatch.setattr(native_library, "load", lambda: None)
+    elif native_library.load() is None:
+        pytest.skip("installed without a C compiler")
+    return request.param

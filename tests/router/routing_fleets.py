@@ -51,10 +51,11 @@ def fleet_of(rows, num_prompt_tokens=1000, **facts):
 
 
 _TOKENS = st.floats(0, 1e5)
+_HELD = st.integers(0, 100_000).map(float)  # tokens of a prompt, of which a replica has whole ones
 _SECONDS = st.floats(0, 100)
 COLUMNS = {
-    "gpu_tokens": _TOKENS,
-    "host_tokens": _TOKENS,
+    "gpu_tokens": _HELD,
+    "host_tokens": _HELD,
     "report_age_s": st.one_of(_SECONDS, st.just(math.inf)),
     "reported_work": _TOKENS,
     "booked_work": _TOKENS,

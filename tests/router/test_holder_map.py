@@ -11,6 +11,8 @@ from quire.router import holder_map
 from quire.router.block_table import BlockTable
 from quire.router.holder_map import HolderMap
 
+pytestmark = pytest.mark.usefixtures("either_library")
+
 
 def u64(hashes):
     return np.array(list(hashes), dtype=np.uint64)

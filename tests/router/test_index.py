@@ -15,6 +15,8 @@ from quire.router.index import PrefixIndex
 REPLICAS = ("a", "b", "c")
 HASHES = st.integers(0, 24).map(lambda i: i * 0x9E3779B97F4A7C15 % 2**64)
 
+pytestmark = pytest.mark.usefixtures("either_library")
+
 
 def u64(hashes):
     return np.array(list(hashes), dtype=np.uint64)

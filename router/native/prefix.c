@@ -1,0 +1,78 @@
+/* What a routing decision does for each block of its prompt: its hash, and the bucket that has it.
+
+   One thread, no allocation, and the caller keeps the interpreter's lock: a prompt of 16,000 tokens takes some ten
+   microseconds. Layouts are those of `quire/router/block_table.py`, the hash is that of `RoutingHasher` in
+   `quire/protos/wire.py`; both have the same in numpy. */
+#include <stdint.h>
+
+#define QUIRE_ROUTER_ABI 1
+
+enum {
+    BLOCK_TOKENS = 64, /* wire.ROUTING_BLOCK_TOKENS */
+    PLACES = 8,        /* entries of a bucket: a cache line of keys */
+    AHEAD = 16,        /* lookups whose cache lines are on their way: more than a core has misses in flight */
+};
+
+int64_t quire_router_abi(void) { return QUIRE_ROUTER_ABI; }
+
+/* SplitMix64's finaliser, with its increment. */
+static uint64_t splitmix64(uint64_t x) {
+    x += UINT64_C(0x9e3779b97f4a7c15);
+    x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return x ^ (x >> 31);
+}
+
+/* hashes[i] of the first 64 (i + 1) tokens; tokens [64 blocks] non-negative, weights [64 blocks]. */
+void quire_prefix_hashes(const int32_t *tokens, const uint64_t *weights, int64_t blocks, uint64_t chain_seed,
+                         uint64_t *hashes) {
+    uint64_t sum = 0;
+    for (int64_t block = 0; block < blocks; block++) {
+        const int32_t *t = tokens + BLOCK_TOKENS * block;
+        const uint64_t *w = weights + BLOCK_TOKENS * block;
+        for (int64_t i = 0; i < BLOCK_TOKENS; i++) sum += w[i] * ((uint64_t)(uint32_t)t[i] + 1);
+        hashes[block] = splitmix64(sum ^ chain_seed);
+    }
+}
+
+/* Mirrored in `quire/router/native_library.py`. */
+struct block_table {
+    const uint64_t *keys;       /* [buckets, PLACES]; 0: an empty place */
+    const int32_t *ids;         /* [buckets, PLACES] */
+    const uint8_t *has_spilled; /* [buckets] */
+    uint64_t num_buckets;
+    uint64_t low, high; /* masks of a bucket's number: the second, or the first if there is no such bucket yet */
+};
+
+static uint64_t bucket_of(const struct block_table *table, uint64_t hash) {
+    uint64_t bucket = hash & table->high;
+    return bucket < table->num_buckets ? bucket : hash & table->low;
+}
+
+/* For each hash its id and place, or an id of 0. Which of the latter may have been spilled goes to `suspects`, [n], and
+   how many are there is returned. `places` may be null. A look-up is two cache misses and little else, so those of the
+   next ones are begun long before. */
+int64_t quire_find_blocks(const struct block_table *table, const uint64_t *hashes, int64_t n, int32_t *ids,
+                          int64_t *places, int64_t *suspects) {
+    int64_t num_suspects = 0;
+    for (int64_t i = -AHEAD; i < n; i++) {
+        if (i + AHEAD < n) {
+            uint64_t start = PLACES * bucket_of(table, hashes[i + AHEAD]);
+            __builtin_prefetch(table->keys + start);
+            __builtin_prefetch(table->ids + start);
+        }
+        if (i < 0) continue;
+        uint64_t hash = hashes[i], bucket = bucket_of(table, hash), found = PLACES;
+        const uint64_t *keys = table->keys + PLACES * bucket;
+        for (uint64_t k = 0; k < PLACES; k++) found = keys[k] == hash ? k : found;
+        if (found < PLACES && hash) { /* a hash of 0 is never in its bucket */
+            ids[i] = table->ids[PLACES * bucket + found];
+            if (places) places[i] = (int64_t)(PLACES * bucket + found);
+        } else {
+            ids[i] = 0;
+            suspects[num_suspects] = i;
+            num_suspects += table->has_spilled[bucket];
+        }
+    }
+    return num_suspects;
+}
