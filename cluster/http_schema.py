@@ -414,7 +414,8 @@ class ChatCompletionRequest(_GenerationBody):
         messages: list[dict[str, Any]] = []
         for i, message in enumerate(self.messages):
             role = served_role(message.role, f"messages[{i}].role")
-            messages.append({**dict(message), "role": role})
+            # Not dict(message): it asks for `keys`, which may be a field of the client's.
+            messages.append({**message.__dict__, **message.model_extra, "role": role})
         if not _is_shallow(messages, _MAX_MESSAGES_DEPTH):
             raise InvalidRequest(
                 f"messages must not nest deeper than {_MAX_MESSAGES_DEPTH} levels", field="messages"

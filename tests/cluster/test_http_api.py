@@ -357,7 +357,7 @@ def test_every_served_field_reaches_the_router(http: httpx.Client, service) -> N
         "messages": [
             {"role": "developer", "content": "be brief"},
             {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "ann"},
-            {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None},
+            {"role": "assistant", "content": "yes", "tool_calls": None, "keys": None},
         ],
         "max_completion_tokens": 7,
         "min_tokens": 2,
@@ -669,6 +669,16 @@ REFUSED = [
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
         "unsupported_field",
         "messages[0].tool_calls",
+    ),
+    # What Python's own protocols look for in an object is a field like any other.
+    *(
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "hi", name: 1}]},
+            "unsupported_field",
+            f"messages[0].{name}",
+        )
+        for name in ("keys", "__iter__", "model_extra", "__dict__")
     ),
     (
         CHAT,
