@@ -65,6 +65,6 @@ def test_an_engine_that_lost_its_batch_fails(tmp_path):
     name = next(iter(committed))  # a batch that decodes
     floors.write_text(json.dumps({"floors": {name: committed[name]}}))
     options = json.dumps({"max_running_requests": 1})
-    done = guard("--turns", "3", "--floors", str(floors), "--quire-options", options)
+    done = guard("--turns", "1", "--floors", str(floors), "--quire-options", options)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED" in done.stdout
