@@ -27,6 +27,7 @@ def test_every_candidate_computes_the_same_attention(dtype, monkeypatch):
             out, outputs["torch"], atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
     monkeypatch.setitem(bench.SHAPES, "decode_64x500", rows)
+    monkeypatch.setattr(bench, "GEMM_SIZE", 256)  # torch's products of bfloat16 can be slow
     bars = {bar.name: bar for bar in bench.measure("decode_64x500", dtype, rounds=2, slow=False)}
     last = list(bars.values())[-1]
     assert set(last.details["ms"]) == set(outputs)
