@@ -10,18 +10,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from quire.kernels.compiled import open_library
+
 ABI = 12  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of native/attention.c
-
-
-class NativeLibraryError(RuntimeError):
-    """The compiled library is of another version than the Python beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +52,9 @@ def load() -> NativeLibrary | None:
     NativeLibraryError
         It was compiled from other sources.
     """
-    path = Path(__file__).with_name("_native" + sysconfig.get_config_var("EXT_SUFFIX"))
-    if not path.exists():
+    functions = open_library(Path(__file__).parent, "quire_abi", ABI)
+    if functions is None:
         return None
-    functions = ctypes.CDLL(str(path))
-    functions.quire_abi.restype = ctypes.c_int64
-    if functions.quire_abi() != ABI:
-        raise NativeLibraryError(
-            f"{path} has version {functions.quire_abi()}, this package needs {ABI}: install the package again"
-        )
     functions.quire_best_isa.restype = ctypes.c_int64
     functions.quire_scratch_bytes.restype = ctypes.c_int64
     functions.quire_scratch_bytes.argtypes = [ctypes.c_int64]

@@ -23,6 +23,7 @@ the same.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -371,6 +372,7 @@ def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
     """[size] zeros on huge pages where the system has them: a look-up goes to hundreds of places, and finding the small
     page of each takes as long as reading it."""
     memory = mmap.mmap(-1, size * np.dtype(dtype).itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype)

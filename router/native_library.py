@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sysconfig
 from pathlib import Path
 
 import numpy as np
 
+from quire.kernels.compiled import open_library
+
 _ABI = 1  # QUIRE_ROUTER_ABI
-
-
-class NativeLibraryError(RuntimeError):
-    """The compiled library is of another version than the Python beside it."""
 
 
 class Table(ctypes.Structure):
@@ -42,15 +39,9 @@ def load() -> ctypes.PyDLL | None:
     NativeLibraryError
         It was compiled from other sources.
     """
-    path = Path(__file__).with_name("_native" + sysconfig.get_config_var("EXT_SUFFIX"))
-    if not path.exists():
+    library = open_library(Path(__file__).parent, "quire_router_abi", _ABI, ctypes.PyDLL)
+    if library is None:
         return None
-    library = ctypes.PyDLL(str(path))
-    library.quire_router_abi.restype = ctypes.c_int64
-    if library.quire_router_abi() != _ABI:
-        raise NativeLibraryError(
-            f"{path} has version {library.quire_router_abi()}, this package needs {_ABI}: install the package again"
-        )
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.quire_prefix_hashes.restype = None
     library.quire_prefix_hashes.argtypes = [pointer, pointer, integer, ctypes.c_uint64, pointer]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
+from quire.kernels.compiled import NativeLibraryError
 from quire.protos.wire import RoutingHasher
 from quire.router import native_library
 from quire.router.prefix_hashes import prefix_hashes
@@ -44,7 +45,5 @@ def test_what_the_library_does_not_read_is_hashed_all_the_same(token_ids):
 @needs_library
 def test_a_library_of_other_sources_is_refused(monkeypatch):
     monkeypatch.setattr(native_library, "_ABI", 0)
-    with pytest.raises(
-        native_library.NativeLibraryError, match=r"has version 1, this package needs 0"
-    ):
+    with pytest.raises(NativeLibraryError, match=r"has version 1, this package needs 0"):
         native_library.load.__wrapped__()
