@@ -62,7 +62,6 @@ class BlockTable:
         # Reading one element of a memoryview takes half the time of one of an array.
         self._key_view, self._id_view = memoryview(self._flat_keys), memoryview(self._flat_ids)
         self._size = 0
-        self._library = native_library.load()
         self._native = native_library.Table(
             keys=native_library.address(self._keys),
             ids=native_library.address(self._ids),
@@ -95,9 +94,10 @@ class BlockTable:
         -------
         [n] int64 places, `SPILLED` for some, of no meaning for what is absent; [n] int32 ids, 0 where absent.
         """
-        if self._library is not None:
+        library = native_library.load()
+        if library is not None:
             places = np.empty(len(hashes), np.int64)
-            ids, spilled = self._find_native(hashes, native_library.address(places))
+            ids, spilled = self._find_native(library, hashes, native_library.address(places))
         else:
             queries, hits = self._hits(hashes)
             ids, places = np.zeros(len(hashes), np.int32), np.zeros(len(hashes), np.int64)
@@ -109,8 +109,9 @@ class BlockTable:
 
     def ids(self, hashes: np.ndarray) -> np.ndarray:
         """[n] int32, the ids of hashes, [n] uint64; 0 where absent: `find` for who needs no places."""
-        if self._library is not None:
-            ids, spilled = self._find_native(hashes, None)
+        library = native_library.load()
+        if library is not None:
+            ids, spilled = self._find_native(library, hashes, None)
         else:
             queries, hits = self._hits(hashes)
             ids = self._flat_ids.take(hits)
@@ -124,7 +125,7 @@ class BlockTable:
         return ids
 
     def _find_native(
-        self, hashes: np.ndarray, places: int | None
+        self, library: ctypes.PyDLL, hashes: np.ndarray, places: int | None
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """[n] int32, ids of what is in its bucket, 0 for the rest, and (which, id) of what has been spilled; `places`
         is the address of [n] int64 for the places of the first."""
@@ -133,7 +134,7 @@ class BlockTable:
             self._suspects = np.empty(n, np.int64)
             self._suspects_address = native_library.address(self._suspects)
         hashes, ids = np.ascontiguousarray(hashes, _U64), np.empty(n, np.int32)
-        num_suspects = self._library.quire_find_blocks(
+        num_suspects = library.quire_find_blocks(
             self._native_address,
             native_library.address(hashes),
             n,
@@ -369,8 +370,8 @@ class BlockTable:
 
 
 def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
-    """[size] zeros on huge pages where the system has them: a look-up goes to hundreds of places, and finding the small
-    page of each takes as long as reading it."""
+    """[size] zeros on huge pages where the system has them: of hundreds of look-ups each goes to another small page,
+    and to find these took a third of the time."""
     memory = mmap.mmap(-1, size * np.dtype(dtype).itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with contextlib.suppress(OSError):  # a kernel without them

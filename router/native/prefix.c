@@ -1,6 +1,6 @@
 /* What a routing decision does for each block of its prompt: its hash, and the bucket that has it.
 
-   One thread, no allocation, and the caller keeps the interpreter's lock: a prompt of 16,000 tokens takes some ten
+   One thread, no allocation, and the caller keeps the interpreter's lock: a prompt of 16,000 tokens takes some tens of
    microseconds. Layouts are those of `quire/router/block_table.py`, the hash is that of `RoutingHasher` in
    `quire/protos/wire.py`; both have the same in numpy. */
 #include <stdint.h>

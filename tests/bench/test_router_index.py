@@ -5,6 +5,7 @@ import json
 import pytest
 
 from quire.bench import router_index
+from quire.router import native_library
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +23,13 @@ def test_it_measures_what_its_bars_name(result):
     written = json.loads(result.read_text())
     sizes = [(row["replicas"], row["blocks"] >= 3000) for row in written["curve"]]
     assert sizes == [(4, True), (5, True)]
-    for row in written["curve"]:
+    for row in (*written["curve"], written["without_compiler"]):
         parts = sum(row[f"{part}_p50_us"] for part in ("hash", "match", "score"))
         assert row["decision_p50_us"] == pytest.approx(parts, rel=0.5)
         assert row["events_per_s"].keys() == {"1", "4", "16", "64", "256", "4096"}
+    ways = {bar["name"].rpartition("/")[0] for bar in written["bars"]}
+    compiled = {router_index.COMPILED} if native_library.load() is not None else set()
+    assert ways == {*compiled, router_index.PLAIN}
     assert all(bar["value"] is not None for bar in written["bars"])
 
 
