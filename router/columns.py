@@ -40,7 +40,7 @@ class ReplicaColumns:
     names
         The replicas by row. A change makes another list: a decision goes on naming those that it was about.
     columns
-        `NUM_COLUMNS` arrays, [rows] float64 each; views of what `write` writes.
+        [NUM_COLUMNS, rows] float64, a view of what `write` writes; its rows are contiguous.
     none
         [rows] float64 zeros, read-only: for what no replica has.
     """
@@ -78,6 +78,6 @@ class ReplicaColumns:
 
     def _view(self) -> None:
         n = len(self.names)
-        self.columns = tuple(self._values[:, :n])
+        self.columns = self._values[:, :n]
         self.none = np.zeros(n)
         self.none.setflags(write=False)

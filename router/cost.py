@@ -49,7 +49,8 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from quire.router.policy import Fleet, Ranking, RouteRequest, prefill_work, rank
+from quire.router.fleet import Fleet, prefill_work
+from quire.router.policy import Ranking, RouteRequest, rank
 
 _TERMS = (
     "wait_s",

@@ -26,14 +26,22 @@ from typing import Any
 import numpy as np
 import orjson
 
-from quire.router.policy import Demand, Fleet, Ranking, RouteRequest
+from quire.router.fleet import COLUMN_NAMES, Demand, Fleet
+from quire.router.policy import Ranking, RouteRequest
 from quire.router.types import Explain
 
 logger = logging.getLogger("ray.serve")
 VERSION = 2
 _MAX_QUEUED = 1024  # lines on their way to the disk; more are dropped and counted
-_FLEET_FIELDS = tuple(dataclasses.fields(Fleet))
-_COLUMNS = frozenset(f.name for f in _FLEET_FIELDS if f.type == "np.ndarray")
+_FACTS = (
+    "replicas",
+    "prior_s_per_work",
+    "demand",
+    "attention_context_tokens",
+    "longest_prefix",
+    "followers",
+    "session_row",
+)
 
 
 class DecisionLogError(ValueError):
@@ -207,23 +215,21 @@ def _decision(entry: dict[str, Any], header: dict[str, Any]) -> LoggedDecision:
 
 
 def _copy(fleet: Fleet) -> dict[str, Any]:
-    """The fleet's fields; arrays are copies, since the table goes on writing to its own."""
-    values = {}
-    for field in _FLEET_FIELDS:
-        value = getattr(fleet, field.name)
-        values[field.name] = np.array(value, np.float64) if field.name in _COLUMNS else value
-    return values
+    """What the policy knew; arrays are copies, since the table goes on writing to its own."""
+    return {name: getattr(fleet, name) for name in _FACTS} | fleet.named()
 
 
 def _fleet(values: dict[str, Any]) -> Fleet:
-    known = {field.name for field in _FLEET_FIELDS}
+    known = {*_FACTS, *COLUMN_NAMES}
     if values.keys() != known:
         raise ValueError(f"fleet must have {sorted(known)}, got {sorted(values)}")
-    fields = dict(values)
-    for name in _COLUMNS:
-        fields[name] = np.array([math.inf if v is None else v for v in values[name]], np.float64)
-    fields["demand"] = Demand(**values["demand"])
-    return Fleet(**fields)
+    facts = {name: values[name] for name in _FACTS}
+    facts["demand"] = Demand(**values["demand"])
+    named = {
+        name: np.array([math.inf if v is None else v for v in values[name]], np.float64)
+        for name in COLUMN_NAMES
+    }
+    return Fleet.of(facts.pop("replicas"), named, **facts)
 
 
 def _encode(line: dict[str, Any]) -> bytes:

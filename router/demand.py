@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
-from quire.router.policy import Demand
+from quire.router.fleet import Demand
 
 HORIZON_S = 30.0
 _LEAST_SHARE = 1 / 64

@@ -1,7 +1,6 @@
 """Where a request goes: pure functions from what is known of the replicas to a ranking of them.
 
-A policy sees the request, a `Fleet` (one row for each replica that can take it, in columns, so that a
-thousand replicas are a few array operations) and the time. It owns no state but a counter and a
+A policy sees the request, a `Fleet` (`router/fleet.py`) and the time. It owns no state but a counter and a
 generator. `router/cost.py` holds the one to use; the plain ones here are what others do, for
 comparison.
 """
@@ -17,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from quire.router.fleet import Fleet
+
 MAX_RANKED = 16  # replicas that a ranking names: the choice and its fall-backs
 
 
@@ -27,68 +28,6 @@ class RouteRequest:
     num_prompt_tokens: int
     session: str = ""
     priority: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What arrives at the fleet, as exponential averages (`router/demand.py`)."""
-
-    arrivals_per_s: float = 0.0  # at each replica
-    prefill_share: float = 0.0  # [0, 1) of a replica's time that prefill takes
-    mean_prefill_s: float = 0.0
-    mean_square_prefill_s2: float = 0.0
-    output_tokens: float = 200.0  # of one request
-    # Seconds by which one more token in the KV cache of the decoding requests lengthens a step.
-    decode_s_per_kv_token: float = 0.0
-
-
-@dataclass(slots=True)
-class Fleet:
-    """What a policy may know of the replicas that can take a request: one row for each.
-
-    *Work* counts prefill tokens, weighted by the attention to what precedes them: a token at context c
-    is 1 + c / `attention_context_tokens` of work (`prefill_work`).
-    """
-
-    replicas: Sequence[str]  # [n]
-    gpu_tokens: np.ndarray  # [n] float64, prompt tokens that it holds or will hold on its device
-    host_tokens: np.ndarray  # [n] float64, further ones that it holds in host memory
-    report_age_s: np.ndarray  # [n] float64, inf: it has never reported
-    reported_work: np.ndarray  # [n] float64, queued by its last report
-    booked_work: np.ndarray  # [n] float64, of our own requests that the report cannot contain
-    unanswered_work: np.ndarray  # [n] float64, of all our own requests without a first token
-    head_work: np.ndarray  # [n] float64, of the oldest of those
-    head_age_s: np.ndarray  # [n] float64, for how long it has been the oldest
-    num_requests: (
-        np.ndarray
-    )  # [n] float64, in flight: running and waiting by the report, and booked
-    kv_tokens: np.ndarray  # [n] float64, of the decoding requests, with our own unanswered ones
-    mean_kv_tokens: np.ndarray  # [n] float64, of the decoding ones, mean of the last half minute
-    prefill_s_per_work: np.ndarray  # [n] float64, measured and still believed; 0: not yet known
-    host_copy_s_per_token: np.ndarray  # [n] float64, from host memory to the device
-    cache_age_s: np.ndarray  # [n] float64, for how long a block stays cached; inf: nothing evicted
-    free_tokens: np.ndarray  # [n] float64, of KV memory, evictable ones included; inf: not known
-    used_tokens: np.ndarray  # [n] float64, of KV memory of running requests
-    num_waiting: np.ndarray  # [n] float64, requests that wait there for a place, by the last report
-    num_places: (
-        np.ndarray
-    )  # [n] float64, further requests of ours until it refuses one; inf: no bound
-    prior_s_per_work: float = 0.0  # median of those that are known; 0: none is
-    demand: Demand = field(default_factory=Demand)
-    attention_context_tokens: float = 30_000.0
-    longest_prefix: int | None = None  # hash of the longest prefix of this prompt that is held
-    followers: float = 0.0  # requests of late with that prefix
-    session_row: int = -1  # where the session's last request went
-
-    def __len__(self) -> int:
-        return len(self.replicas)
-
-
-def prefill_work(
-    num_tokens: np.ndarray | float, context: np.ndarray | float, attention_context_tokens: float
-) -> np.ndarray | float:
-    """Work of prefilling tokens after a context: sum of 1 + c / A over their positions c."""
-    return num_tokens * (1.0 + (context + num_tokens * 0.5) * (1.0 / attention_context_tokens))
 
 
 @dataclass(frozen=True, slots=True)

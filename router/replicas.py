@@ -25,8 +25,9 @@ from quire.protos.wire import ROUTING_BLOCK_TOKENS, Frame, Load
 from quire.router import columns
 from quire.router.columns import ReplicaColumns
 from quire.router.demand import HORIZON_S, DemandMeter, Followers
+from quire.router.fleet import Fleet, prefill_work
 from quire.router.index import Booking, PrefixIndex
-from quire.router.policy import Fleet, Ranking, prefill_work
+from quire.router.policy import Ranking
 from quire.router.replay import Replay
 from quire.router.speeds import MeasuredSpeed, believed
 from quire.router.types import ReplicaStatus
@@ -490,30 +491,18 @@ class ReplicaTable:
             full |= out
             out = out if full.all() else full
             kept = (~out).nonzero()[0]
-            rows = [column[kept] for column in rows]
+            rows = rows[:, kept]
             depths, host, speeds = depths[kept], host[kept], speeds[kept]
             names = [names[row] for row in kept.tolist()]
         prefix = int(hashes[longest - 1]) if longest else None
         return Fleet(
             replicas=names,
+            columns=rows,
             gpu_tokens=depths,
             host_tokens=host,
-            report_age_s=now_s - rows[columns.REPORT_S],
-            reported_work=rows[columns.QUEUED_TOKENS] * self._demand.work_per_token,
-            booked_work=rows[columns.BOOKED_WORK],
-            unanswered_work=rows[columns.UNANSWERED_WORK],
-            head_work=rows[columns.HEAD_WORK],
-            head_age_s=now_s - rows[columns.HEAD_S],
-            num_requests=rows[columns.NUM_REQUESTS],
-            kv_tokens=rows[columns.KV_TOKENS],
-            mean_kv_tokens=rows[columns.MEAN_KV_TOKENS],
             prefill_s_per_work=speeds,
-            host_copy_s_per_token=rows[columns.HOST_COPY_S_PER_TOKEN],
-            cache_age_s=rows[columns.CACHE_AGE_S],
-            free_tokens=rows[columns.FREE_TOKENS],
-            used_tokens=rows[columns.USED_TOKENS],
-            num_waiting=rows[columns.NUM_WAITING],
-            num_places=rows[columns.NUM_PLACES],
+            now_s=now_s,
+            work_per_token=self._demand.work_per_token,
             prior_s_per_work=self._prior_s_per_work,
             demand=self._demand.demand(max(1, len(names)), now_s),
             attention_context_tokens=self._attention_context_tokens,

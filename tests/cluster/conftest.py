@@ -17,7 +17,8 @@ from quire.protos.wire import Load
 from quire.router import params
 from quire.router.chat_template import check_messages
 from quire.router.decisions import DecisionRing
-from quire.router.policy import Fleet, Ranking
+from quire.router.fleet import COLUMN_NAMES, Fleet
+from quire.router.policy import Ranking
 from quire.router.stop import StopMatcher
 from quire.router.types import (
     Decisions,
@@ -208,9 +209,8 @@ class FakeService:
         self._refuse()
         ring = DecisionRing("router-1", 100)
         for stream in self.streams:
-            arrays = [f.name for f in dataclasses.fields(Fleet) if f.type == "np.ndarray"]
-            columns = {name: np.zeros(2) for name in arrays}
-            fleet = Fleet(replicas=["replica-a", "replica-b"], **columns)
+            columns = {name: np.zeros(2) for name in COLUMN_NAMES}
+            fleet = Fleet.of(["replica-a", "replica-b"], columns)
             terms = {"wait_s": np.array([0.25, 1.0]), "prefill_s": np.array([0.5, 0.125])}
             ranking = Ranking("slo", fleet, [0, 1], sum(terms.values()), terms)
             answer_id, num_tokens = stream.origin.answer_id, stream.usage.prompt_tokens

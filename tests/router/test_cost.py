@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from routing_fleets import COLUMNS, FLEETS, ROWS, fleet_of, idle
 
 from quire.router.cost import CostPolicy, e2e_policy
-from quire.router.policy import Demand, RouteRequest, prefill_work
+from quire.router.fleet import Demand, prefill_work
+from quire.router.policy import RouteRequest
 
 BUSY = Demand(2.0, 0.5, 0.25, 0.1, 200.0, 1e-7)
 

@@ -15,7 +15,8 @@ from routing_fleets import FLEETS, fleet_of, idle
 from quire.cluster.cli import main
 from quire.router.decision_log import DecisionLog, DecisionLogError, read
 from quire.router.decision_replay import replay, report
-from quire.router.policy import POLICY_NAMES, Demand, RouteRequest, make_policy
+from quire.router.fleet import COLUMN_NAMES, Demand
+from quire.router.policy import POLICY_NAMES, RouteRequest, make_policy
 from quire.router.types import Explain
 
 
@@ -48,7 +49,9 @@ def test_what_is_read_back_is_what_was_decided_from(tmp_path_factory, rows, poli
     assert [d.chosen for d in decisions] == chosen
     for decision, fleet in zip(decisions, fleets, strict=True):
         assert decision.request == RouteRequest(num_tokens)
-        for name in type(fleet).__slots__:
+        assert decision.fleet.replicas == fleet.replicas
+        facts = ("demand", "longest_prefix", "followers", "session_row", "prior_s_per_work")
+        for name in (*COLUMN_NAMES, *facts, "attention_context_tokens"):
             np.testing.assert_array_equal(getattr(decision.fleet, name), getattr(fleet, name))
     # The same policy with the same draws decides the same again.
     again = replay(decisions, make_policy(policy), policy)
