@@ -31,6 +31,9 @@ MEAN_KV_TOKENS = 14
 NUM_PLACES = 15
 NUM_COLUMNS = 16
 
+# Unused numbers at the end of a column: columns a power of two of bytes apart fall on the same lines of a cache.
+_APART = 8
+
 
 class ReplicaColumns:
     """One row of float64 for each replica; rows are dense, so the last one moves when another goes.
@@ -41,13 +44,13 @@ class ReplicaColumns:
         The replicas by row. A change makes another list: a decision goes on naming those that it was about.
     columns
         [NUM_COLUMNS, rows] float64, a view of what `write` writes; its rows are contiguous.
-    none
-        [rows] float64 zeros, read-only: for what no replica has.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._values = np.zeros((NUM_COLUMNS, 16))  # [column, row], rows beyond the names unused
+        self._values = np.zeros(
+            (NUM_COLUMNS, 16 + _APART)
+        )  # [column, row], rows beyond the names unused
         self._view()
 
     def __len__(self) -> int:
@@ -57,8 +60,8 @@ class ReplicaColumns:
         """The row of a replica that was not there."""
         row = len(self.names)
         self.names = [*self.names, name]
-        if row == self._values.shape[1]:
-            self._values = np.hstack([self._values, np.zeros_like(self._values)])
+        if row == self._values.shape[1] - _APART:
+            self._values = np.hstack([self._values, np.zeros((NUM_COLUMNS, row))])
         self._view()
         return row
 
@@ -79,5 +82,3 @@ class ReplicaColumns:
     def _view(self) -> None:
         n = len(self.names)
         self.columns = self._values[:, :n]
-        self.none = np.zeros(n)
-        self.none.setflags(write=False)

@@ -49,20 +49,12 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from quire.router.fleet import Fleet, prefill_work
-from quire.router.policy import Ranking, RouteRequest, rank
+from quire.router.columns import REPORT_S
+from quire.router.cost_terms import TERMS, Prices, price
+from quire.router.fleet import Fleet
+from quire.router.policy import Ranking, RouteRequest, ranked_rows
 
-_TERMS = (
-    "wait_s",
-    "prefill_s",
-    "host_copy_s",
-    "interference_s",
-    "later_s",
-    "decode_s",
-    "eviction_s",
-    "memory_s",
-    "copy_value_s",
-)
+_PREFILL = TERMS.index("prefill_s")
 _MAX_SHARE = 0.95  # bounds 1 / (1 - rho)
 _HEAD_DONE = 0.9  # an unanswered request is not prefilled yet, however long it has been the head
 
@@ -143,41 +135,45 @@ class CostPolicy:
         fleet = replicas
         if not len(fleet):
             return Ranking(self.name, fleet, (), np.empty(0))
-        # [n] float64, all that follow
-        nothing = np.zeros(len(fleet))  # what a term is that no replica has; it is not added
-        speed = self._speeds(fleet)  # seconds of a unit of work
-        host_copy, cached = nothing, fleet.gpu_tokens
-        if _largest(fleet.host_tokens) > 0:
-            cached = cached + fleet.host_tokens
-            host_copy = fleet.host_tokens * fleet.host_copy_s_per_token
-        missing = request.num_prompt_tokens - cached
-        prefill = prefill_work(missing, cached, fleet.attention_context_tokens)
-        prefill *= speed
-        wait = self._wait(fleet, speed)
-        cost = wait + prefill
-        interference = self.eta * prefill
-        interference *= fleet.num_requests
-        later = (
-            host_copy,
-            interference,
-            self._later(fleet, cost, prefill, nothing),
-            self._decode(fleet, request, nothing),
-            self._eviction(fleet, missing, speed, nothing),
-            self._memory(fleet, missing, nothing),
-            self._copy_value(fleet, cached, nothing),
-        )
-        for term in later:
-            if term is not nothing:
-                cost += term
-        if fleet.session_row >= 0:
-            cost[fleet.session_row] -= self.stickiness * prefill[fleet.session_row]
-        if _largest(fleet.report_age_s) > self.stale_after_s:
+        speed = self._speeds(fleet)
+        prices = self._prices(request, fleet)
+        priced = price(fleet, speed, self._reuse(fleet), prices)
+        cost, row = priced.cost_s, fleet.session_row
+        if row >= 0:
+            cost[row] -= self.stickiness * priced.terms(np.array([row], np.int32))[0, _PREFILL]
+        reports_s = fleet.columns[REPORT_S]
+        if fleet.now_s - reports_s[reports_s.argmin()] > self.stale_after_s:
             stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]
             if len(stale) > 2:
                 out = np.delete(stale, rng.sample(range(len(stale)), 2))
                 cost[out] += 1.0 + cost.max()  # behind all others, in their order
-        terms = dict(zip(_TERMS, (wait, prefill, *later), strict=True))
-        return rank(self.name, fleet, cost, rng, self.tie_s, terms)
+        rows = ranked_rows(cost, rng, self.tie_s)
+        return Ranking(
+            self.name, fleet, rows.tolist(), cost, priced.wait_s, TERMS, priced.terms(rows)
+        )
+
+    def _prices(self, request: RouteRequest, fleet: Fleet) -> Prices:
+        demand = fleet.demand
+        busy = 1.0 - min(_MAX_SHARE, demand.prefill_share)
+        is_awaited = demand.mean_prefill_s > 0
+        queue_s = demand.arrivals_per_s * demand.mean_square_prefill_s2 / (2.0 * busy)
+        output_s = demand.output_tokens * demand.decode_s_per_kv_token
+        return Prices(
+            now_s=fleet.now_s,
+            prompt_tokens=request.num_prompt_tokens,
+            work_per_token=fleet.work_per_token,
+            per_context=1.0 / fleet.attention_context_tokens,
+            max_decay_s=self.max_decay_s,
+            head_done=_HEAD_DONE,
+            eta=self.eta,
+            later=self.kappa * demand.arrivals_per_s / busy if is_awaited else 0.0,
+            per_window=1.0 / (self.window_prefills * demand.mean_prefill_s) if is_awaited else 0.0,
+            decode_s=self.delta * demand.output_tokens * demand.decode_s_per_kv_token,
+            eviction=self.eviction,
+            memory=self.memory,
+            output_s=output_s,
+            copies_s=self.copies * fleet.followers * queue_s,
+        )
 
     def _speeds(self, fleet: Fleet) -> np.ndarray:
         """[n] seconds of a unit of work; who has not measured its own has what the others show."""
@@ -192,87 +188,13 @@ class CostPolicy:
             last.measured, last.prior, last.speeds = measured, prior, speeds
         return speeds
 
-    def _wait(self, fleet: Fleet, speed: np.ndarray) -> np.ndarray:
-        """W: what is still queued, by the report and by our own unanswered requests."""
-        reported = fleet.reported_work * speed
-        reported -= np.minimum(fleet.report_age_s, self.max_decay_s)
-        np.maximum(reported, 0.0, out=reported)
-        reported += fleet.booked_work * speed
-        # One prompt after the other is prefilled, mostly in their order: only the oldest can be partly done.
-        head_done = fleet.head_work * speed
-        head_done *= _HEAD_DONE
-        np.minimum(head_done, fleet.head_age_s, out=head_done)
-        ours = fleet.unanswered_work * speed
-        ours -= head_done
-        return np.maximum(reported, ours, out=ours)
-
-    def _later(
-        self, fleet: Fleet, window: np.ndarray, prefill: np.ndarray, nothing: np.ndarray
-    ) -> np.ndarray:
-        """Q: delay of those who arrive later, behind a window of W + P."""
-        demand = fleet.demand
-        if demand.mean_prefill_s <= 0:
-            return nothing
-        price = self.kappa * demand.arrivals_per_s / (1.0 - min(_MAX_SHARE, demand.prefill_share))
-        bounded = window * (1.0 / (self.window_prefills * demand.mean_prefill_s))
-        bounded += 1.0
-        np.divide(window, bounded, out=bounded)
-        bounded *= prefill
-        bounded *= price
-        return bounded
-
-    def _decode(self, fleet: Fleet, request: RouteRequest, nothing: np.ndarray) -> np.ndarray:
-        """delta D: this request's steps read the others' KV, and theirs read its own."""
-        demand = fleet.demand
-        seconds = self.delta * demand.output_tokens * demand.decode_s_per_kv_token
-        if not seconds:
-            return nothing
-        read = fleet.num_requests * (0.5 * request.num_prompt_tokens)
-        read += fleet.mean_kv_tokens
-        read *= seconds
-        return read
-
-    def _eviction(
-        self, fleet: Fleet, missing: np.ndarray, speed: np.ndarray, nothing: np.ndarray
-    ) -> np.ndarray:
-        """E: as much cache as the request adds goes, and would be computed again when reused."""
+    def _reuse(self, fleet: Fleet) -> np.ndarray | None:
+        """[n] the chance that what goes were used again; None: no cache is full."""
         age_s = fleet.cache_age_s
         if age_s[age_s.argmin()] == math.inf:
-            return nothing
+            return None
         reuse = age_s * (-1.0 / self.reuse_s)
-        np.exp(reuse, out=reuse)  # the chance of it
-        reuse *= missing * speed
-        reuse *= self.eviction
-        return reuse
-
-    def _memory(self, fleet: Fleet, missing: np.ndarray, nothing: np.ndarray) -> np.ndarray:
-        """M: running requests give their memory back over the time of one output."""
-        short = missing - fleet.free_tokens
-        if _largest(short) <= 0:
-            return nothing
-        np.maximum(short, 0.0, out=short)
-        demand = fleet.demand
-        output_s = demand.output_tokens * demand.decode_s_per_kv_token * fleet.kv_tokens
-        return self.memory * short / np.maximum(fleet.used_tokens, 1.0) * output_s
-
-    def _copy_value(self, fleet: Fleet, cached: np.ndarray, nothing: np.ndarray) -> np.ndarray:
-        """-V: replicas that do not hold the longest prefix of it that anybody holds."""
-        if fleet.followers <= 0:
-            return nothing
-        longest = _largest(cached)
-        if longest <= 0:
-            return nothing
-        demand = fleet.demand
-        k = np.count_nonzero(cached == longest)
-        busy = 1.0 - min(_MAX_SHARE, demand.prefill_share)
-        queue_s = demand.arrivals_per_s * demand.mean_square_prefill_s2 / (2.0 * busy)
-        saved_s = self.copies * fleet.followers * queue_s / (k * (k + 1))
-        return (cached - longest) * (saved_s / longest)
-
-
-def _largest(values: np.ndarray) -> float:
-    """Its maximum, not empty: a third of the time of `max`, which sets up a reduction."""
-    return float(values[values.argmax()])
+        return np.exp(reuse, out=reuse)
 
 
 def e2e_policy(**weights: float) -> CostPolicy:

@@ -8,6 +8,7 @@ that.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ import numpy as np
 
 from quire.router.cost import CostPolicy
 from quire.router.decision_log import LoggedDecision
-from quire.router.policy import Policy, Ranking
+from quire.router.fleet import Fleet
+from quire.router.policy import Policy, RouteRequest
 
 _TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s")
 _TIE = 1e-6  # costs that differ by less are equal, as for `CostPolicy.tie_s`
@@ -83,18 +85,17 @@ def replay(decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed:
     seed
         For its random ties.
     """
-    rng, pricing = random.Random(seed), CostPolicy()
+    rng = random.Random(seed)
+    pricing = policy if isinstance(policy, CostPolicy) else CostPolicy()
     result = Replay(name)
     for decision in decisions:
         fleet, request = decision.fleet, decision.request
         ranking = policy.choose(request, fleet, decision.now_s, rng)
-        priced = ranking
-        if "wait_s" not in ranking.terms:
-            priced = pricing.choose(request, fleet, decision.now_s, random.Random(seed))
         then, now = fleet.replicas.index(decision.chosen), ranking.rows[0]
+        placement = functools.partial(_placement, pricing, request, fleet)
         is_tie = then != now and abs(ranking.cost_s[then] - ranking.cost_s[now]) <= _TIE
         result.redecisions.append(
-            Redecision(decision, _placement(priced, then), _placement(priced, now), bool(is_tie))
+            Redecision(decision, placement(then), placement(now), bool(is_tie))
         )
     return result
 
@@ -149,12 +150,12 @@ def report(result: Replay, limit: int = 10) -> str:
     return "\n".join(lines)
 
 
-def _placement(priced: Ranking, row: int) -> Placement:
-    fleet = priced.fleet
+def _placement(pricing: CostPolicy, request: RouteRequest, fleet: Fleet, row: int) -> Placement:
+    (score,) = pricing.choose(request, fleet.only(row), fleet.now_s, random.Random(0))
     return Placement(
-        fleet.replicas[row],
-        int(fleet.gpu_tokens[row] + fleet.host_tokens[row]),
-        float(sum(priced.terms[name][row] for name in _TTFT_TERMS)),
+        score.replica,
+        score.cached_tokens + score.host_tokens,
+        sum(score.terms[name] for name in _TTFT_TERMS),
     )
 
 

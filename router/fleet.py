@@ -6,7 +6,7 @@ In columns, so that a thousand of them are a few array operations.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,19 @@ class Fleet:
         for name, column in _MOMENT_OF.items():
             values[column] = 0.0 - named[name]
         return cls(replicas, values, **{name: named[name] for name in _OWN_ARRAYS}, **facts)
+
+    def only(self, row: int) -> Fleet:
+        """The fleet as if there were no other replica; what is said of the whole stays."""
+        one, is_session = slice(row, row + 1), self.session_row == row
+        return replace(
+            self,
+            replicas=self.replicas[one],
+            columns=self.columns[:, one],
+            gpu_tokens=self.gpu_tokens[one],
+            host_tokens=self.host_tokens[one],
+            prefill_s_per_work=self.prefill_s_per_work[one],
+            session_row=0 if is_session else -1,
+        )
 
     def named(self) -> dict[str, np.ndarray]:
         """What a policy may know of each replica, by name: copies, [n] float64 each."""

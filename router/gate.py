@@ -353,7 +353,7 @@ class AdmissionGate:
         """Of a policy that does not price the queue only the waiting requests count."""
         fleet = ranking.fleet
         best = ranking[0]
-        wait_s = ranking.terms.get("wait_s")
+        wait_s = ranking.wait_s
         if wait_s is None:
             wait_s = np.zeros(len(fleet))
         few = fleet.num_waiting <= self.limits.max_replica_waiting_requests

@@ -10,12 +10,13 @@ from __future__ import annotations
 import bisect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
+from quire.router import native_library
 from quire.router.fleet import Fleet
 
 MAX_RANKED = 16  # replicas that a ranking names: the choice and its fall-backs
@@ -59,27 +60,32 @@ class Ranking(Sequence[Score]):
     rows
         [ranked] rows of `fleet`, best first.
     cost_s
-        [n] what was compared; like the terms, arrays of their own: a decision is asked about long
+        [n] what was compared; like all that follows, an array of its own: a decision is asked about long
         after the fleet's columns have changed (`router/decisions.py`).
-    terms
-        Name -> [n], in the order in which they are explained.
+    wait_s
+        [n] seconds of prefill queued before the request; None: the policy does not price it.
+    term_names, terms
+        What the cost of `rows` is made of, in the order in which it is explained, [ranked, terms] seconds; None: of
+        nothing else.
     """
 
     policy: str
     fleet: Fleet
     rows: Sequence[int]
     cost_s: np.ndarray
-    terms: Mapping[str, np.ndarray] = field(default_factory=dict)
+    wait_s: np.ndarray | None = None
+    term_names: tuple[str, ...] = ()
+    terms: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, rank: int) -> Score:
-        row = self.rows[rank]
+        row, terms = self.rows[rank], self.terms
         return Score(
             self.fleet.replicas[row],
             float(self.cost_s[row]),
-            {name: float(values[row]) for name, values in self.terms.items()},
+            {} if terms is None else dict(zip(self.term_names, terms[rank].tolist(), strict=True)),
             int(self.fleet.gpu_tokens[row]),
             int(self.fleet.host_tokens[row]),
         )
@@ -111,35 +117,43 @@ class Policy(Protocol):
         ...
 
 
-def rank(
-    policy: str,
-    fleet: Fleet,
-    cost: np.ndarray,
-    rng: random.Random,
-    tie: float = 0.0,
-    terms: Mapping[str, np.ndarray] = MappingProxyType({}),
-) -> Ranking:
-    """Rank rows by cost, smallest first; one of those within `tie` of the best comes first."""
-    n = len(cost)
-    if n <= 1:
-        return Ranking(policy, fleet, range(n), cost, terms)
-    if n > MAX_RANKED:
-        best = cost.argpartition(MAX_RANKED)[:MAX_RANKED]
-        costs = cost.take(best)
-        order = costs.argsort(kind="stable")
-        best, costs = best.take(order), costs.take(order).tolist()
+def ranked_rows(cost: np.ndarray, rng: random.Random, tie: float = 0.0) -> np.ndarray:
+    """[ranked] int32, rows by cost, smallest first; one of those within `tie` of the best comes first."""
+    best = _smallest(cost)
+    if len(best) <= 1:
+        return best
+    costs = cost.take(best).tolist()
+    bound = costs[0] + tie
+    if costs[1] > bound:
+        return best
+    rows = best.tolist()  # chance decides
+    if costs[-1] <= bound:
+        ties = (cost <= bound).nonzero()[0].tolist()  # perhaps more than are ranked
     else:
-        best = cost.argsort(kind="stable")
-        costs = cost.take(best).tolist()
-    rows, bound = best.tolist(), costs[0] + tie
-    if costs[1] <= bound:  # chance decides
-        if costs[-1] <= bound:
-            ties = (cost <= bound).nonzero()[0].tolist()  # perhaps more than are ranked
-        else:
-            ties = sorted(rows[: bisect.bisect_right(costs, bound)])
-        first = ties[rng.randrange(len(ties))]
-        rows = [first, *(row for row in rows if row != first)][:MAX_RANKED]
-    return Ranking(policy, fleet, rows, cost, terms)
+        ties = sorted(rows[: bisect.bisect_right(costs, bound)])
+    first = ties[rng.randrange(len(ties))]
+    return np.array([first, *(row for row in rows if row != first)][:MAX_RANKED], np.int32)
+
+
+def rank(policy: str, fleet: Fleet, cost: np.ndarray, rng: random.Random) -> Ranking:
+    """Rank rows by a cost of one part."""
+    return Ranking(policy, fleet, ranked_rows(cost, rng).tolist(), cost)
+
+
+def _smallest(cost: np.ndarray) -> np.ndarray:
+    """[ranked] int32, rows, the `MAX_RANKED` smallest first. Without the library it is open which of those that are
+    equal to the last of them are among them."""
+    library = native_library.load()
+    if library is not None:
+        rows = np.empty(min(len(cost), MAX_RANKED), np.int32)
+        address = native_library.address
+        library.quire_smallest(address(cost), len(cost), len(rows), address(rows))
+        return rows
+    if len(cost) <= MAX_RANKED:
+        return cost.argsort(kind="stable").astype(np.int32)
+    best = cost.argpartition(MAX_RANKED)[:MAX_RANKED].astype(np.int32)
+    best.sort()  # equal ones in their order
+    return best.take(cost.take(best).argsort(kind="stable"))
 
 
 class RoundRobin:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import numpy as np
 
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, RoutingHasher, routing_weights
@@ -25,12 +28,27 @@ def prefix_hashes(hasher: RoutingHasher, token_ids: np.ndarray) -> np.ndarray:
         return hasher.hashes(token_ids)
     num_blocks = len(token_ids) // ROUTING_BLOCK_TOKENS
     hashes = np.empty(num_blocks, np.uint64)
-    weights, _ = routing_weights(num_blocks * ROUTING_BLOCK_TOKENS)
+    weights = _weights(num_blocks)
     library.quire_prefix_hashes(
         native_library.address(token_ids),
-        native_library.address(weights),
+        weights.address,
+        weights.sums_address,
         num_blocks,
         int(hasher.chain_seed),
         native_library.address(hashes),
     )
     return hashes
+
+
+class _Weights(NamedTuple):
+    """Those of `routing_weights`, and where they lie."""
+
+    arrays: tuple[np.ndarray, np.ndarray]
+    address: int
+    sums_address: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _weights(num_blocks: int) -> _Weights:
+    arrays = routing_weights(num_blocks * ROUTING_BLOCK_TOKENS)
+    return _Weights(arrays, *map(native_library.address, arrays))

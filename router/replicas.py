@@ -521,8 +521,7 @@ class ReplicaTable:
         [rows] float64, tokens on its device; [rows] float64, further ones in host memory; and the blocks of the
         longest match.
         """
-        depths = np.zeros(len(self._columns))
-        host = self._columns.none
+        depths, host = np.zeros((2, len(self._columns)))
         longest = self.index.match_into(hashes, depths) if len(hashes) else 0
         if not longest:
             return depths, host, 0
@@ -530,13 +529,12 @@ class ReplicaTable:
         # The last prompt token is always computed: its logits give the first output token.
         most = max(0, num_prompt_tokens - 1)
         if self.index.num_host_blocks:
-            host = np.zeros(len(self._columns))
             self.index.host_blocks_into(hashes, depths, host)
             host *= block
         depths *= block
         if longest * block > most:
             np.minimum(depths, most, out=depths)
-        if host is not self._columns.none:
+        if self.index.num_host_blocks:
             np.minimum(host, depths, out=host)
             depths -= host
         return depths, host, longest

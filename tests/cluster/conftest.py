@@ -211,8 +211,8 @@ class FakeService:
         for stream in self.streams:
             columns = {name: np.zeros(2) for name in COLUMN_NAMES}
             fleet = Fleet.of(["replica-a", "replica-b"], columns)
-            terms = {"wait_s": np.array([0.25, 1.0]), "prefill_s": np.array([0.5, 0.125])}
-            ranking = Ranking("slo", fleet, [0, 1], sum(terms.values()), terms)
+            names, terms = ("wait_s", "prefill_s"), np.array([[0.25, 0.5], [1.0, 0.125]])
+            ranking = Ranking("slo", fleet, [0, 1], terms.sum(1), terms[:, 0], names, terms)
             answer_id, num_tokens = stream.origin.answer_id, stream.usage.prompt_tokens
             ring.add(stream.request_id, answer_id, ranking, num_tokens, stream.explain, 0.0)
         found = ring.last(limit) if request_id is None else ring.find(request_id)

@@ -16,6 +16,7 @@ from quire.router.cost import CostPolicy, e2e_policy
 from quire.router.fleet import Demand, prefill_work
 from quire.router.policy import RouteRequest
 
+pytestmark = pytest.mark.usefixtures("either_library")
 BUSY = Demand(2.0, 0.5, 0.25, 0.1, 200.0, 1e-7)
 
 
@@ -314,9 +315,10 @@ def test_costs_are_those_of_the_plain_formulas_bit_for_bit(
     expected = plain_terms(policy, fleet, num_tokens)
     for _ in range(2):
         ranking = policy.choose(RouteRequest(num_tokens), fleet, 0.0, random.Random(0))
-        assert list(ranking.terms) == list(expected)
-        for name, values in expected.items():
-            assert ranking.terms[name].tolist() == values.tolist(), name
+        assert list(ranking.term_names) == list(expected)
+        for name, values in zip(ranking.term_names, ranking.terms.T, strict=True):
+            assert values.tolist() == expected[name].take(ranking.rows).tolist(), name
+        assert ranking.wait_s.tolist() == expected["wait_s"].tolist()
         cost = np.zeros(len(rows))
         for values in expected.values():
             cost = cost + values
@@ -346,7 +348,8 @@ def test_speeds_that_change_are_not_those_of_the_decision_before():
         if not is_kept:
             fleet.prefill_s_per_work *= 2
             ranking = policy.choose(request, fleet, 0.0, random.Random(0))
-        return ranking.terms["prefill_s"].tolist()
+        by_row = sorted(zip(ranking.rows, ranking, strict=True))
+        return [score.prefill_s for _, score in by_row]
 
     assert prefill_s([1e-4, 2e-4], True) == pytest.approx([0.1, 0.2])
     assert prefill_s([3e-4, 2e-4], True) == pytest.approx([0.3, 0.2])

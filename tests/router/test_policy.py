@@ -17,6 +17,8 @@ from quire.cluster.config import RouterArgs
 from quire.router.cost import CostPolicy
 from quire.router.policy import MAX_RANKED, POLICY_NAMES, RouteRequest, make_policy
 
+pytestmark = pytest.mark.usefixtures("either_library")
+
 
 @given(FLEETS, st.integers(1, 50_000), st.integers(0, 2**32), st.sampled_from(POLICY_NAMES))
 def test_the_ranking_names_each_replica_once_in_order_of_cost(rows, num_tokens, seed, name):

@@ -1,0 +1,138 @@
+/* What a request costs on each replica (`quire/router/cost.py` derives it), and where it costs least.
+
+   The same in numpy is in `quire/router/cost_terms.py` and `quire/router/policy.py`: the same operations in the same
+   order, and none fused, so that the bits are the same. */
+#include <stdint.h>
+
+#include "clones.h"
+
+/* `quire/router/columns.py` */
+enum {
+    REPORT_S = 1,
+    QUEUED_TOKENS,
+    BOOKED_WORK,
+    UNANSWERED_WORK,
+    HEAD_WORK,
+    HEAD_S,
+    NUM_REQUESTS,
+    KV_TOKENS,
+    FREE_TOKENS = 10,
+    USED_TOKENS,
+    HOST_COPY_S_PER_TOKEN,
+    MEAN_KV_TOKENS = 14,
+};
+
+/* `Prices` of `cost_terms.py`. */
+struct prices {
+    double now_s, prompt_tokens, work_per_token, per_context, max_decay_s, head_done, eta;
+    double later, per_window, decode_s, eviction, memory, output_s, copies_s;
+};
+
+/* What is known of the replicas: columns [NUM_COLUMNS, n], rows `stride` apart; gpu, host, speed [n]; reuse [n], the
+   chance that what is evicted were used again, or null. */
+struct fleet {
+    const double *columns;
+    int64_t stride;
+    const double *gpu, *host, *speed, *reuse;
+};
+
+/* The longest prefix that anybody holds, and what each token less of it will cost its followers. */
+struct copies {
+    double longest, saved_s;
+};
+
+/* `TERMS` of `cost_terms.py`. */
+struct terms {
+    double wait, prefill, host_copy, interference, later, decode, eviction, memory, copy_value;
+};
+
+static inline double min(double a, double b) { return a < b ? a : b; }
+static inline double max(double a, double b) { return a > b ? a : b; }
+
+static inline __attribute__((always_inline)) struct terms terms_of(const struct fleet f, const struct prices p,
+                                                                   const struct copies copies, double reuse,
+                                                                   int64_t i) {
+#define COLUMN(name) f.columns[name * f.stride + i]
+    double cached = f.gpu[i] + f.host[i], missing = p.prompt_tokens - cached, speed = f.speed[i];
+    double reported = COLUMN(QUEUED_TOKENS) * p.work_per_token * speed;
+    reported = max(reported - min(p.now_s - COLUMN(REPORT_S), p.max_decay_s), 0.0) + COLUMN(BOOKED_WORK) * speed;
+    double head_done = min(COLUMN(HEAD_WORK) * speed * p.head_done, p.now_s - COLUMN(HEAD_S));
+    double short_of = max(missing - COLUMN(FREE_TOKENS), 0.0), requests = COLUMN(NUM_REQUESTS);
+    struct terms t;
+    t.wait = max(reported, COLUMN(UNANSWERED_WORK) * speed - head_done);
+    t.prefill = missing * (1.0 + (cached + missing * 0.5) * p.per_context) * speed;
+    t.host_copy = f.host[i] * COLUMN(HOST_COPY_S_PER_TOKEN);
+    t.interference = p.eta * t.prefill * requests;
+    double window = t.wait + t.prefill;
+    t.later = window / (window * p.per_window + 1.0) * t.prefill * p.later;
+    t.decode = (requests * (0.5 * p.prompt_tokens) + COLUMN(MEAN_KV_TOKENS)) * p.decode_s;
+    t.eviction = reuse * (missing * speed) * p.eviction;
+    t.memory = p.memory * short_of / max(COLUMN(USED_TOKENS), 1.0) * (p.output_s * COLUMN(KV_TOKENS));
+    t.copy_value = (cached - copies.longest) * copies.saved_s;
+    return t;
+}
+
+static inline double sum_of(const struct terms t) {
+    return t.wait + t.prefill + t.host_copy + t.interference + t.later + t.decode + t.eviction + t.memory +
+           t.copy_value;
+}
+
+static struct copies copies_of(const struct fleet f, int64_t n, double copies_s) {
+    struct copies found = {0, 0};
+    int64_t holders = 0;
+    if (copies_s <= 0) return found;
+    for (int64_t i = 0; i < n; i++) {
+        double cached = f.gpu[i] + f.host[i];
+        if (cached < found.longest) continue;
+        holders = cached > found.longest ? 1 : holders + 1;
+        found.longest = cached;
+    }
+    if (found.longest > 0) found.saved_s = copies_s / (double)(holders * (holders + 1)) / found.longest;
+    return found;
+}
+
+/* wait, cost [n]: the first term and the sum of all. */
+CLONES void quire_cost(const struct fleet *fleet, int64_t n, const struct prices *prices, double *wait, double *cost,
+                       struct copies *copies) {
+    const struct fleet f = *fleet;
+    const struct prices p = *prices;
+    const struct copies found = *copies = copies_of(f, n, p.copies_s);
+    if (f.reuse) {
+#pragma GCC ivdep /* nobody else has `wait` and `cost`; the columns are too many to look at each */
+        for (int64_t i = 0; i < n; i++) {
+            struct terms t = terms_of(f, p, found, f.reuse[i], i);
+            wait[i] = t.wait;
+            cost[i] = sum_of(t);
+        }
+    } else {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n; i++) {
+            struct terms t = terms_of(f, p, found, 0, i);
+            wait[i] = t.wait;
+            cost[i] = sum_of(t);
+        }
+    }
+}
+
+/* All terms of some replicas: rows [num], terms [num, terms of struct terms]. */
+void quire_terms(const struct fleet *fleet, const struct prices *prices, const struct copies *copies,
+                 const int32_t *rows, int64_t num, struct terms *terms) {
+    for (int64_t k = 0; k < num; k++) {
+        double reuse = fleet->reuse ? fleet->reuse[rows[k]] : 0;
+        terms[k] = terms_of(*fleet, *prices, *copies, reuse, rows[k]);
+    }
+}
+
+/* The rows of the `most` smallest of [n] to `rows`, [most], smallest first and equal ones in their order; how many
+   they are. */
+int64_t quire_smallest(const double *values, int64_t n, int64_t most, int32_t *rows) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n; i++) {
+        double value = values[i];
+        if (kept == most && !(value < values[rows[kept - 1]])) continue;
+        int64_t place = kept < most ? kept++ : kept - 1;
+        for (; place > 0 && values[rows[place - 1]] > value; place--) rows[place] = rows[place - 1];
+        rows[place] = (int32_t)i;
+    }
+    return kept;
+}
