@@ -14,8 +14,8 @@ split one after the other, and the number of bits goes up when all are:
 
     bucket of a hash: its low 3 bits, or, when there is no such bucket yet, its low 2
 
-On average a bucket holds 4 of 8. What does not fit, about 2 in 100, is *spilled*: kept in a dict by bucket until the
-bucket is split. The arrays are as large as they will ever be; the system gives memory to the buckets in use only.
+On average a bucket holds 3 of 8. What does not fit, about 1 in 200, is *spilled*: kept in a dict until its bucket is
+split. The arrays are as large as they will ever be; the system gives memory to the buckets in use only.
 
 Many hashes are looked up by `native/prefix.c`, if it was compiled, in half the time that numpy takes; what they say is
 the same.
@@ -34,7 +34,7 @@ from quire.router import native_library
 
 _PLACES = 8
 _SHIFT = 3
-_MEAN_FILL = 4
+_MEAN_FILL = 3
 _FIRST_BUCKETS = 64
 _FEW = 16  # absent hashes that are looked for one by one
 _LEAST_SPLIT = 64  # buckets: splitting them one at a time costs as much
@@ -57,7 +57,8 @@ class BlockTable:
         self._keys = _zeros(most * _PLACES, _U64).reshape(most, _PLACES)
         self._ids = _zeros(most * _PLACES, np.int32).reshape(most, _PLACES)
         self._has_spilled = np.zeros(most, bool)
-        self._spilled: dict[int, dict[int, int]] = {}  # bucket -> hash -> id
+        self._spilled: dict[int, int] = {}  # hash -> id
+        self._spilled_of: dict[int, list[int]] = {}  # bucket -> its hashes among them
         self._flat_keys, self._flat_ids = self._keys.reshape(-1), self._ids.reshape(-1)
         # Reading one element of a memoryview takes half the time of one of an array.
         self._key_view, self._id_view = memoryview(self._flat_keys), memoryview(self._flat_ids)
@@ -68,8 +69,8 @@ class BlockTable:
             has_spilled=native_library.address(self._has_spilled),
         )
         self._native_address = ctypes.addressof(self._native)
-        self._suspects = np.empty(0, np.int64)  # room for what the library says
-        self._suspects_address = 0
+        self._said = np.empty((3, 0), np.int32)  # room for what the library says
+        self._said_addresses: tuple[int, ...] = ()
         self._set_size(_FIRST_BUCKETS)
 
     def __len__(self) -> int:
@@ -78,7 +79,7 @@ class BlockTable:
     @property
     def num_spilled(self) -> int:
         """Entries that found their bucket full."""
-        return sum(map(len, self._spilled.values()))
+        return len(self._spilled)
 
     # ----------------------------------------------------------------------------------- many hashes
 
@@ -95,54 +96,65 @@ class BlockTable:
         [n] int64 places, `SPILLED` for some, of no meaning for what is absent; [n] int32 ids, 0 where absent.
         """
         library = native_library.load()
-        if library is not None:
-            places = np.empty(len(hashes), np.int64)
-            ids, spilled = self._find_native(library, hashes, native_library.address(places))
-        else:
+        if library is None:
             queries, hits = self._hits(hashes)
             ids, places = np.zeros(len(hashes), np.int32), np.zeros(len(hashes), np.int64)
             ids[queries], places[queries] = self._flat_ids.take(hits), hits
-            spilled = self._find_spilled(hashes, ids)
-        for i, found in spilled:
-            places[i], ids[i] = SPILLED, found
+            suspects = (ids == 0).nonzero()[0]
+            if self._spilled and len(suspects) > _FEW:
+                suspects = suspects[self._has_spilled.take(self._buckets(hashes.take(suspects)))]
+        else:
+            n, address = len(hashes), native_library.address
+            hashes = np.ascontiguousarray(hashes, _U64)
+            ids, places = np.empty(n, np.int32), np.empty(n, np.int64)
+            where = (address(ids), address(places), self._room_for(n)[2])
+            num = library.quire_find_blocks(self._native_address, address(hashes), n, *where)
+            suspects = self._said[2, :num]
+        if self._spilled and len(suspects):
+            for i, key in zip(suspects.tolist(), hashes.take(suspects).tolist(), strict=True):
+                if key in self._spilled:
+                    places[i], ids[i] = SPILLED, self._spilled[key]
         return places, ids
 
-    def ids(self, hashes: np.ndarray) -> np.ndarray:
-        """[n] int32, the ids of hashes, [n] uint64; 0 where absent: `find` for who needs no places."""
-        library = native_library.load()
-        if library is not None:
-            ids, spilled = self._find_native(library, hashes, None)
-        else:
-            queries, hits = self._hits(hashes)
-            ids = self._flat_ids.take(hits)
-            if len(hits) == len(hashes) and (not len(ids) or ids[ids.argmin()]):
-                return ids  # each is in its bucket; 0, which finds empty places, is not among them
-            found, ids = ids, np.zeros(len(hashes), np.int32)
-            ids[queries] = found
-            spilled = self._find_spilled(hashes, ids)
-        for i, found in spilled:
-            ids[i] = found
-        return ids
+    def runs(self, hashes: np.ndarray) -> tuple[list[int], list[int]]:
+        """Where in a chain of hashes, [n] uint64, the ids change.
 
-    def _find_native(
-        self, library: ctypes.PyDLL, hashes: np.ndarray, places: int | None
-    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """[n] int32, ids of what is in its bucket, 0 for the rest, and (which, id) of what has been spilled; `places`
-        is the address of [n] int64 for the places of the first."""
+        Returns
+        -------
+        The first hash of each run, ascending; and the id of all in it, 0: absent. That of the next may be the same.
+        """
+        library = native_library.load()
+        if library is None:
+            return self._runs_by_numpy(hashes)
         n = len(hashes)
-        if n > len(self._suspects):
-            self._suspects = np.empty(n, np.int64)
-            self._suspects_address = native_library.address(self._suspects)
-        hashes, ids = np.ascontiguousarray(hashes, _U64), np.empty(n, np.int32)
-        num_suspects = library.quire_find_blocks(
-            self._native_address,
-            native_library.address(hashes),
-            n,
-            native_library.address(ids),
-            places,
-            self._suspects_address,
-        )
-        return ids, self._of_spilled(hashes, self._suspects[:num_suspects]) if num_suspects else []
+        hashes = np.ascontiguousarray(hashes, _U64)
+        where = (native_library.address(hashes), n, *self._room_for(n))
+        said = library.quire_find_runs(self._native_address, *where)
+        num_runs, num_suspects = said & 0xFFFFFFFF, said >> 32
+        starts, ids = self._said[:2, :num_runs].tolist()
+        for run in self._said[2, :num_suspects].tolist():
+            ids[run] = self._spilled.get(int(hashes[starts[run]]), 0)
+        return starts, ids
+
+    def _runs_by_numpy(self, hashes: np.ndarray) -> tuple[list[int], list[int]]:
+        if not len(hashes):
+            return [], []
+        _, hits = self._hits(hashes)
+        if len(hits) == len(hashes):
+            ids = self._flat_ids.take(hits)
+        if (
+            len(hits) != len(hashes) or not ids[ids.argmin()]
+        ):  # 0, which finds empty places, may be among them
+            ids = self.find(hashes)[1]
+        last = (ids[1:] != ids[:-1]).nonzero()[0]  # of each run but the last
+        return [0, *(end + 1 for end in last.tolist())], [*ids.take(last).tolist(), int(ids[-1])]
+
+    def _room_for(self, n: int) -> tuple[int, ...]:
+        """Addresses of the rows of `_said`, which have room for n."""
+        if n > self._said.shape[1]:
+            self._said = np.empty((3, n), np.int32)
+            self._said_addresses = tuple(map(native_library.address, self._said))
+        return self._said_addresses
 
     def _hits(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where a hash equals what its bucket has: [hits] int64, which hash, ascending; [hits] int64, its place."""
@@ -152,24 +164,6 @@ class BlockTable:
         hits &= _PLACE_BITS
         hits += buckets.take(queries) << _SHIFTS
         return queries, hits
-
-    def _find_spilled(self, hashes: np.ndarray, ids: np.ndarray) -> list[tuple[int, int]]:
-        """(which, id) of those hashes without an id, [n] int32, that have been spilled."""
-        if not self._spilled:
-            return []
-        absent = (ids == 0).nonzero()[0]
-        if len(absent) > _FEW:
-            absent = absent[self._has_spilled.take(self._buckets(hashes.take(absent)))]
-        return self._of_spilled(hashes, absent)
-
-    def _of_spilled(self, hashes: np.ndarray, which: np.ndarray) -> list[tuple[int, int]]:
-        """(which, id) of those hashes that have been spilled; [m] int64 are looked at."""
-        found = []
-        for i, key in zip(which.tolist(), hashes.take(which).tolist(), strict=True):
-            of_bucket = self._spilled.get(self._bucket(key))
-            if of_bucket is not None and key in of_bucket:
-                found.append((i, of_bucket[key]))
-        return found
 
     def insert(self, hashes: np.ndarray, ids: np.ndarray) -> None:
         """Add entries.
@@ -185,7 +179,7 @@ class BlockTable:
         self._size += len(hashes)
         is_key = hashes != 0
         if not is_key.all():  # 0 marks an empty place
-            self._spill(hashes[~is_key], ids[~is_key])
+            self._spill_all(hashes[~is_key], ids[~is_key])
             hashes, ids = hashes[is_key], ids[is_key]
         buckets = self._buckets(hashes)
         while len(hashes):
@@ -193,7 +187,7 @@ class BlockTable:
             places = empty.argmax(axis=1)
             is_full = ~empty[np.arange(len(places)), places]
             if is_full.any():
-                self._spill(hashes[is_full], ids[is_full])
+                self._spill_all(hashes[is_full], ids[is_full])
                 fits = ~is_full
                 hashes, ids, buckets = hashes[fits], ids[fits], buckets[fits]
                 places = places[fits]
@@ -249,10 +243,8 @@ class BlockTable:
             place = start + keys.index(0) if 0 in keys else SPILLED
         else:
             place = SPILLED  # 0 marks an empty place
-        if bucket in self._spilled:
-            found = self._spilled[bucket].get(routing_hash)
-            if found is not None:
-                return SPILLED, found
+        if bucket in self._spilled_of and routing_hash in self._spilled:
+            return SPILLED, self._spilled[routing_hash]
         return place, 0
 
     def add(self, routing_hash: int, place: int, new_id: int) -> None:
@@ -260,9 +252,7 @@ class BlockTable:
         if place >= 0:
             self._key_view[place], self._id_view[place] = routing_hash, new_id
         else:
-            bucket = self._bucket(routing_hash)
-            self._spilled.setdefault(bucket, {})[routing_hash] = new_id
-            self._has_spilled[bucket] = True
+            self._spill(routing_hash, new_id)
         self._size += 1
         if self._size > self._grows_above:
             self._grow(0)
@@ -272,7 +262,7 @@ class BlockTable:
         if place >= 0:
             self._id_view[place] = new_id
         else:
-            self._spilled[self._bucket(routing_hash)][routing_hash] = new_id
+            self._spilled[routing_hash] = new_id
 
     def delete(self, routing_hash: int, place: int) -> None:
         """Remove an entry; the place is from `locate`."""
@@ -280,11 +270,11 @@ class BlockTable:
         if place >= 0:
             self._key_view[place] = self._id_view[place] = 0
             return
+        del self._spilled[routing_hash]
         bucket = self._bucket(routing_hash)
-        left = self._spilled[bucket]
-        del left[routing_hash]
-        if not left:
-            del self._spilled[bucket]
+        self._spilled_of[bucket].remove(routing_hash)
+        if not self._spilled_of[bucket]:
+            del self._spilled_of[bucket]
             self._has_spilled[bucket] = False
 
     # ---------------------------------------------------------------------------------------- a scan
@@ -295,14 +285,14 @@ class BlockTable:
         places = self._flat_ids[start:stop].nonzero()[0] + start
         hashes, ids = self._flat_keys.take(places), self._flat_ids.take(places)
         spilled = [
-            item
+            key
             for bucket in (self._has_spilled[first:last].nonzero()[0] + first).tolist()
-            for item in self._spilled[bucket].items()
+            for key in self._spilled_of[bucket]
         ]
         if spilled:
-            hashes = np.append(hashes, np.array([item[0] for item in spilled], _U64))
+            hashes = np.append(hashes, np.array(spilled, _U64))
             places = np.append(places, np.full(len(spilled), SPILLED))
-            ids = np.append(ids, np.array([item[1] for item in spilled], np.int32))
+            ids = np.append(ids, np.array([self._spilled[key] for key in spilled], np.int32))
         return hashes, places, ids
 
     # --------------------------------------------------------------------------------------- buckets
@@ -334,11 +324,15 @@ class BlockTable:
         bucket = routing_hash & self._high
         return bucket if bucket < self.num_buckets else routing_hash & self._low
 
-    def _spill(self, hashes: np.ndarray, ids: np.ndarray) -> None:
+    def _spill(self, routing_hash: int, new_id: int) -> None:
+        bucket = self._bucket(routing_hash)
+        self._spilled[routing_hash] = new_id
+        self._spilled_of.setdefault(bucket, []).append(routing_hash)
+        self._has_spilled[bucket] = True
+
+    def _spill_all(self, hashes: np.ndarray, ids: np.ndarray) -> None:
         for routing_hash, new_id in zip(hashes.tolist(), ids.tolist(), strict=True):
-            bucket = self._bucket(routing_hash)
-            self._spilled.setdefault(bucket, {})[routing_hash] = new_id
-            self._has_spilled[bucket] = True
+            self._spill(routing_hash, new_id)
 
     def _grow(self, num_new: int) -> None:
         """Split buckets until they are no fuller than they should be with so many more entries."""
@@ -363,9 +357,10 @@ class BlockTable:
         self._set_size(self.num_buckets + num)
         for bucket in (self._has_spilled[old].nonzero()[0] + first).tolist():
             self._has_spilled[bucket] = False
-            again = self._spilled.pop(bucket)
+            again = self._spilled_of.pop(bucket)
             self._size -= len(again)
-            for routing_hash, entry_id in again.items():
+            for routing_hash in again:
+                entry_id = self._spilled.pop(routing_hash)
                 self.add(routing_hash, self.locate(routing_hash)[0], entry_id)
 
 

@@ -7,6 +7,7 @@ usually one for thousands of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -62,9 +63,14 @@ class HolderMap:
         """Distinct sets of holders, the empty one included."""
         return len(self._number_of)
 
+    def runs(self, hashes: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """(first, end, number of the set) of neighbours in a chain, [n] uint64, that have the same holders."""
+        starts, numbers = self._table.runs(hashes)
+        return zip(starts, [*starts[1:], len(hashes)], numbers, strict=True) if starts else iter(())
+
     def numbers(self, hashes: np.ndarray) -> np.ndarray:
         """[n] int32, numbers of the sets of these hashes, [n] uint64."""
-        return self._table.ids(hashes)
+        return self._table.find(hashes)[1]
 
     def store(self, bit: int, hashes: np.ndarray) -> Change:
         """Add a holder to the sets of hashes, [n] uint64; one may be named twice."""

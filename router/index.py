@@ -22,7 +22,8 @@ again.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -291,20 +292,27 @@ class PrefixIndex:
         holder.row = row
         self._row_by_slot[holder.slot] = row
 
-    def match_into(self, hashes: Sequence[int] | np.ndarray, depths: np.ndarray) -> int:
+    def match_into(
+        self,
+        hashes: Sequence[int] | np.ndarray,
+        depths: np.ndarray,
+        block: float = 1.0,
+        most: float = math.inf,
+    ) -> int:
         """As `match`, to the rows of `set_row`.
 
         Parameters
         ----------
         depths
-            [rows] zeros of any dtype; replicas that match get their blocks.
+            [rows] zeros of any dtype; replicas that match get `block` for each of their blocks, at most `most`.
 
         Returns
         -------
         The longest match, in blocks.
         """
-        depth = 0
-        for depth, mask in self.match_masks(hashes):
+        blocks = 0
+        for blocks, mask in self.match_masks(hashes):
+            depth = min(blocks * block, most)
             if mask.bit_count() <= _FEW_BITS:
                 while mask:
                     bit = mask & -mask
@@ -314,7 +322,7 @@ class PrefixIndex:
             packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
             bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
             depths[self._row_by_slot[bits.nonzero()[0]]] = depth
-        return depth
+        return blocks
 
     def host_blocks_into(
         self, hashes: Sequence[int] | np.ndarray, depths: np.ndarray, blocks: np.ndarray
@@ -324,13 +332,12 @@ class PrefixIndex:
         Parameters
         ----------
         depths
-            [rows] as `match_into` left them.
+            [rows] as `match_into` left them, in blocks.
         blocks
             [rows] zeros; gets the counts.
         """
         chain = np.asarray(hashes, np.uint64)[: int(depths.max(initial=0))]
-        numbers = self._host.numbers(chain)
-        for first, end, number in _runs(numbers):
+        for first, end, number in self._host.runs(chain):
             mask = self._host.masks[number] & self._live
             while mask:
                 bit = mask & -mask
@@ -360,7 +367,7 @@ class PrefixIndex:
         Adds who stops where to the groups, and returns who is left.
         """
         masks, booked = self._confirmed.masks, self._booked.masks
-        for first, end, number in _runs(self._confirmed.numbers(window)):
+        for first, end, number in self._confirmed.runs(window):
             lost = alive & ~masks[number]
             if not lost:
                 continue
@@ -486,13 +493,3 @@ class PrefixIndex:
             bit = dead & -dead
             heapq.heappush(self._free_slots, bit.bit_length() - 1)
             dead ^= bit
-
-
-def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(first, end, number) of each run of equal numbers."""
-    if not len(numbers):
-        return iter(())
-    last = (numbers[1:] != numbers[:-1]).nonzero()[0]  # of each run but the last
-    of_runs = [*numbers.take(last).tolist(), int(numbers[-1])]
-    ends = [end + 1 for end in last.tolist()]
-    return zip([0, *ends], [*ends, len(numbers)], of_runs, strict=True)

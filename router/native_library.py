@@ -48,8 +48,9 @@ def load() -> ctypes.PyDLL | None:
     library.quire_prefix_hashes.argtypes = [
         *(pointer, pointer, pointer, integer, ctypes.c_uint64, pointer)
     ]
-    library.quire_find_blocks.restype = integer
-    library.quire_find_blocks.argtypes = [pointer, pointer, integer, pointer, pointer, pointer]
+    for find in (library.quire_find_blocks, library.quire_find_runs):
+        find.restype = integer
+        find.argtypes = [pointer, pointer, integer, pointer, pointer, pointer]
     library.quire_cost.restype = None
     library.quire_cost.argtypes = [pointer, integer, *(pointer,) * 4]
     library.quire_terms.restype = None

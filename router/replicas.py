@@ -521,23 +521,21 @@ class ReplicaTable:
         [rows] float64, tokens on its device; [rows] float64, further ones in host memory; and the blocks of the
         longest match.
         """
-        depths, host = np.zeros((2, len(self._columns)))
-        longest = self.index.match_into(hashes, depths) if len(hashes) else 0
-        if not longest:
-            return depths, host, 0
-        block = self._routing_block_tokens
+        index, block = self.index, self._routing_block_tokens
+        tokens, host = np.zeros((2, len(self._columns)))
         # The last prompt token is always computed: its logits give the first output token.
         most = max(0, num_prompt_tokens - 1)
-        if self.index.num_host_blocks:
-            self.index.host_blocks_into(hashes, depths, host)
-            host *= block
-        depths *= block
-        if longest * block > most:
-            np.minimum(depths, most, out=depths)
-        if self.index.num_host_blocks:
-            np.minimum(host, depths, out=host)
-            depths -= host
-        return depths, host, longest
+        if not index.num_host_blocks:
+            longest = index.match_into(hashes, tokens, block, most) if len(hashes) else 0
+            return tokens, host, longest
+        longest = index.match_into(hashes, tokens)
+        index.host_blocks_into(hashes, tokens, host)
+        host *= block
+        tokens *= block
+        np.minimum(tokens, most, out=tokens)
+        np.minimum(host, tokens, out=host)
+        tokens -= host
+        return tokens, host, longest
 
     def _look_at_speeds(self, now_s: float) -> None:
         """Bring what is believed of the replicas' speeds up to date, once in a while."""

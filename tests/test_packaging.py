@@ -194,7 +194,7 @@ out = cpu_attention.paged_attention(torch.randn(1, 2, 16), cache, cache, *rows, 
 assert torch.isfinite(out).all()
 table, hashes = BlockTable(100), prefix_hashes(RoutingHasher("m"), numpy.arange(640, dtype=numpy.int32))
 table.insert(hashes, numpy.arange(1, 11, dtype=numpy.int32))
-assert table.ids(hashes).tolist() == [*range(1, 11)]
+assert table.find(hashes)[1].tolist() == [*range(1, 11)]
 print(cpu_attention.has_native(), native_library.load() is not None)
 """
 

@@ -59,30 +59,57 @@ static uint64_t bucket_of(const struct block_table *table, uint64_t hash) {
     return bucket < table->num_buckets ? bucket : hash & table->low;
 }
 
-/* For each hash its id and place, or an id of 0. Which of the latter may have been spilled goes to `suspects`, [n], and
-   how many are there is returned. `places` may be null. A look-up is two cache misses and little else, so those of the
-   next ones are begun long before. */
+/* A look-up is two cache misses and little else, so they are begun long before. */
+static void begin_look_up(const struct block_table *table, uint64_t hash) {
+    uint64_t start = PLACES * bucket_of(table, hash);
+    __builtin_prefetch(table->keys + start);
+    __builtin_prefetch(table->ids + start);
+}
+
+enum { ABSENT = -1, SUSPECT = -2 }; /* the latter may have been spilled */
+
+/* The place of a hash, or one of the above. */
+static int64_t look_up(const struct block_table *table, uint64_t hash) {
+    uint64_t bucket = bucket_of(table, hash), found = PLACES;
+    const uint64_t *keys = table->keys + PLACES * bucket;
+    for (uint64_t k = 0; k < PLACES; k++) found = keys[k] == hash ? k : found;
+    if (found < PLACES && hash) return (int64_t)(PLACES * bucket + found); /* a hash of 0 is never in its bucket */
+    return table->has_spilled[bucket] ? SUSPECT : ABSENT;
+}
+
+/* ids, places [n]: 0 and a place of no meaning for what is not in its bucket. The suspects' indices go to `suspects`,
+   [n], and how many there are is returned. */
 int64_t quire_find_blocks(const struct block_table *table, const uint64_t *hashes, int64_t n, int32_t *ids,
-                          int64_t *places, int64_t *suspects) {
+                          int64_t *places, int32_t *suspects) {
     int64_t num_suspects = 0;
     for (int64_t i = -AHEAD; i < n; i++) {
-        if (i + AHEAD < n) {
-            uint64_t start = PLACES * bucket_of(table, hashes[i + AHEAD]);
-            __builtin_prefetch(table->keys + start);
-            __builtin_prefetch(table->ids + start);
-        }
+        if (i + AHEAD < n) begin_look_up(table, hashes[i + AHEAD]);
         if (i < 0) continue;
-        uint64_t hash = hashes[i], bucket = bucket_of(table, hash), found = PLACES;
-        const uint64_t *keys = table->keys + PLACES * bucket;
-        for (uint64_t k = 0; k < PLACES; k++) found = keys[k] == hash ? k : found;
-        if (found < PLACES && hash) { /* a hash of 0 is never in its bucket */
-            ids[i] = table->ids[PLACES * bucket + found];
-            if (places) places[i] = (int64_t)(PLACES * bucket + found);
-        } else {
-            ids[i] = 0;
-            suspects[num_suspects] = i;
-            num_suspects += table->has_spilled[bucket];
-        }
+        int64_t place = look_up(table, hashes[i]);
+        places[i] = place;
+        ids[i] = place >= 0 ? table->ids[place] : 0;
+        if (place == SUSPECT) suspects[num_suspects++] = (int32_t)i;
     }
     return num_suspects;
+}
+
+/* Neighbours of one id are a run: where each begins and its id, 0 for what is not in its bucket, to `starts` and `ids`,
+   [n]. A suspect is a run of its own; which they are goes to `suspects`, [n]. Returns the runs, and in the upper half
+   the suspects. */
+int64_t quire_find_runs(const struct block_table *table, const uint64_t *hashes, int64_t n, int32_t *starts,
+                        int32_t *ids, int32_t *suspects) {
+    int64_t num_runs = 0, num_suspects = 0;
+    int32_t last = -1;
+    for (int64_t i = -AHEAD; i < n; i++) {
+        if (i + AHEAD < n) begin_look_up(table, hashes[i + AHEAD]);
+        if (i < 0) continue;
+        int64_t place = look_up(table, hashes[i]);
+        int32_t id = place >= 0 ? table->ids[place] : 0;
+        if (id == last && place != SUSPECT) continue;
+        if (place == SUSPECT) suspects[num_suspects++] = (int32_t)num_runs;
+        starts[num_runs] = (int32_t)i;
+        ids[num_runs++] = id;
+        last = place == SUSPECT ? -1 : id;
+    }
+    return num_runs | num_suspects << 32;
 }

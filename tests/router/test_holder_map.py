@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -115,13 +116,13 @@ def test_most_entries_fit_into_their_buckets_and_the_rest_is_found():
         table.insert(hashes[start : start + 700], ids[start : start + 700])
         assert table.num_spilled <= 0.05 * len(table) + 8
     assert 0 < table.num_spilled
-    assert table.num_buckets == 12_500  # four entries a bucket, also at the bound
+    assert table.num_buckets == 16_666  # three entries a bucket, also at the bound
     assert (table.find(hashes)[1] == ids).all()
     assert [table.locate(int(h))[1] for h in hashes[:1000]] == ids[:1000].tolist()
     assert not table.find(rng.integers(1, 2**64, 1000, dtype=np.uint64))[1].any()
 
 
-def test_a_look_up_without_places_finds_what_one_with_places_does():
+def test_many_are_found_as_one_by_one_and_in_runs():
     rng = np.random.default_rng(2)
     known = rng.integers(1, 2**64, 20_000, dtype=np.uint64)
     table = BlockTable(20_000)
@@ -143,6 +144,21 @@ def test_a_look_up_without_places_finds_what_one_with_places_does():
                 )
                 rng.shuffle(asked)
                 expected = [table.locate(int(h))[1] for h in asked]
-                assert table.ids(asked).tolist() == expected
                 assert table.find(asked)[1].tolist() == expected
-    assert not table.ids(np.empty(0, np.uint64)).size
+                # In a chain most neighbours have the same holders.
+                asked = asked.repeat(rng.integers(1, 4, len(asked)))
+                expected = [table.locate(int(h))[1] for h in asked]
+                starts, ids = table.runs(asked)
+                assert starts[0] == 0 and all(a < b for a, b in pairwise(starts))
+                lengths = np.diff([*starts, len(asked)])
+                assert np.repeat(ids, lengths).tolist() == expected
+    assert table.runs(np.empty(0, np.uint64)) == ([], [])
+
+
+def test_a_chain_of_the_same_holders_is_one_run_but_for_what_was_spilled():
+    chain = np.random.default_rng(3).integers(1, 2**64, 20_000, dtype=np.uint64)
+    table = BlockTable(20_000)
+    table.insert(chain, np.full(20_000, 7, np.int32))
+    starts, ids = table.runs(chain)
+    assert set(ids) == {7} and starts[0] == 0
+    assert len(starts) <= 1 + 2 * table.num_spilled < 500
