@@ -3,7 +3,8 @@
     the time it would wait for its first token  =  W + B / r + P + M
 
     W  seconds of prefill queued at the replica that has least
-    B  seconds of prefill that wait at this router and go before it (`FairQueue.prefill_s_ahead`)
+    B  seconds of prefill that wait at this router and go before it (`FairQueue.prefill_s_ahead`); what shorter
+       prompts that come later take before a long one is in M
     r  seconds of prefill that leave the router's queue in a second, as measured: the number of replicas
        while prefill is what they are busy with, less when decoding or memory holds them up
     P  seconds of its own prefill
@@ -33,7 +34,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from quire.protos.errors import Overloaded
-from quire.router.fair_queue import FairQueue
+from quire.router.fair_queue import FairQueue, Ticket
 
 _RATE_HORIZON_S = 10.0
 _PRIOR_S = 2.0  # seconds of measurement that the expected rate counts for
@@ -174,11 +175,9 @@ class Shortfall:
 
 def expected_wait_s(
     queue: FairQueue,
+    ticket: Ticket,
     *,
-    tenant: str,
-    priority: int,
     queued_s: float,
-    prefill_s: float,
     rate: float,
     num_unanswered: int = 0,
     request_rate: float | None = None,
@@ -187,46 +186,46 @@ def expected_wait_s(
 
     Parameters
     ----------
-    queued_s, prefill_s, rate
-        W, P and r.
+    ticket
+        A new one, not in the queue.
+    queued_s, rate
+        W and r.
     num_unanswered
         Requests of this router at the replicas that have no token yet.
     request_rate
         q, where the replicas lack places; None: they lack time.
     """
     if request_rate is None:
-        before_s = queued_s + queue.prefill_s_ahead(tenant, priority, prefill_s) / rate
+        before_s = queued_s + queue.prefill_s_ahead(ticket) / rate
     else:
-        num = queue.num_ahead(tenant, priority) + num_unanswered + 1  # places, with its own
+        num = queue.num_ahead(ticket) + num_unanswered + 1  # places, with its own
         before_s = (num + _Z * math.sqrt(num)) / request_rate
-    return before_s + prefill_s
+    return before_s + ticket.prefill_s
 
 
 def refusal(
     limits: AdmissionLimits,
     queue: FairQueue,
+    ticket: Ticket,
     *,
-    tenant: str,
-    tokens: int,
     wait_s: float,
     queued_s: float,
-    prefill_s: float,
     margin_s: float = 0.0,
 ) -> Overloaded | None:
     """The error for a request that may not wait; None if it may.
 
     Parameters
     ----------
-    tokens
-        Of its prompt.
+    ticket
+        A new one, not in the queue.
     wait_s
         By `expected_wait_s`.
-    queued_s, prefill_s, margin_s
-        W, P and M.
+    queued_s, margin_s
+        W and M.
     """
     if wait_s + margin_s > limits.max_wait_s:
         # When the excess is gone; but a long prompt need not wait for longer than until it can go at once.
-        before_s = wait_s - prefill_s
+        before_s = wait_s - ticket.prefill_s
         after_s = min(wait_s + margin_s - limits.max_wait_s, before_s - limits.dispatch_window_s)
         return _overloaded(
             f"the first token would take {wait_s:.1f} s, {queued_s:.1f} s of it for what is queued at "
@@ -234,7 +233,7 @@ def refusal(
             f"{limits.max_wait_s:g} s (router.max_wait_s)",
             after_s,
         )
-    own_requests, own_tokens = queue.of_tenant(tenant)
+    own_requests, own_tokens = queue.of_tenant(ticket.tenant)
     free_requests = limits.max_queued_requests - len(queue)
     if own_requests + 1 > free_requests:
         return _overloaded(
@@ -243,10 +242,10 @@ def refusal(
             wait_s / 2,
         )
     free_tokens = limits.max_queued_tokens - queue.tokens
-    if own_tokens + tokens > free_tokens:
+    if own_tokens + ticket.tokens > free_tokens:
         return _overloaded(
             f"prompts of {queue.tokens} tokens wait at this router, {own_tokens} of them this tenant's; with "
-            f"{tokens} more it would have more than are still free of {limits.max_queued_tokens} "
+            f"{ticket.tokens} more it would have more than are still free of {limits.max_queued_tokens} "
             "(router.max_queued_tokens)",
             wait_s / 2,
         )

@@ -1,4 +1,5 @@
-"""Who goes next of the requests that wait at a router: deficit round robin over tenants, priority within one.
+"""Who goes next of the requests that wait at a router: deficit round robin over tenants, the urgent and the short
+first within one.
 
 Deficit round robin (Shreedhar and Varghese 1995) with what a request costs charged as it is spent, since nobody
 knows beforehand how much it will generate. Waiting tenants take turns; a turn adds `quantum_tokens` to the
@@ -10,6 +11,13 @@ others go until its turns have paid for that.
     credit   a tenant that waits for nothing saves no balance: it cannot come back and take everything
     debt     stays while others wait, and is paid by the rounds that pass, in the queue or not
     idle     as soon as nobody waits all debts are forgiven: what was free has cost nobody anything
+
+Within a tenant smaller priorities go first, then earlier deadlines, then those with the smaller
+
+    arrival + AGEING x seconds of their own prefill
+
+as at the replicas (`quire/replica/order.py`): shortest first, with an age that bounds what it costs the long ones. A
+request is passed by those that come within `AGEING` times the seconds by which its prefill takes longer than theirs.
 
 Of two tenants that wait all the time neither gets more than three quanta and two charges beyond the other, over
 any stretch of time; and a tenant's wait is bounded by what the others can be served until its turn comes. Pure: no
@@ -26,9 +34,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 TOKENS_PER_GENERATED = 2
+AGEING = 4.0
 # Of so many requests of a tenant one is its oldest, whatever the priorities of the others.
 OLDEST_EVERY = 8
 MAX_DEBTORS = 65_536
+
+
+Urgency = tuple[int, float, float, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +55,8 @@ class Ticket:
         What they take to prefill on the replica that suits it best.
     priority
         Smaller is sooner, within the tenant.
-    deadline_s
-        On the caller's clock; None: it has all the time in the world.
+    arrived_s, deadline_s
+        On the caller's clock; no deadline: it has all the time in the world.
     """
 
     tenant: str
@@ -52,11 +64,13 @@ class Ticket:
     prefill_s: float
     priority: int = 0
     deadline_s: float | None = None
+    arrived_s: float = 0.0
     number: int = 0  # in order of arrival; set by the queue
 
-    def sort_key(self) -> tuple[int, float, int]:
+    def urgency(self) -> Urgency:
+        """Sorts who goes first before the others of the tenant."""
         deadline_s = math.inf if self.deadline_s is None else self.deadline_s
-        return self.priority, deadline_s, self.number
+        return self.priority, deadline_s, self.arrived_s + AGEING * self.prefill_s, self.number
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +81,8 @@ class _Tenant:
     balance: float = 0.0  # tokens
     left_at: float = 0.0  # rounds that had passed when it last waited
     num_taken: int = 0
-    waiting: dict[Ticket, None] = field(default_factory=dict)  # oldest first
-    urgent: list[tuple[tuple[int, float, int], Ticket]] = field(default_factory=list)  # a heap
+    waiting: dict[Ticket, Urgency] = field(default_factory=dict)  # oldest first
+    urgent: list[tuple[Urgency, Ticket]] = field(default_factory=list)  # a heap
     tokens: int = 0  # of those that wait
     prefill_s: float = 0.0
 
@@ -140,25 +154,23 @@ class FairQueue:
         tenant = self._tenants.get(name)
         return (len(tenant.waiting), tenant.tokens) if tenant is not None else (0, 0)
 
-    def prefill_s_ahead(self, name: str, priority: int, prefill_s: float) -> float:
-        """Seconds of prefill that go before a new request.
+    def prefill_s_ahead(self, new: Ticket) -> float:
+        """Seconds of prefill that go before a new request; not those of shorter ones that will yet come.
 
         Of the tenant's own those that are at least as urgent, and of each other tenant as much as the rounds give
         it in the same time: no more than this tenant gets, and no more than it has waiting.
         """
-        tenant = self._tenants.get(name)
-        own_s = 0.0
-        if tenant is not None:
-            own_s = sum(t.prefill_s for t in tenant.waiting if t.priority <= priority)
-        share_s = own_s + prefill_s
+        tenant = self._tenants.get(new.tenant)
+        own_s = sum(ticket.prefill_s for ticket in _before(tenant, new))
+        share_s = own_s + new.prefill_s
         others_s = sum(min(t.prefill_s, share_s) for t in self._turns if t is not tenant)
         return own_s + others_s
 
-    def num_ahead(self, name: str, priority: int) -> int:
+    def num_ahead(self, new: Ticket) -> int:
         """Requests that go before a new one, as `prefill_s_ahead` counts seconds. Rounds share out tokens, so of
         tenants whose requests differ much in size it is an estimate."""
-        tenant = self._tenants.get(name)
-        own = 0 if tenant is None else sum(t.priority <= priority for t in tenant.waiting)
+        tenant = self._tenants.get(new.tenant)
+        own = sum(1 for _ in _before(tenant, new))
         return own + sum(min(len(t.waiting), own + 1) for t in self._turns if t is not tenant)
 
     def push(self, ticket: Ticket) -> None:
@@ -168,8 +180,8 @@ class FairQueue:
         if not tenant.waiting:
             tenant.balance = self._paid_off(tenant)
             self._turns.append(tenant)
-        tenant.waiting[ticket] = None
-        heapq.heappush(tenant.urgent, (ticket.sort_key(), ticket))
+        tenant.waiting[ticket] = urgency = ticket.urgency()
+        heapq.heappush(tenant.urgent, (urgency, ticket))
         tenant.tokens += ticket.tokens
         tenant.prefill_s += ticket.prefill_s
         self._num_tickets += 1
@@ -268,3 +280,10 @@ class FairQueue:
         tenant = self._turns[0]
         tenant.balance = min(tenant.balance + quantum, float(quantum))
         self._rounds += 1 / len(self._turns)
+
+
+def _before(tenant: _Tenant | None, new: Ticket) -> Iterator[Ticket]:
+    """The tenant's requests that are at least as urgent as one that comes last."""
+    last = (*new.urgency()[:-1], math.inf)
+    waiting = {} if tenant is None else tenant.waiting
+    return (ticket for ticket, urgency in waiting.items() if urgency < last)

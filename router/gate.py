@@ -168,8 +168,9 @@ class AdmissionGate:
         Overloaded
         """
         if self._queue:
-            wait_s = self._expected_wait_s(tenant, priority, 0.0, self._last)
-            error = self._refusal(tenant, 0, wait_s, 0.0, self._last)
+            least = Ticket(tenant, 0, 0.0, priority, arrived_s=self._clock())
+            wait_s = self._expected_wait_s(least, self._last)
+            error = self._refusal(least, wait_s, self._last)
             if error is not None:
                 raise error
 
@@ -187,18 +188,27 @@ class AdmissionGate:
         """
         ranking = arrival.rank()
         view = self._view(ranking)
-        wait_s = self._expected_wait_s(arrival.tenant, arrival.priority, view.prefill_s, view)
-        entry = Entry(self, wait_s, self._clock())
+        now_s = self._clock()
+        ticket = Ticket(
+            arrival.tenant,
+            arrival.tokens,
+            view.prefill_s,
+            arrival.priority,
+            arrival.deadline_s,
+            now_s,
+        )
+        wait_s = self._expected_wait_s(ticket, view)
+        entry = Entry(self, wait_s, now_s)
         if view.is_open and not self._queue:
             arrival.send(ranking)
         else:
             self._last = view
-            error = self._refusal(arrival.tenant, arrival.tokens, wait_s, view.prefill_s, view)
+            error = self._refusal(ticket, wait_s, view)
             if error is not None:
                 raise error
             if view.is_open:
                 self._wake.set()  # its turn may be at once
-            await self._wait(arrival, view.prefill_s)
+            await self._wait(ticket, arrival)
         self._num_unanswered += 1
         return entry
 
@@ -229,13 +239,11 @@ class AdmissionGate:
         else:
             self._turnover.on_end(self._clock() - answered_s)
 
-    def _expected_wait_s(self, tenant: str, priority: int, prefill_s: float, view: _View) -> float:
+    def _expected_wait_s(self, ticket: Ticket, view: _View) -> float:
         return expected_wait_s(
             self._queue,
-            tenant=tenant,
-            priority=priority,
+            ticket,
             queued_s=view.queued_s,
-            prefill_s=prefill_s,
             rate=self._rate.rate(view.num_replicas),
             num_unanswered=self._num_unanswered,
             request_rate=self._place_rate(view) if view.lacks_places else None,
@@ -246,25 +254,18 @@ class AdmissionGate:
         num_starting = max(0.0, self._num_unanswered - view.num_waiting)
         return self._request_rate.request_rate(self._turnover.rate(num_starting))
 
-    def _refusal(
-        self, tenant: str, tokens: int, wait_s: float, prefill_s: float, view: _View
-    ) -> Overloaded | None:
+    def _refusal(self, ticket: Ticket, wait_s: float, view: _View) -> Overloaded | None:
         return refusal(
             self.limits,
             self._queue,
-            tenant=tenant,
-            tokens=tokens,
+            ticket,
             wait_s=wait_s,
             queued_s=view.queued_s,
-            prefill_s=prefill_s,
             # What a replica that hung has taught shall not close the queue: at least half of the bound is left.
             margin_s=min(self._shortfall.margin_s(self._clock()), self.limits.max_wait_s / 2),
         )
 
-    async def _wait(self, arrival: Arrival, prefill_s: float) -> None:
-        ticket = Ticket(
-            arrival.tenant, arrival.tokens, prefill_s, arrival.priority, arrival.deadline_s
-        )
+    async def _wait(self, ticket: Ticket, arrival: Arrival) -> None:
         waiter = _Waiter(arrival, asyncio.get_running_loop().create_future())
         self._queue.push(ticket)
         self._waiters[ticket] = waiter

@@ -37,18 +37,9 @@ def ask(
     rate: float = 1.0,
     limits: AdmissionLimits = LIMITS,
 ) -> Overloaded | None:
-    wait_s = expected_wait_s(
-        queue, tenant=tenant, priority=0, queued_s=queued_s, prefill_s=prefill_s, rate=rate
-    )
-    return refusal(
-        limits,
-        queue,
-        tenant=tenant,
-        tokens=tokens,
-        wait_s=wait_s,
-        queued_s=queued_s,
-        prefill_s=prefill_s,
-    )
+    ticket = Ticket(tenant, tokens, prefill_s)
+    wait_s = expected_wait_s(queue, ticket, queued_s=queued_s, rate=rate)
+    return refusal(limits, queue, ticket, wait_s=wait_s, queued_s=queued_s)
 
 
 def test_who_would_wait_too_long_is_told_when_to_come_again():
@@ -60,6 +51,16 @@ def test_who_would_wait_too_long_is_told_when_to_come_again():
     assert "16.5 s" in error.message and "10 s (router.max_wait_s)" in error.message
     assert ask(queue, "a", prefill_s=1.0, queued_s=0.5, rate=2.0) is None
     assert ask(queue, "b", prefill_s=1.0, queued_s=0.5) is None, "the others are not punished"
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones_that_it_passes():
+    queue = FairQueue()
+    for _ in range(15):
+        queue.push(Ticket("a", 1000, 1.0, arrived_s=0.0))
+    late = Ticket("a", 10, 0.01, arrived_s=3.5)
+    assert expected_wait_s(queue, late, queued_s=0.5, rate=1.0) == pytest.approx(0.51)
+    later = Ticket("a", 10, 0.01, arrived_s=4.0)
+    assert expected_wait_s(queue, later, queued_s=0.5, rate=1.0) == pytest.approx(15.51)
 
 
 def test_a_prompt_that_takes_longer_than_the_bound_comes_again_when_it_can_go_at_once():
@@ -433,7 +434,9 @@ def test_a_refusal_comes_before_the_prompt_is_looked_at():
         waiting.append(asyncio.create_task(gate.enter(fleet.arrival("small", tokens=400))))
         await turns()
         gate.check("a", 0)
-        fleet.rows[0] = Fleet.row(6500)
+        fleet.rows[0] = Fleet.row(
+            7500
+        )  # a prompt may be short and pass those that wait, but not these
         await asyncio.sleep(0.05)  # the queue sees it
         with pytest.raises(Overloaded, match=r"router\.max_wait_s") as caught:
             gate.check("a", 0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.router.fair_queue import OLDEST_EVERY, FairQueue, Ticket
+from quire.router.fair_queue import AGEING, OLDEST_EVERY, FairQueue, Ticket
 
 TENANTS = "abcdef"
 QUANTUM = 100
@@ -44,7 +44,8 @@ class Machine(RuleBasedStateMachine):
     )
     def push(self, tenant, tokens, priority, in_s):
         deadline_s = None if in_s is None else self.now_s + in_s
-        new = ticket(tenant, tokens, priority=priority, deadline_s=deadline_s)
+        fields = {"priority": priority, "deadline_s": deadline_s, "arrived_s": self.now_s}
+        new = ticket(tenant, tokens, **fields)
         self.queue.push(new)
         self.waiting.append(new)
 
@@ -86,8 +87,10 @@ class Machine(RuleBasedStateMachine):
         for tenant in TENANTS:
             own = [t for t in self.waiting if t.tenant == tenant]
             assert self.queue.of_tenant(tenant) == (len(own), sum(t.tokens for t in own))
-            ahead_s = self.queue.prefill_s_ahead(tenant, 10, 0.0)
+            new = ticket(tenant, 0, priority=10, arrived_s=self.now_s)
+            ahead_s = self.queue.prefill_s_ahead(new)
             assert ahead_s <= sum(t.prefill_s for t in self.waiting) + 1e-9
+            assert self.queue.num_ahead(new) <= len(self.waiting)
         if not self.waiting:
             assert self.queue.next() is None
 
@@ -180,6 +183,42 @@ def test_priority_rules_within_a_tenant_and_not_beyond_it():
     assert ("b", 100) in order[:2]
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 2), st.integers(0, 3000)), min_size=2, max_size=40))
+def test_the_short_pass_the_long_but_only_as_far_as_their_age_allows(arrivals):
+    queue, waiting, now_s = FairQueue(), [], 0.0
+    for after_s, tokens in arrivals:
+        now_s += after_s
+        waiting.append(ticket(tokens=tokens, arrived_s=now_s))
+        queue.push(waiting[-1])
+    taken = [take(queue) for _ in waiting]
+    for i, first in enumerate(taken):
+        for passed in taken[i + 1 :]:
+            if passed.number < first.number:  # it came before, and goes later
+                earlier_s = first.arrived_s - passed.arrived_s
+                assert earlier_s <= AGEING * (passed.prefill_s - first.prefill_s) + 1e-9
+            elif (i + 1) % OLDEST_EVERY:  # in order of arrival: it was not so much shorter
+                later_s = passed.arrived_s - first.arrived_s
+                assert later_s >= AGEING * (first.prefill_s - passed.prefill_s) - 1e-9
+
+
+def test_the_short_start_sooner_than_in_order_of_arrival():
+    queue = FairQueue()
+    tickets = [ticket(tokens=4000 if i % 8 == 0 else 100, arrived_s=0.1 * i) for i in range(80)]
+    for one in tickets:
+        queue.push(one)
+
+    def mean_start_s(order):
+        now_s, starts_s = 8.0, []
+        for one in order:
+            if one.tokens == 100:
+                starts_s.append(now_s)
+            now_s += one.prefill_s
+        return sum(starts_s) / len(starts_s)
+
+    assert mean_start_s([take(queue) for _ in tickets]) < 0.9 * mean_start_s(tickets)
+
+
 def test_a_deadline_decides_among_equal_priorities():
     queue = FairQueue()
     queue.push(ticket(deadline_s=None))
@@ -238,13 +277,15 @@ def test_of_the_others_only_as_much_is_ahead_as_the_rounds_give_them():
     for _ in range(100):
         queue.push(Ticket("flood", 1000, 1.0))
     queue.push(Ticket("small", 100, 0.1))
-    assert queue.prefill_s_ahead("flood", 0, 1.0) == pytest.approx(100.1)
-    assert queue.prefill_s_ahead("new", 0, 0.5) == pytest.approx(0.5 + 0.1)
-    assert queue.prefill_s_ahead("small", 0, 0.1) == pytest.approx(0.1 + 0.2)
-    assert queue.prefill_s_ahead("flood", -1, 1.0) == pytest.approx(1.0 * 0 + 0.1)
-    assert queue.num_ahead("flood", 0) == len(queue)
-    assert queue.num_ahead("new", 0) == 2
-    assert queue.num_ahead("flood", -1) == 1
+    flood, urgent = Ticket("flood", 1000, 1.0), Ticket("flood", 1000, 1.0, priority=-1)
+    new, small = Ticket("new", 500, 0.5), Ticket("small", 100, 0.1)
+    assert queue.prefill_s_ahead(flood) == pytest.approx(100.1)
+    assert queue.prefill_s_ahead(new) == pytest.approx(0.5 + 0.1)
+    assert queue.prefill_s_ahead(small) == pytest.approx(0.1 + 0.2)
+    assert queue.prefill_s_ahead(urgent) == pytest.approx(1.0 * 0 + 0.1)
+    assert queue.num_ahead(flood) == len(queue)
+    assert queue.num_ahead(new) == 2
+    assert queue.num_ahead(urgent) == 1
 
 
 def test_a_deep_debt_costs_no_loop():
