@@ -71,6 +71,7 @@ class BlockTable:
         self._native_address = ctypes.addressof(self._native)
         self._said = np.empty((3, 0), np.int32)  # room for what the library says
         self._said_addresses: tuple[int, ...] = ()
+        self._room_for(512)  # blocks: what the index asks for at once
         self._set_size(_FIRST_BUCKETS)
 
     def __len__(self) -> int:
@@ -140,11 +141,9 @@ class BlockTable:
         if not len(hashes):
             return [], []
         _, hits = self._hits(hashes)
-        if len(hits) == len(hashes):
-            ids = self._flat_ids.take(hits)
-        if (
-            len(hits) != len(hashes) or not ids[ids.argmin()]
-        ):  # 0, which finds empty places, may be among them
+        ids = self._flat_ids.take(hits)
+        # A hash of 0 finds empty places, whose id is 0.
+        if len(hits) != len(hashes) or not ids[ids.argmin()]:
             ids = self.find(hashes)[1]
         last = (ids[1:] != ids[:-1]).nonzero()[0]  # of each run but the last
         return [0, *(end + 1 for end in last.tolist())], [*ids.take(last).tolist(), int(ids[-1])]

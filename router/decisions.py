@@ -28,7 +28,8 @@ class _Decision(NamedTuple):
 class DecisionRing:
     """The last `size` decisions of one router.
 
-    Holds the columns of all replicas for each of them: about 200 bytes x `size` x replicas.
+    Holds what each replica cost and held for each of them: 32 bytes x `size` x replicas, 170 for decisions that left
+    some replicas out.
 
     Parameters
     ----------

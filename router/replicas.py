@@ -491,7 +491,9 @@ class ReplicaTable:
             full |= out
             out = out if full.all() else full
             kept = (~out).nonzero()[0]
-            rows = rows[:, kept]
+            rows = rows.take(
+                kept, axis=1
+            )  # where `rows[:, kept]` would lay a replica's columns side by side
             depths, host, speeds = depths[kept], host[kept], speeds[kept]
             names = [names[row] for row in kept.tolist()]
         prefix = int(hashes[longest - 1]) if longest else None

@@ -152,7 +152,14 @@ def test_many_are_found_as_one_by_one_and_in_runs():
                 assert starts[0] == 0 and all(a < b for a, b in pairwise(starts))
                 lengths = np.diff([*starts, len(asked)])
                 assert np.repeat(ids, lengths).tolist() == expected
-    assert table.runs(np.empty(0, np.uint64)) == ([], [])
+
+
+def test_nothing_is_found_in_nothing():
+    table, nothing = BlockTable(100), np.empty(0, np.uint64)
+    assert table.runs(nothing) == ([], [])
+    assert [column.size for column in table.find(nothing)] == [0, 0]
+    assert table.runs(np.arange(3, dtype=np.uint64)) == ([0], [0])
+    assert table.find(np.arange(3, dtype=np.uint64))[1].tolist() == [0, 0, 0]
 
 
 def test_a_chain_of_the_same_holders_is_one_run_but_for_what_was_spilled():

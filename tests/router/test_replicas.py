@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load
 from quire.router.index import PrefixIndex
-from quire.router.policy import LeastLoaded, RouteRequest
+from quire.router.policy import LeastLoaded, RouteRequest, make_policy
 from quire.router.replay import SNAPSHOT
 from quire.router.replicas import ReplicaState, ReplicaTable
 
@@ -550,3 +550,26 @@ def test_the_mean_load_is_that_of_the_last_half_minutes_reports():
     report(361.0, 9000)
     replica.epoch = "restarted"
     assert report(362.0, 300) < 20, "another engine has another load"
+
+
+@pytest.mark.usefixtures("either_library")
+@pytest.mark.parametrize("num_replicas", [2, 3, 40])
+def test_a_policy_decides_among_those_that_are_left(num_replicas):
+    table, chain = ReplicaTable(PrefixIndex()), list(range(1, 11))
+    for i in range(num_replicas):
+        load = Load(queued_prefill_tokens=1000 * i, prefill_s_per_token=1e-4, num_running=i)
+        replica = FakeReplica(load=load)
+        table.add(f"r{i}", replica.epoch)
+        for frame in (*replica.snapshot(), replica.step(chain[:5] if i == 1 else ())):
+            table.on_frame(f"r{i}", frame, 0.1)
+    policy, request = make_policy("slo"), RouteRequest(640)
+    everybody = policy.choose(request, table.fleet(chain, 640, 0.1), 0.1, random.Random(0))
+    assert everybody.names()[0] == "r0"
+    left = table.fleet(chain, 640, 0.1, avoid={"r0"})
+    ranking = policy.choose(request, left, 0.1, random.Random(0))
+    assert len(left) == num_replicas - 1 and ranking.names()[0] == "r1"
+    by_name = {score.replica: score for score in everybody}
+    for score in ranking:
+        if score.replica in by_name:
+            assert score.wait_s == by_name[score.replica].wait_s
+            assert score.cached_tokens == by_name[score.replica].cached_tokens
