@@ -257,6 +257,7 @@ def test_ten_times_the_load(small_cluster):
             return peak_rate, rate, goodput, calm, storm
 
     peak_rate, rate, goodput, calm, storm = asyncio.run(run())
+    assert storm.ends["refused"], storm.ends
     wait_until(
         lambda: router_refusals(small_cluster)[float("inf")] >= storm.ends["refused"],
         30,
