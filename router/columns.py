@@ -11,6 +11,8 @@ some replicas must be left out.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 SEEN_S = 0  # last frame; -inf: takes no requests
@@ -51,6 +53,8 @@ class ReplicaColumns:
         self._values = np.zeros(
             (NUM_COLUMNS, 16 + _APART)
         )  # [column, row], rows beyond the names unused
+        # Not above the smallest of these columns: mostly it tells, and no row is looked at.
+        self._least = {SEEN_S: math.inf, NUM_PLACES: math.inf}
         self._view()
 
     def __len__(self) -> int:
@@ -78,6 +82,17 @@ class ReplicaColumns:
     def write(self, row: int, values: tuple[float, ...]) -> None:
         """Set a replica's `NUM_COLUMNS` values, in their order."""
         self._values[:, row] = values
+        for column, least in self._least.items():
+            if values[column] < least:
+                self._least[column] = values[column]
+
+    def some_below(self, column: int, bound: float) -> bool:
+        """Whether some replica's value of `SEEN_S` or `NUM_PLACES` is."""
+        if self._least[column] >= bound or not self.names:
+            return False
+        values = self.columns[column]
+        least = self._least[column] = float(values[values.argmin()])
+        return least < bound
 
     def _view(self) -> None:
         n = len(self.names)

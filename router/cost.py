@@ -43,18 +43,15 @@ Wq / (k (k + 1)); `Fleet.followers` is their number of late, an estimate of how 
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from quire.router.columns import REPORT_S
-from quire.router.cost_terms import TERMS, Prices, price
+from quire.router.cost_terms import TERMS, Pricer, Prices
 from quire.router.fleet import Fleet
 from quire.router.policy import Ranking, RouteRequest, ranked_rows
 
-_PREFILL = TERMS.index("prefill_s")
 _MAX_SHARE = 0.95  # bounds 1 / (1 - rho)
 _HEAD_DONE = 0.9  # an unanswered request is not prefilled yet, however long it has been the head
 
@@ -117,6 +114,7 @@ class CostPolicy:
     _believed: _LastSpeeds = field(
         default_factory=_LastSpeeds, init=False, repr=False, compare=False
     )
+    _pricer: Pricer = field(default_factory=Pricer, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for weight in fields(self):
@@ -135,22 +133,21 @@ class CostPolicy:
         fleet = replicas
         if not len(fleet):
             return Ranking(self.name, fleet, (), np.empty(0))
-        speed = self._speeds(fleet)
-        prices = self._prices(request, fleet)
-        priced = price(fleet, speed, self._reuse(fleet), prices)
-        cost, row = priced.cost_s, fleet.session_row
-        if row >= 0:
-            cost[row] -= self.stickiness * priced.terms(np.array([row], np.int32))[0, _PREFILL]
-        reports_s = fleet.columns[REPORT_S]
-        if fleet.now_s - reports_s[reports_s.argmin()] > self.stale_after_s:
+        speed, prices = self._speeds(fleet), self._prices(request, fleet)
+        weights = (self.reuse_s, self.stickiness, self.tie_s)
+        priced = self._pricer.price(fleet, speed, prices, *weights)
+        cost, ranked = priced.cost_s, priced.ranked
+        if fleet.now_s - priced.oldest_report_s > self.stale_after_s:
             stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]
             if len(stale) > 2:
                 out = np.delete(stale, rng.sample(range(len(stale)), 2))
                 cost[out] += 1.0 + cost.max()  # behind all others, in their order
-        rows = ranked_rows(cost, rng, self.tie_s)
-        return Ranking(
-            self.name, fleet, rows.tolist(), cost, priced.wait_s, TERMS, priced.terms(rows)
-        )
+                ranked = None
+        if ranked is None:
+            rows = ranked_rows(cost, rng, self.tie_s)
+            ranked = rows.tolist(), priced.terms(rows)
+        rows, terms = ranked
+        return Ranking(self.name, fleet, rows, cost, priced.wait_s, TERMS, terms)
 
     def _prices(self, request: RouteRequest, fleet: Fleet) -> Prices:
         demand = fleet.demand
@@ -187,14 +184,6 @@ class CostPolicy:
         if not measured.flags.writeable:  # the next decisions have the same
             last.measured, last.prior, last.speeds = measured, prior, speeds
         return speeds
-
-    def _reuse(self, fleet: Fleet) -> np.ndarray | None:
-        """[n] the chance that what goes were used again; None: no cache is full."""
-        age_s = fleet.cache_age_s
-        if age_s[age_s.argmin()] == math.inf:
-            return None
-        reuse = age_s * (-1.0 / self.reuse_s)
-        return np.exp(reuse, out=reuse)
 
 
 def e2e_policy(**weights: float) -> CostPolicy:

@@ -7,6 +7,7 @@ operation of numpy on a thousand numbers takes is mostly its start, so that its 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.router import native_library
+from quire.router.columns import REPORT_S
 from quire.router.fleet import Fleet, prefill_work
+from quire.router.policy import MAX_RANKED
 
 TERMS = (
     "wait_s",
@@ -28,9 +31,31 @@ TERMS = (
     "copy_value_s",
 )
 
+_NEEDS_REUSE = -1
 
-_NUM_COPIES = 2  # numbers of `struct copies`
-_FLEET = struct.Struct("PnPPPP")
+
+class _Fleet(ctypes.Structure):
+    """`struct fleet` of `native/cost.c`."""
+
+    _fields_ = [
+        ("columns", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("gpu", ctypes.c_void_p),
+        ("host", ctypes.c_void_p),
+        ("speed", ctypes.c_void_p),
+        ("reuse", ctypes.c_void_p),
+    ]
+
+
+class _Found(ctypes.Structure):
+    """`struct found`."""
+
+    _fields_ = [
+        ("copies", ctypes.c_double * 2),
+        ("oldest_report_s", ctypes.c_double),
+        ("terms", ctypes.c_double * len(TERMS) * MAX_RANKED),
+        ("rows", ctypes.c_int32 * MAX_RANKED),
+    ]
 
 
 class Prices(NamedTuple):
@@ -81,63 +106,114 @@ class Priced(NamedTuple):
     Attributes
     ----------
     wait_s, cost_s
-        [n] float64: the first term, and the sum of all.
+        [n] float64: the first term; and the sum of all, less what a session makes its row cheaper by.
+    oldest_report_s
+        The time of the one that is longest ago.
+    ranked
+        The rows that cost least, cheapest first, and [ranked, TERMS] float64 seconds; None: not known, or chance has to
+        decide on the first.
     terms
-        Of some rows, [m] int32: [m, TERMS] float64 seconds.
+        Of some rows, [m] int32: [m, TERMS] float64 seconds. To be asked before the next request is priced.
     """
 
     wait_s: np.ndarray
     cost_s: np.ndarray
+    oldest_report_s: float
+    ranked: tuple[list[int], np.ndarray] | None
     terms: Callable[[np.ndarray], np.ndarray]
 
 
-def price(fleet: Fleet, speed: np.ndarray, reuse: np.ndarray | None, prices: Prices) -> Priced:
-    """Price a request on each replica.
+class Pricer:
+    """Prices one request after the other.
 
-    Parameters
-    ----------
-    fleet
-        Not empty.
-    speed
-        [n] float64, seconds of a unit of work.
-    reuse
-        [n] float64, the chance that what it evicts were used again; None: nobody evicts.
+    It keeps where the arrays of the last fleet lie: the next mostly has the same.
     """
-    library = native_library.load()
-    if library is None:
-        return _by_numpy(fleet, speed, reuse, prices)
-    return _by_library(library, fleet, speed, reuse, prices)
+
+    def __init__(self) -> None:
+        self._fleet, self._found = _Fleet(), _Found()
+        self._fleet_address = ctypes.addressof(self._fleet)
+        self._found_address = ctypes.addressof(self._found)
+        self._terms = np.frombuffer(self._found.terms).reshape(MAX_RANKED, -1)
+        self._rows = memoryview(self._found.rows).cast("B").cast("i")
+        self._some_evict = False  # as of the last request
+        self._kept: tuple[Fleet, np.ndarray | None] | None = None
+        self._columns: np.ndarray | None = None
+        self._speed: np.ndarray | None = None
+
+    def price(
+        self,
+        fleet: Fleet,
+        speed: np.ndarray,
+        prices: Prices,
+        reuse_s: float,
+        stickiness: float,
+        tie_s: float,
+    ) -> Priced:
+        """Price a request on each replica.
+
+        Parameters
+        ----------
+        fleet
+            Not empty.
+        speed
+            [n] float64, seconds of a unit of work.
+        reuse_s
+            Typical time between two uses of a block.
+        stickiness
+            By this part of its prefill the session's row is cheaper.
+        tie_s
+            Costs that differ by no more are equal.
+        """
+        library = native_library.load()
+        if library is None:
+            return _by_numpy(fleet, speed, prices, reuse_s, stickiness)
+        n, found = len(fleet), self._found
+        reuse = _reuse(fleet, reuse_s) if self._some_evict else None
+        self._point_to(fleet, speed, reuse)
+        scalars = _PRICES.pack(*prices)
+        numbers = np.empty((2, n))
+        wait, cost = numbers
+        first = native_library.address(numbers)
+        arguments = (
+            *(self._fleet_address, n, scalars, fleet.session_row, stickiness, tie_s),
+            *(first, first + 8 * n, self._found_address),
+        )
+        said = library.quire_price(*arguments)
+        if said == _NEEDS_REUSE:
+            reuse = _reuse(fleet, reuse_s)
+            self._fleet.reuse = native_library.address(reuse)
+            said = library.quire_price(*arguments)
+        self._some_evict = reuse is not None
+        self._kept = fleet, reuse  # `terms` has their addresses
+
+        def terms(rows: np.ndarray) -> np.ndarray:
+            values = np.empty((len(rows), len(TERMS)))
+            where = (native_library.address(rows), len(rows), native_library.address(values))
+            library.quire_terms(self._fleet_address, scalars, self._found_address, *where)
+            return values
+
+        ranked = None
+        if said <= MAX_RANKED:  # no tie
+            ranked = self._rows[:said].tolist(), self._terms[:said].copy()
+        return Priced(wait, cost, found.oldest_report_s, ranked, terms)
+
+    def _point_to(self, fleet: Fleet, speed: np.ndarray, reuse: np.ndarray | None) -> None:
+        there, columns, address = self._fleet, fleet.columns, native_library.address
+        if columns is not self._columns:
+            self._columns = columns
+            there.columns = address(columns[0])
+            there.stride = columns.strides[0] // columns.itemsize
+        if speed is not self._speed:
+            self._speed = speed
+            there.speed = address(speed)
+        there.gpu, there.host = address(fleet.gpu_tokens), address(fleet.host_tokens)
+        there.reuse = None if reuse is None else address(reuse)
 
 
-def _by_library(
-    library: ctypes.PyDLL, fleet: Fleet, speed: np.ndarray, reuse: np.ndarray | None, prices: Prices
+def _by_numpy(
+    fleet: Fleet, speed: np.ndarray, prices: Prices, reuse_s: float, stickiness: float
 ) -> Priced:
-    n, columns, address = len(fleet), fleet.columns, native_library.address
-    known = _FLEET.pack(
-        address(columns[0]),
-        columns.strides[0] // columns.itemsize,
-        address(fleet.gpu_tokens),
-        address(fleet.host_tokens),
-        address(speed),
-        0 if reuse is None else address(reuse),
-    )
-    scalars = _PRICES.pack(*prices)
-    found = np.empty(2 * n + _NUM_COPIES)
-    wait_address = address(found)
-    cost_address, copies_address = wait_address + 8 * n, wait_address + 16 * n
-    library.quire_cost(known, n, scalars, wait_address, cost_address, copies_address)
-
-    def terms(rows: np.ndarray) -> np.ndarray:
-        values = np.empty((len(rows), len(TERMS)))
-        num, kept = len(rows), (fleet, speed, reuse, found)  # `known` has their addresses
-        library.quire_terms(known, scalars, copies_address, address(rows), num, address(values))
-        del kept
-        return values
-
-    return Priced(found[:n], found[n : 2 * n], terms)
-
-
-def _by_numpy(fleet: Fleet, speed: np.ndarray, reuse: np.ndarray | None, prices: Prices) -> Priced:
+    reuse = _reuse(fleet, reuse_s)
     nothing = np.zeros(len(fleet))  # what a term is that no replica has; it is not added
     host_copy, cached = nothing, fleet.gpu_tokens
     if largest(fleet.host_tokens) > 0:
@@ -162,11 +238,23 @@ def _by_numpy(fleet: Fleet, speed: np.ndarray, reuse: np.ndarray | None, prices:
     for term in others:
         if term is not nothing:
             cost += term
+    if fleet.session_row >= 0:
+        cost[fleet.session_row] -= stickiness * prefill[fleet.session_row]
 
     def terms(rows: np.ndarray) -> np.ndarray:
         return np.stack([term.take(rows) for term in (wait, prefill, *others)], axis=1)
 
-    return Priced(wait, cost, terms)
+    reports_s = fleet.columns[REPORT_S]
+    return Priced(wait, cost, float(reports_s[reports_s.argmin()]), None, terms)
+
+
+def _reuse(fleet: Fleet, reuse_s: float) -> np.ndarray | None:
+    """[n] the chance that what goes were used again; None: no cache is full."""
+    age_s = fleet.cache_age_s
+    if age_s[age_s.argmin()] == math.inf:
+        return None
+    reuse = age_s * (-1.0 / reuse_s)
+    return np.exp(reuse, out=reuse)
 
 
 def _wait(fleet: Fleet, speed: np.ndarray, prices: Prices) -> np.ndarray:

@@ -216,7 +216,8 @@ def _decision(entry: dict[str, Any], header: dict[str, Any]) -> LoggedDecision:
 
 def _copy(fleet: Fleet) -> dict[str, Any]:
     """What the policy knew; arrays are copies, since the table goes on writing to its own."""
-    return {name: getattr(fleet, name) for name in _FACTS} | fleet.named()
+    facts = {name: getattr(fleet, name) for name in _FACTS}
+    return facts | {"demand": fleet.demand._asdict()} | fleet.named()
 
 
 def _fleet(values: dict[str, Any]) -> Fleet:

@@ -16,6 +16,7 @@ from quire.router.block_table import BlockTable
 
 _FEW = 16  # hashes that are faster one by one than in arrays
 _SWEEP_BUCKETS = 128  # looked through in one step
+_FIRST_SETS = 16
 
 
 class Change(NamedTuple):
@@ -41,14 +42,19 @@ class HolderMap:
 
     Attributes
     ----------
+    table
+        hash -> number of a set.
     masks
         The sets by their number; 0 is the empty set, which all absent hashes have.
+    sets
+        [numbers, words] uint64, the same as bits, for the compiled library; another array when they need more room.
     """
 
     def __init__(self, max_blocks: int):
+        self.table = BlockTable(max_blocks)
         self.masks: list[int] = [0]
         self._max_blocks = max_blocks
-        self._table = BlockTable(max_blocks)
+        self._keep_sets(np.zeros((_FIRST_SETS, 1), np.uint64))
         self._number_of: dict[int, int] = {0: 0}  # mask -> its number
         self._num_blocks_of: list[int] = [0]  # by number; of 0 nobody counts them
         self._free: list[int] = []  # numbers
@@ -56,29 +62,37 @@ class HolderMap:
         self._swept_of = 0  # buckets that there were at its last step
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.table)
 
     @property
     def num_sets(self) -> int:
         """Distinct sets of holders, the empty one included."""
         return len(self._number_of)
 
+    def widen(self, num_bits: int) -> None:
+        """Give `sets` words for so many bits."""
+        words = -(-num_bits // 64)
+        if words > self.sets.shape[1]:
+            wider = np.zeros((len(self.sets), words), np.uint64)
+            wider[:, : self.sets.shape[1]] = self.sets
+            self._keep_sets(wider)
+
     def runs(self, hashes: np.ndarray) -> Iterator[tuple[int, int, int]]:
         """(first, end, number of the set) of neighbours in a chain, [n] uint64, that have the same holders."""
-        starts, numbers = self._table.runs(hashes)
+        starts, numbers = self.table.runs(hashes)
         return zip(starts, [*starts[1:], len(hashes)], numbers, strict=True) if starts else iter(())
 
     def numbers(self, hashes: np.ndarray) -> np.ndarray:
         """[n] int32, numbers of the sets of these hashes, [n] uint64."""
-        return self._table.find(hashes)[1]
+        return self.table.find(hashes)[1]
 
     def store(self, bit: int, hashes: np.ndarray) -> Change:
         """Add a holder to the sets of hashes, [n] uint64; one may be named twice."""
         if len(hashes) <= _FEW:
             return self._change_few(hashes, bit, 0)
         hashes = _distinct(hashes)
-        places, numbers = self._table.find(hashes)
-        room = self._max_blocks - len(self._table)
+        places, numbers = self.table.find(hashes)
+        room = self._max_blocks - len(self.table)
         absent = (numbers == 0).nonzero()[0]
         has_room = len(absent) <= room
         if not has_room:
@@ -93,24 +107,24 @@ class HolderMap:
         if len(hashes) <= _FEW:
             return self._change_few(hashes, 0, bit)
         hashes = _distinct(hashes)
-        return Change(*self._change_many(hashes, *self._table.find(hashes), 0, bit), True)
+        return Change(*self._change_many(hashes, *self.table.find(hashes), 0, bit), True)
 
     def sweep(self, dead: int) -> bool:
         """Take dead holders out of the sets of the next buckets; True when those were the last."""
-        num_buckets = self._table.num_buckets
+        num_buckets = self.table.num_buckets
         if not self._next_bucket:
             self._swept_of = num_buckets
         # What the table has grown by since the last step comes on top: the end does not run away.
         grown, self._swept_of = num_buckets - self._swept_of, num_buckets
         last = min(self._next_bucket + _SWEEP_BUCKETS + grown, num_buckets)
-        self._change_many(*self._table.scan(self._next_bucket, last), 0, dead)
+        self._change_many(*self.table.scan(self._next_bucket, last), 0, dead)
         self._next_bucket = last if last < num_buckets else 0
         return not self._next_bucket
 
     # ----------------------------------------------------------------------------------------- inner
 
     def _change_few(self, hashes: np.ndarray, added: int, removed: int) -> Change:
-        table, num_blocks_of = self._table, self._num_blocks_of
+        table, num_blocks_of = self.table, self._num_blocks_of
         new_of: dict[int, int] = {}
         xor, num_changed, has_room = 0, 0, True
         for routing_hash in hashes.tolist():
@@ -123,7 +137,7 @@ class HolderMap:
             if not new_number:
                 table.delete(routing_hash, place)
             elif number:
-                table.change(routing_hash, place, new_number)
+                table.change(place, new_number)
             elif len(table) < self._max_blocks:
                 table.add(routing_hash, place, new_number)
             else:
@@ -152,10 +166,10 @@ class HolderMap:
         if not changed.all():
             hashes, places, numbers = hashes[changed], places[changed], numbers[changed]
             new_numbers = new_numbers[changed]
-        table, ends = self._table, (numbers if added else new_numbers) == 0
+        table, ends = self.table, (numbers if added else new_numbers) == 0
         if not ends.all():
             stays = ~ends
-            table.set_ids(hashes[stays], places[stays], new_numbers[stays])
+            table.set_ids(places[stays], new_numbers[stays])
         if added:  # last, since it moves others
             table.insert(hashes[ends], new_numbers[ends])
         else:
@@ -175,7 +189,20 @@ class HolderMap:
                 self.masks.append(mask)
                 self._num_blocks_of.append(0)
             self._number_of[mask] = number
+            self._write_set(number, mask)
         return number
+
+    def _write_set(self, number: int, mask: int) -> None:
+        self.widen(mask.bit_length())
+        if number == len(self.sets):
+            self._keep_sets(np.concatenate([self.sets, np.zeros_like(self.sets)]))
+        size = self._bytes_of_set
+        self._set_view[size * number : size * (number + 1)] = mask.to_bytes(size, "little")
+
+    def _keep_sets(self, sets: np.ndarray) -> None:
+        self.sets = sets
+        self._bytes_of_set = sets.itemsize * sets.shape[1]
+        self._set_view = memoryview(sets.reshape(-1)).cast("B")
 
     def _release(self, new_of: dict[int, int]) -> None:
         """Sets that a change may have left without blocks give up their numbers."""

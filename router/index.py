@@ -30,8 +30,10 @@ from itertools import repeat
 import numpy as np
 
 from quire.protos.wire import CacheEvents, tier_digest
+from quire.router import native_library
 from quire.router.bookings import BookedBlocks, Counts
 from quire.router.holder_map import HolderMap
+from quire.router.library_match import LibraryMatch
 
 _FEW_BITS = 8  # more replicas than these are cheaper to write as an array
 _WINDOW = (
@@ -74,7 +76,7 @@ class PrefixIndex:
     Parameters
     ----------
     max_blocks
-        Bound on distinct confirmed hashes, and so on the memory: 26 bytes each, and a set of holders
+        Bound on distinct confirmed hashes, and so on the memory: 43 bytes each, and a set of holders
         where the neighbours have others. At the bound a hash that no replica holds yet is not stored:
         predictions are then too small, never too large, and `is_complete` is False for the replica
         until its next snapshot.
@@ -97,6 +99,7 @@ class PrefixIndex:
         self._by_slot: dict[int, _Holder] = {}
         self._row_by_slot = np.full(64, -1, np.int64)
         self._live = 0  # bits that `match` may see
+        self._library_match = LibraryMatch(self._confirmed)
         self._free_slots: list[int] = []  # heap
         self._num_slots = 0
         self._retired = 0  # dead bits that wait for the next sweep
@@ -304,12 +307,19 @@ class PrefixIndex:
         Parameters
         ----------
         depths
-            [rows] zeros of any dtype; replicas that match get `block` for each of their blocks, at most `most`.
+            [rows] float64 zeros; replicas that match get `block` for each of their blocks, at most `most`.
 
         Returns
         -------
         The longest match, in blocks.
         """
+        library = native_library.load()
+        if library is not None:
+            blocks, ends = self._library_match.into(library, hashes, block, most, depths)
+            # It knows nothing of bookings, but where some end they would go on by one.
+            if self._booked.masks.keys().isdisjoint(ends):
+                return blocks
+            depths[:] = 0.0
         blocks = 0
         for blocks, mask in self.match_masks(hashes):
             depth = min(blocks * block, most)
@@ -466,13 +476,17 @@ class PrefixIndex:
             more = np.full(len(self._row_by_slot), -1, np.int64)
             self._row_by_slot = np.concatenate([self._row_by_slot, more])
         self._row_by_slot[holder.slot] = holder.row
-        self._live |= holder.bit
+        self._set_live(self._live | holder.bit)
 
     def _make_dead(self, holder: _Holder) -> None:
         """Retire the holder's slot; the holder may go on with another."""
         del self._by_slot[holder.slot]
-        self._live &= ~holder.bit
+        self._set_live(self._live & ~holder.bit)
         self._retired |= holder.bit
+
+    def _set_live(self, live: int) -> None:
+        self._live = live
+        self._library_match.set_live(live, self._row_by_slot)
 
     def _drop_staged(self, replica: str) -> None:
         staged = self._staged.pop(replica, None)

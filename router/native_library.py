@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.kernels.compiled import open_library
 
-_ABI = 2  # QUIRE_ROUTER_ABI
+_ABI = 3  # QUIRE_ROUTER_ABI
 _Anything = ctypes.c_char * 0
 
 
@@ -22,12 +22,25 @@ class Table(ctypes.Structure):
     """`struct block_table`."""
 
     _fields_ = [
-        ("keys", ctypes.c_void_p),
-        ("ids", ctypes.c_void_p),
-        ("has_spilled", ctypes.c_void_p),
+        ("lines", ctypes.c_void_p),
         ("num_buckets", ctypes.c_uint64),
         ("low", ctypes.c_uint64),
         ("high", ctypes.c_uint64),
+        ("secret", ctypes.c_uint64),
+    ]
+
+
+class Holders(ctypes.Structure):
+    """`struct holders`."""
+
+    _fields_ = [
+        ("table", ctypes.c_void_p),
+        ("sets", ctypes.c_void_p),
+        ("words", ctypes.c_int64),
+        ("live", ctypes.c_void_p),
+        ("live_words", ctypes.c_int64),
+        ("rows", ctypes.c_void_p),
+        ("alive", ctypes.c_void_p),
     ]
 
 
@@ -46,13 +59,21 @@ def load() -> ctypes.PyDLL | None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.quire_prefix_hashes.restype = None
     library.quire_prefix_hashes.argtypes = [
-        *(pointer, pointer, pointer, integer, ctypes.c_uint64, pointer)
+        *(pointer, pointer, pointer, pointer, integer, ctypes.c_uint64, pointer)
     ]
-    for find in (library.quire_find_blocks, library.quire_find_runs):
-        find.restype = integer
-        find.argtypes = [pointer, pointer, integer, pointer, pointer, pointer]
-    library.quire_cost.restype = None
-    library.quire_cost.argtypes = [pointer, integer, *(pointer,) * 4]
+    library.quire_find_blocks.restype = None
+    library.quire_find_blocks.argtypes = [pointer, pointer, integer, pointer, pointer]
+    library.quire_find_runs.restype = integer
+    library.quire_find_runs.argtypes = [pointer, pointer, integer, pointer, pointer]
+    library.quire_match.restype = integer
+    library.quire_match.argtypes = [
+        *(pointer, pointer, integer, ctypes.c_double, ctypes.c_double, pointer, pointer)
+    ]
+    library.quire_price.restype = integer
+    library.quire_price.argtypes = [
+        *(pointer, integer, pointer, integer, ctypes.c_double, ctypes.c_double),
+        *(pointer, pointer, pointer),
+    ]
     library.quire_terms.restype = None
     library.quire_terms.argtypes = [*(pointer,) * 4, integer, pointer]
     library.quire_smallest.restype = integer

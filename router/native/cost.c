@@ -16,7 +16,8 @@ enum {
     HEAD_S,
     NUM_REQUESTS,
     KV_TOKENS,
-    FREE_TOKENS = 10,
+    CACHE_AGE_S,
+    FREE_TOKENS,
     USED_TOKENS,
     HOST_COPY_S_PER_TOKEN,
     MEAN_KV_TOKENS = 14,
@@ -44,6 +45,16 @@ struct copies {
 /* `TERMS` of `cost_terms.py`. */
 struct terms {
     double wait, prefill, host_copy, interference, later, decode, eviction, memory, copy_value;
+};
+
+enum { MAX_RANKED = 16 }; /* `quire/router/policy.py` */
+
+/* What is found beside the costs: `Found` of `cost_terms.py`. */
+struct found {
+    struct copies copies;
+    double oldest_report_s;
+    struct terms terms[MAX_RANKED]; /* of these rows */
+    int32_t rows[MAX_RANKED];       /* cheapest first */
 };
 
 static inline double min(double a, double b) { return a < b ? a : b; }
@@ -77,26 +88,36 @@ static inline double sum_of(const struct terms t) {
            t.copy_value;
 }
 
-static struct copies copies_of(const struct fleet f, int64_t n, double copies_s) {
+enum { LANES = 8 }; /* independent of each other, which the compiler may not assume of one maximum */
+
+CLONES static struct copies copies_of(const struct fleet f, int64_t n, double copies_s) {
     struct copies found = {0, 0};
-    int64_t holders = 0;
     if (copies_s <= 0) return found;
-    for (int64_t i = 0; i < n; i++) {
-        double cached = f.gpu[i] + f.host[i];
-        if (cached < found.longest) continue;
-        holders = cached > found.longest ? 1 : holders + 1;
-        found.longest = cached;
-    }
+    double longest[LANES] = {0};
+    int64_t holders = 0, whole = n - n % LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int k = 0; k < LANES; k++) longest[k] = max(f.gpu[i + k] + f.host[i + k], longest[k]);
+    for (int64_t i = whole; i < n; i++) longest[0] = max(f.gpu[i] + f.host[i], longest[0]);
+    for (int k = 0; k < LANES; k++) found.longest = max(longest[k], found.longest);
+    for (int64_t i = 0; i < n; i++) holders += f.gpu[i] + f.host[i] == found.longest;
     if (found.longest > 0) found.saved_s = copies_s / (double)(holders * (holders + 1)) / found.longest;
     return found;
 }
 
+CLONES static double smallest_of(const double *values, int64_t n) {
+    double least[LANES];
+    int64_t whole = n - n % LANES;
+    for (int k = 0; k < LANES; k++) least[k] = values[0];
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int k = 0; k < LANES; k++) least[k] = min(values[i + k], least[k]);
+    for (int64_t i = whole; i < n; i++) least[0] = min(values[i], least[0]);
+    for (int k = 1; k < LANES; k++) least[0] = min(least[k], least[0]);
+    return least[0];
+}
+
 /* wait, cost [n]: the first term and the sum of all. */
-CLONES void quire_cost(const struct fleet *fleet, int64_t n, const struct prices *prices, double *wait, double *cost,
-                       struct copies *copies) {
-    const struct fleet f = *fleet;
-    const struct prices p = *prices;
-    const struct copies found = *copies = copies_of(f, n, p.copies_s);
+CLONES static void cost_of_all(const struct fleet f, int64_t n, const struct prices p, const struct copies found,
+                               double *wait, double *cost) {
     if (f.reuse) {
 #pragma GCC ivdep /* nobody else has `wait` and `cost`; the columns are too many to look at each */
         for (int64_t i = 0; i < n; i++) {
@@ -135,4 +156,23 @@ int64_t quire_smallest(const double *values, int64_t n, int64_t most, int32_t *r
         rows[place] = (int32_t)i;
     }
     return kept;
+}
+
+enum { NEEDS_REUSE = -1 };
+
+/* wait, cost [n]: the first term and the sum of all; of the session's row, -1: none, less that part of its prefill.
+   Returns how many rows of `found` there are, and in the upper half 1 if others cost the same as the first within
+   `tie`; or NEEDS_REUSE, since some evict and `reuse` is null. */
+int64_t quire_price(const struct fleet *fleet, int64_t n, const struct prices *prices, int64_t session_row,
+                    double stickiness, double tie, double *wait, double *cost, struct found *found) {
+    if (!fleet->reuse && smallest_of(fleet->columns + CACHE_AGE_S * fleet->stride, n) < __builtin_inf())
+        return NEEDS_REUSE;
+    const struct copies copies = found->copies = copies_of(*fleet, n, prices->copies_s);
+    cost_of_all(*fleet, n, *prices, copies, wait, cost);
+    if (session_row >= 0) cost[session_row] -= stickiness * terms_of(*fleet, *prices, copies, 0, session_row).prefill;
+    found->oldest_report_s = smallest_of(fleet->columns + REPORT_S * fleet->stride, n);
+    int64_t num = quire_smallest(cost, n, MAX_RANKED, found->rows);
+    quire_terms(fleet, prices, &copies, found->rows, num, found->terms);
+    int64_t is_tied = num > 1 && cost[found->rows[1]] <= cost[found->rows[0]] + tie;
+    return num | is_tied << 32;
 }

@@ -1,17 +1,14 @@
-/* What a routing decision does for each block of its prompt: its hash, and the bucket that has it.
+/* What a routing decision does for each block of its prompt: its hash, the bucket that has it, and who holds it.
 
    One thread, no allocation, and the caller keeps the interpreter's lock: a prompt of 16,000 tokens takes some tens of
    microseconds. Layouts are those of `quire/router/block_table.py`, the hash is that of `RoutingHasher` in
    `quire/protos/wire.py`; both have the same in numpy. */
 #include <stdint.h>
 
-#include "clones.h"
-
-#define QUIRE_ROUTER_ABI 2
+#define QUIRE_ROUTER_ABI 3
 
 enum {
     BLOCK_TOKENS = 64, /* wire.ROUTING_BLOCK_TOKENS */
-    PLACES = 8,        /* entries of a bucket: a cache line of keys */
     AHEAD = 16,        /* lookups whose cache lines are on their way: more than a core has misses in flight */
 };
 
@@ -25,91 +22,203 @@ static uint64_t splitmix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* hashes[i] of the first 64 (i + 1) tokens; tokens [64 blocks] non-negative, weights [64 blocks], and their sums over
-   each block, [blocks]. No vector unit below AVX-512 multiplies 64 bits, but all multiply 32 by 32: with w = 2^32 h + l
+/* hashes[i] of the first 64 (i + 1) tokens; tokens [64 blocks] non-negative; weights [64 blocks], their lower and upper
+   halves; and the weights' sums over each block, [blocks]. No vector unit below AVX-512 multiplies 64 bits, but all
+   multiply 32 by 32: with w = 2^32 h + l
 
        sum w (t + 1) = sum w + sum l t + 2^32 sum h t      modulo 2^64 */
-CLONES void quire_prefix_hashes(const int32_t *tokens, const uint64_t *weights, const uint64_t *weight_sums,
-                                int64_t blocks, uint64_t chain_seed, uint64_t *hashes) {
+struct halves {
+    const uint32_t *lower, *upper;
+};
+
+static uint64_t sum_of_products(const uint32_t *t, const struct halves w) {
+    uint64_t low = 0, high = 0;
+    for (int64_t i = 0; i < BLOCK_TOKENS; i++) {
+        low += (uint64_t)w.lower[i] * t[i];
+        high += (uint64_t)w.upper[i] * t[i];
+    }
+    return low + (high << 32);
+}
+
+static inline __attribute__((always_inline)) void hash_all(uint64_t (*sum_of)(const uint32_t *, const struct halves),
+                                                           const uint32_t *tokens, const struct halves weights,
+                                                           const uint64_t *weight_sums, int64_t blocks,
+                                                           uint64_t chain_seed, uint64_t *hashes) {
     uint64_t sum = 0;
     for (int64_t block = 0; block < blocks; block++) {
-        const int32_t *t = tokens + BLOCK_TOKENS * block;
-        const uint64_t *w = weights + BLOCK_TOKENS * block;
-        uint64_t low = 0, high = 0;
-        for (int64_t i = 0; i < BLOCK_TOKENS; i++) {
-            low += (w[i] & UINT32_MAX) * (uint32_t)t[i];
-            high += (w[i] >> 32) * (uint32_t)t[i];
-        }
-        sum += weight_sums[block] + low + (high << 32);
+        int64_t first = BLOCK_TOKENS * block;
+        sum += weight_sums[block] + sum_of(tokens + first, (struct halves){weights.lower + first, weights.upper + first});
         hashes[block] = splitmix64(sum ^ chain_seed);
     }
 }
 
-/* Mirrored in `quire/router/native_library.py`. */
-struct block_table {
-    const uint64_t *keys;       /* [buckets, PLACES]; 0: an empty place */
-    const int32_t *ids;         /* [buckets, PLACES] */
-    const uint8_t *has_spilled; /* [buckets] */
-    uint64_t num_buckets;
-    uint64_t low, high; /* masks of a bucket's number: the second, or the first if there is no such bucket yet */
+#ifdef __x86_64__
+#include <immintrin.h>
+
+/* The multiplication takes every other 32 bits; left to itself the compiler brings them there one pair at a time. */
+__attribute__((target("avx2"))) static inline uint64_t sum_of_products_avx2(const uint32_t *t, const struct halves w) {
+    __m256i low[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, high[2] = {low[0], low[0]};
+    for (int64_t i = 0; i < BLOCK_TOKENS; i += 8) {
+        __m256i tokens = _mm256_loadu_si256((const void *)(t + i)), odd_tokens = _mm256_srli_epi64(tokens, 32);
+        __m256i lower = _mm256_loadu_si256((const void *)(w.lower + i));
+        __m256i upper = _mm256_loadu_si256((const void *)(w.upper + i));
+        low[0] = _mm256_add_epi64(low[0], _mm256_mul_epu32(tokens, lower));
+        low[1] = _mm256_add_epi64(low[1], _mm256_mul_epu32(odd_tokens, _mm256_srli_epi64(lower, 32)));
+        high[0] = _mm256_add_epi64(high[0], _mm256_mul_epu32(tokens, upper));
+        high[1] = _mm256_add_epi64(high[1], _mm256_mul_epu32(odd_tokens, _mm256_srli_epi64(upper, 32)));
+    }
+    __m256i sums = _mm256_add_epi64(_mm256_add_epi64(low[0], low[1]),
+                                    _mm256_slli_epi64(_mm256_add_epi64(high[0], high[1]), 32));
+    __m128i pair = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    return (uint64_t)_mm_cvtsi128_si64(pair) + (uint64_t)_mm_extract_epi64(pair, 1);
+}
+
+__attribute__((target("avx2"))) static void hash_all_avx2(const uint32_t *tokens, const struct halves weights,
+                                                          const uint64_t *weight_sums, int64_t blocks,
+                                                          uint64_t chain_seed, uint64_t *hashes) {
+    hash_all(sum_of_products_avx2, tokens, weights, weight_sums, blocks, chain_seed, hashes);
+}
+#endif
+
+void quire_prefix_hashes(const int32_t *tokens, const uint32_t *lower, const uint32_t *upper,
+                         const uint64_t *weight_sums, int64_t blocks, uint64_t chain_seed, uint64_t *hashes) {
+    const struct halves weights = {lower, upper};
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx2")) {
+        hash_all_avx2((const uint32_t *)tokens, weights, weight_sums, blocks, chain_seed, hashes);
+        return;
+    }
+#endif
+    hash_all(sum_of_products, (const uint32_t *)tokens, weights, weight_sums, blocks, chain_seed, hashes);
+}
+
+enum { KEYS = 5 }; /* of a line */
+
+/* A bucket, or what did not fit into it: a cache line. */
+struct line {
+    uint64_t keys[KEYS]; /* 0: an empty place */
+    int32_t ids[KEYS];
+    int32_t link; /* number of another line, 0: there is none */
 };
 
-static uint64_t bucket_of(const struct block_table *table, uint64_t hash) {
-    uint64_t bucket = hash & table->high;
-    return bucket < table->num_buckets ? bucket : hash & table->low;
+/* Mirrored in `quire/router/native_library.py`. */
+struct block_table {
+    const struct line *lines;
+    uint64_t num_buckets;
+    uint64_t low, high; /* masks of a bucket's number: the second, or the first if there is no such bucket yet */
+    uint64_t secret; /* hashes are mixed with it; and the key of the hash 0 */
+};
+
+static uint64_t key_of(const struct block_table *table, uint64_t hash) { return hash ? hash : table->secret; }
+
+static const struct line *bucket_of(const struct block_table *table, uint64_t key) {
+    uint64_t mixed = __builtin_bswap64(key * table->secret), bucket = mixed & table->high;
+    return table->lines + (bucket < table->num_buckets ? bucket : mixed & table->low);
 }
 
-/* A look-up is two cache misses and little else, so they are begun long before. */
+/* A look-up is a cache miss and little else, so it is begun long before. */
 static void begin_look_up(const struct block_table *table, uint64_t hash) {
-    uint64_t start = PLACES * bucket_of(table, hash);
-    __builtin_prefetch(table->keys + start);
-    __builtin_prefetch(table->ids + start);
+    __builtin_prefetch(bucket_of(table, key_of(table, hash)));
 }
 
-enum { ABSENT = -1, SUSPECT = -2 }; /* the latter may have been spilled */
+enum { LINE = 8 }; /* places are 64-bit words: 8 in a line */
 
-/* The place of a hash, or one of the above. */
-static int64_t look_up(const struct block_table *table, uint64_t hash) {
-    uint64_t bucket = bucket_of(table, hash), found = PLACES;
-    const uint64_t *keys = table->keys + PLACES * bucket;
-    for (uint64_t k = 0; k < PLACES; k++) found = keys[k] == hash ? k : found;
-    if (found < PLACES && hash) return (int64_t)(PLACES * bucket + found); /* a hash of 0 is never in its bucket */
-    return table->has_spilled[bucket] ? SUSPECT : ABSENT;
-}
-
-/* ids, places [n]: 0 and a place of no meaning for what is not in its bucket. The suspects' indices go to `suspects`,
-   [n], and how many there are is returned. */
-int64_t quire_find_blocks(const struct block_table *table, const uint64_t *hashes, int64_t n, int32_t *ids,
-                          int64_t *places, int32_t *suspects) {
-    int64_t num_suspects = 0;
-    for (int64_t i = -AHEAD; i < n; i++) {
-        if (i + AHEAD < n) begin_look_up(table, hashes[i + AHEAD]);
-        if (i < 0) continue;
-        int64_t place = look_up(table, hashes[i]);
-        places[i] = place;
-        ids[i] = place >= 0 ? table->ids[place] : 0;
-        if (place == SUSPECT) suspects[num_suspects++] = (int32_t)i;
+/* The id of a hash, 0 if it is absent, and where it is. */
+static int32_t look_up(const struct block_table *table, uint64_t hash, int64_t *place) {
+    uint64_t key = key_of(table, hash);
+    const struct line *line = bucket_of(table, key);
+    for (;;) {
+        unsigned hits = 0; /* no branch for each: where a key lies nobody can foretell */
+        for (int k = 0; k < KEYS; k++) hits |= (unsigned)(line->keys[k] == key) << k;
+        if (hits) {
+            int k = __builtin_ctz(hits);
+            *place = LINE * (line - table->lines) + k;
+            return line->ids[k];
+        }
+        if (!line->link) return 0;
+        line = table->lines + line->link;
     }
-    return num_suspects;
 }
 
-/* Neighbours of one id are a run: where each begins and its id, 0 for what is not in its bucket, to `starts` and `ids`,
-   [n]. A suspect is a run of its own; which they are goes to `suspects`, [n]. Returns the runs, and in the upper half
-   the suspects. */
-int64_t quire_find_runs(const struct block_table *table, const uint64_t *hashes, int64_t n, int32_t *starts,
-                        int32_t *ids, int32_t *suspects) {
-    int64_t num_runs = 0, num_suspects = 0;
-    int32_t last = -1;
+/* ids, places [n]: 0 and a place of no meaning for what is absent. */
+void quire_find_blocks(const struct block_table *table, const uint64_t *hashes, int64_t n, int32_t *ids,
+                       int64_t *places) {
     for (int64_t i = -AHEAD; i < n; i++) {
         if (i + AHEAD < n) begin_look_up(table, hashes[i + AHEAD]);
         if (i < 0) continue;
-        int64_t place = look_up(table, hashes[i]);
-        int32_t id = place >= 0 ? table->ids[place] : 0;
-        if (id == last && place != SUSPECT) continue;
-        if (place == SUSPECT) suspects[num_suspects++] = (int32_t)num_runs;
+        places[i] = 0;
+        ids[i] = look_up(table, hashes[i], places + i);
+    }
+}
+
+/* Neighbours of one id are a run: where each begins and its id, 0 for what is absent, to `starts` and `ids`, [n]; how
+   many they are. */
+int64_t quire_find_runs(const struct block_table *table, const uint64_t *hashes, int64_t n, int32_t *starts,
+                        int32_t *ids) {
+    int64_t num_runs = 0, place;
+    for (int64_t i = -AHEAD; i < n; i++) {
+        if (i + AHEAD < n) begin_look_up(table, hashes[i + AHEAD]);
+        if (i < 0) continue;
+        int32_t id = look_up(table, hashes[i], &place);
+        if (num_runs && id == ids[num_runs - 1]) continue;
         starts[num_runs] = (int32_t)i;
         ids[num_runs++] = id;
-        last = place == SUSPECT ? -1 : id;
     }
-    return num_runs | num_suspects << 32;
+    return num_runs;
+}
+
+/* Who holds what, as bits of the replicas' slots. Mirrored in `quire/router/native_library.py`. */
+struct holders {
+    const struct block_table *table; /* hash -> number of a set */
+    const uint64_t *sets;            /* [sets, words] */
+    int64_t words;
+    const uint64_t *live; /* [live_words], not more than of a set: who may be found */
+    int64_t live_words;
+    const int64_t *rows; /* [64 live_words] of the slots, -1: none */
+    uint64_t *alive;     /* [live_words], room for what follows */
+};
+
+static void write_depth(const struct holders *holders, int64_t word, uint64_t bits, double depth, double *depths) {
+    for (; bits; bits &= bits - 1) {
+        int64_t row = holders->rows[64 * word + __builtin_ctzll(bits)];
+        if (row >= 0) depths[row] = depth;
+    }
+}
+
+/* How much of a chain of hashes each replica holds from its first block on: `block` for each, at most `most`, to its
+   row of `depths`, which were 0. The hashes that some do not hold who hold all before go to `ends`, [n]. Returns the
+   longest match in blocks, and in the upper half the number of ends. */
+int64_t quire_match(const struct holders *holders, const uint64_t *hashes, int64_t n, double block, double most,
+                    double *depths, uint64_t *ends) {
+    int64_t num_ends = 0, longest = 0, place;
+    int64_t words = holders->live_words;
+    uint64_t *alive = holders->alive, some = 0;
+    for (int64_t w = 0; w < words; w++) some |= alive[w] = holders->live[w];
+    int32_t last = -1;
+    for (int64_t i = -AHEAD; i < n && some; i++) {
+        if (i + AHEAD < n) begin_look_up(holders->table, hashes[i + AHEAD]);
+        if (i < 0) continue;
+        int32_t id = look_up(holders->table, hashes[i], &place);
+        if (id == last) continue;
+        last = id;
+        const uint64_t *set = holders->sets + id * holders->words;
+        double depth = (double)i * block < most ? (double)i * block : most;
+        uint64_t some_lost = 0;
+        some = 0;
+        for (int64_t w = 0; w < words; w++) {
+            uint64_t lost = alive[w] & ~set[w];
+            some_lost |= lost;
+            some |= alive[w] &= set[w];
+            if (lost && i) write_depth(holders, w, lost, depth, depths);
+        }
+        if (!some_lost) continue;
+        ends[num_ends++] = hashes[i];
+        longest = i;
+    }
+    if (some) {
+        double depth = (double)n * block < most ? (double)n * block : most;
+        for (int64_t w = 0; w < words; w++) write_depth(holders, w, alive[w], depth, depths);
+        longest = n;
+    }
+    return longest | num_ends << 32;
 }

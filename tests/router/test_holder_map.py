@@ -114,9 +114,9 @@ def test_most_entries_fit_into_their_buckets_and_the_rest_is_found():
     table = BlockTable(50_000)
     for start in range(0, 50_000, 700):
         table.insert(hashes[start : start + 700], ids[start : start + 700])
-        assert table.num_spilled <= 0.05 * len(table) + 8
-    assert 0 < table.num_spilled
-    assert table.num_buckets == 16_666  # three entries a bucket, also at the bound
+        assert table.num_links <= 0.05 * len(table) + 8
+    assert 0 < table.num_links
+    assert table.num_buckets == 33_333  # one and a half entries a bucket, also at the bound
     assert (table.find(hashes)[1] == ids).all()
     assert [table.locate(int(h))[1] for h in hashes[:1000]] == ids[:1000].tolist()
     assert not table.find(rng.integers(1, 2**64, 1000, dtype=np.uint64))[1].any()
@@ -127,9 +127,9 @@ def test_many_are_found_as_one_by_one_and_in_runs():
     known = rng.integers(1, 2**64, 20_000, dtype=np.uint64)
     table = BlockTable(20_000)
     table.insert(known, np.arange(1, 20_001, dtype=np.int32))
-    assert table.num_spilled
+    assert table.num_links
     for has_zero in (False, True):
-        if has_zero:  # which marks an empty place, and so is always spilled
+        if has_zero:  # which marks an empty place
             place, _ = table.locate(0)
             table.add(0, place, 20_001)
             known = np.append(known, np.uint64(0))
@@ -162,10 +162,39 @@ def test_nothing_is_found_in_nothing():
     assert table.find(np.arange(3, dtype=np.uint64))[1].tolist() == [0, 0, 0]
 
 
-def test_a_chain_of_the_same_holders_is_one_run_but_for_what_was_spilled():
+def test_a_chain_of_the_same_holders_is_one_run():
     chain = np.random.default_rng(3).integers(1, 2**64, 20_000, dtype=np.uint64)
     table = BlockTable(20_000)
     table.insert(chain, np.full(20_000, 7, np.int32))
-    starts, ids = table.runs(chain)
-    assert set(ids) == {7} and starts[0] == 0
-    assert len(starts) <= 1 + 2 * table.num_spilled < 500
+    assert table.num_links
+    assert table.runs(chain) == ([0], [7])
+
+
+def test_no_choice_of_hashes_crowds_into_a_few_buckets():
+    """Equal in their low bits, their high bits, or the multiples of a number."""
+    few = np.arange(1, 5001, dtype=np.uint64)
+    for hashes in (few << np.uint64(48), few, few * np.uint64(2**40 + 15)):
+        table = BlockTable(5000)
+        table.insert(hashes, np.arange(1, 5001, dtype=np.int32))
+        assert table.num_links <= 0.05 * len(table)
+        assert table.find(hashes)[1].tolist() == [*range(1, 5001)]
+
+
+def test_lines_behind_a_bucket_are_used_again():
+    """Whatever comes and goes: a line that holds nothing is free."""
+    rng = np.random.default_rng(4)
+    for one_by_one in (False, True):
+        table = BlockTable(3000)
+        for _ in range(8):
+            hashes = rng.integers(0, 2**64, 3000, dtype=np.uint64)
+            table.insert(hashes, np.arange(1, 3001, dtype=np.int32))
+            assert 0 < table.num_links
+            places, ids = table.find(hashes)
+            assert ids.tolist() == [*range(1, 3001)]
+            if one_by_one:
+                for routing_hash in hashes.tolist():
+                    table.delete(routing_hash, table.locate(routing_hash)[0])
+            else:
+                table.remove(hashes, places)
+            assert len(table) == table.num_links == 0 and not table.find(hashes)[1].any()
+            assert not any(column.size for column in table.scan(0, table.num_buckets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -211,6 +212,48 @@ def test_blocks_in_host_memory_are_counted_up_to_where_the_match_ends():
     index.host_blocks_into(chain, depths, host)
     assert depths.tolist() == [70, 100, 0] and host.tolist() == [30, 10, 0]
     assert index.num_host_blocks == 100
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_matches_are_written_to_the_rows_of_many_replicas(seed):
+    """Of more than a word has bits; they come, go, lose all they had and are booked meanwhile."""
+    rng = random.Random(seed)
+    index, model = PrefixIndex(), Model()
+    chains = [[rng.getrandbits(64) for _ in range(num)] for num in (3, 40, 700)]
+    row_of, most = {}, 64 * 600 - 1
+    num_matched = Counter()
+    for step in range(1000):
+        name, chain = f"r{rng.randrange(150)}", rng.choice(chains)
+        part, action = chain[: rng.randrange(len(chain) + 1)], rng.random()
+        if name not in model.held:
+            index.add_replica(name)
+            model.add(name)
+            row_of[name] = min({*range(150)} - {*row_of.values()})
+            index.set_row(name, row_of[name])
+        elif action < 0.7:
+            removed = rng.sample(chain, rng.randrange(3))
+            events = batch(model.seq[name] + 1, part, removed, cleared=action < 0.1)
+            assert index.apply(name, "", events) and model.apply(name, "", events)
+        elif action < 0.95:
+            index.book(name, part)
+            model.bookings.append((name, part))
+        else:
+            index.remove_replica(name)
+            model.remove(name)
+            del row_of[name]
+        if step % 25:
+            continue
+        for chain in chains:
+            depths, expected = np.zeros(150), np.zeros(150)
+            matches = model.match(chain)
+            for name, depth in matches.items():
+                expected[row_of[name]] = min(64 * depth, most)
+            assert index.match_into(u64(chain), depths, 64, most) == max(
+                matches.values(), default=0
+            )
+            assert depths.tolist() == expected.tolist()
+            num_matched[len(chain)] += len(set(matches.values())) > 1
+    assert min(num_matched.values()) > 10 and len(num_matched) == 3
 
 
 def test_booked_blocks_are_bounded():

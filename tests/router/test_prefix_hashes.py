@@ -45,5 +45,5 @@ def test_what_the_library_does_not_read_is_hashed_all_the_same(token_ids):
 @needs_library
 def test_a_library_of_other_sources_is_refused(monkeypatch):
     monkeypatch.setattr(native_library, "_ABI", 0)
-    with pytest.raises(NativeLibraryError, match=r"has version 2, this package needs 0"):
+    with pytest.raises(NativeLibraryError, match=r"has version 3, this package needs 0"):
         native_library.load.__wrapped__()

@@ -1,0 +1,72 @@
+"""The walk of `PrefixIndex.match_into` by the compiled library, over what lies in arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.router import native_library
+from quire.router.holder_map import HolderMap
+
+
+class LibraryMatch:
+    """What `quire_match` reads, kept in step with the index.
+
+    Parameters
+    ----------
+    confirmed
+        hash -> holders, as bits of their slots.
+    """
+
+    def __init__(self, confirmed: HolderMap):
+        self._confirmed = confirmed
+        self._holders = native_library.Holders(
+            table=ctypes.addressof(confirmed.table.native),
+        )
+        self._address = ctypes.addressof(self._holders)
+        self._sets: np.ndarray | None = None  # whose address the struct has
+        self._make_room(512)  # blocks: most prompts
+        self.set_live(0, np.empty(0, np.int64))
+
+    def set_live(self, live: int, rows: np.ndarray) -> None:
+        """Let those be found that have their bits in `live`; `rows`, [slots] int64 for all of them, is where they are
+        written to, and read whenever it changes."""
+        words = -(-live.bit_length() // 64)
+        self._confirmed.widen(64 * words)
+        packed = np.frombuffer(live.to_bytes(8 * words, "little"), np.uint64)
+        self._live, self._alive, self._rows = packed, np.empty(words, np.uint64), rows
+        self._holders.live, self._holders.live_words = native_library.address(packed), words
+        self._holders.alive = native_library.address(self._alive)
+        self._holders.rows = native_library.address(rows)
+
+    def into(
+        self,
+        library: ctypes.PyDLL,
+        hashes: Sequence[int] | np.ndarray,
+        block: float,
+        most: float,
+        depths: np.ndarray,
+    ) -> tuple[int, list[int]]:
+        """As `PrefixIndex.match_into`, bookings aside.
+
+        Returns
+        -------
+        The longest match, in blocks; and the hashes that some do not hold who hold all before them.
+        """
+        n, sets, address = len(hashes), self._confirmed.sets, native_library.address
+        hashes = np.ascontiguousarray(hashes, np.uint64)
+        if sets is not self._sets:
+            self._sets = sets
+            self._holders.sets, self._holders.words = address(sets), sets.shape[1]
+        if n > len(self._ends):
+            self._make_room(n)
+        said = library.quire_match(
+            self._address, address(hashes), n, block, most, address(depths), self._ends_address
+        )
+        return said & 0xFFFFFFFF, self._ends[: said >> 32].tolist()
+
+    def _make_room(self, num_ends: int) -> None:
+        room = np.empty(num_ends, np.uint64)
+        self._ends, self._ends_address = memoryview(room), native_library.address(room)
