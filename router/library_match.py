@@ -31,8 +31,8 @@ class LibraryMatch:
         self.set_live(0, np.empty(0, np.int64))
 
     def set_live(self, live: int, rows: np.ndarray) -> None:
-        """Let those be found that have their bits in `live`; `rows`, [slots] int64 for all of them, is where they are
-        written to, and read whenever it changes."""
+        """Let those be found that have their bits in `live`, and written to the rows of their slots: [slots] int64,
+        -1: none, read anew in each call."""
         words = -(-live.bit_length() // 64)
         self._confirmed.widen(64 * words)
         packed = np.frombuffer(live.to_bytes(8 * words, "little"), np.uint64)
@@ -62,8 +62,9 @@ class LibraryMatch:
             self._holders.sets, self._holders.words = address(sets), sets.shape[1]
         if n > len(self._ends):
             self._make_room(n)
+        rows = (address(depths), len(depths))
         said = library.quire_match(
-            self._address, address(hashes), n, block, most, address(depths), self._ends_address
+            self._address, address(hashes), n, block, most, *rows, self._ends_address
         )
         return said & 0xFFFFFFFF, self._ends[: said >> 32].tolist()
 

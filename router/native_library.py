@@ -67,7 +67,7 @@ def load() -> ctypes.PyDLL | None:
     library.quire_find_runs.argtypes = [pointer, pointer, integer, pointer, pointer]
     library.quire_match.restype = integer
     library.quire_match.argtypes = [
-        *(pointer, pointer, integer, ctypes.c_double, ctypes.c_double, pointer, pointer)
+        *(pointer, pointer, integer, ctypes.c_double, ctypes.c_double, pointer, integer, pointer)
     ]
     library.quire_price.restype = integer
     library.quire_price.argtypes = [

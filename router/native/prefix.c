@@ -47,7 +47,8 @@ static inline __attribute__((always_inline)) void hash_all(uint64_t (*sum_of)(co
     uint64_t sum = 0;
     for (int64_t block = 0; block < blocks; block++) {
         int64_t first = BLOCK_TOKENS * block;
-        sum += weight_sums[block] + sum_of(tokens + first, (struct halves){weights.lower + first, weights.upper + first});
+        const struct halves of_block = {weights.lower + first, weights.upper + first};
+        sum += weight_sums[block] + sum_of(tokens + first, of_block);
         hashes[block] = splitmix64(sum ^ chain_seed);
     }
 }
@@ -178,18 +179,26 @@ struct holders {
     uint64_t *alive;     /* [live_words], room for what follows */
 };
 
-static void write_depth(const struct holders *holders, int64_t word, uint64_t bits, double depth, double *depths) {
+/* What is written to: [num] by row. */
+struct depths {
+    double *of_row;
+    int64_t num;
+};
+
+static void write_depth(const struct holders *holders, int64_t word, uint64_t bits, double depth,
+                        const struct depths depths) {
     for (; bits; bits &= bits - 1) {
         int64_t row = holders->rows[64 * word + __builtin_ctzll(bits)];
-        if (row >= 0) depths[row] = depth;
+        if (row >= 0 && row < depths.num) depths.of_row[row] = depth;
     }
 }
 
 /* How much of a chain of hashes each replica holds from its first block on: `block` for each, at most `most`, to its
-   row of `depths`, which were 0. The hashes that some do not hold who hold all before go to `ends`, [n]. Returns the
-   longest match in blocks, and in the upper half the number of ends. */
+   row of `of_row`, [num_rows], which were 0. The hashes that some do not hold who hold all before go to `ends`, [n].
+   Returns the longest match in blocks, and in the upper half the number of ends. */
 int64_t quire_match(const struct holders *holders, const uint64_t *hashes, int64_t n, double block, double most,
-                    double *depths, uint64_t *ends) {
+                    double *of_row, int64_t num_rows, uint64_t *ends) {
+    const struct depths depths = {of_row, num_rows};
     int64_t num_ends = 0, longest = 0, place;
     int64_t words = holders->live_words;
     uint64_t *alive = holders->alive, some = 0;
