@@ -107,7 +107,7 @@ class SamplingParams:
 
 ROUTING_BLOCK_TOKENS = 64
 _U64 = np.uint64
-_MIN_WEIGHTS = 1 << 15
+MIN_ROUTING_WEIGHTS = 1 << 15
 # As arrays of no dimension: an operation takes them as they are, where a scalar costs it a conversion.
 _MIX_ADD = np.array(0x9E3779B97F4A7C15, _U64)
 _MIX_ROUNDS = (
@@ -144,7 +144,7 @@ def _weight_table(num_bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 def routing_weights(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """[blocks, 64] uint64, the weights of at least `num_tokens` positions, and [blocks] uint64, their sums."""
-    return _weight_table((max(num_tokens, _MIN_WEIGHTS) - 1).bit_length())
+    return _weight_table((max(num_tokens, MIN_ROUTING_WEIGHTS) - 1).bit_length())
 
 
 def routing_block_sums(starts: np.ndarray, token_ids: np.ndarray) -> np.ndarray:

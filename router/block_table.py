@@ -24,7 +24,7 @@ behind a link. The array is as large as it will ever be, lines for what overflow
 the lines in use only.
 
 Who chooses prompts can choose their hashes, which are no secret; so a hash is mixed with a number that is, and no
-choice fills one bucket (multiply-shift, Dietzfelbinger et al. 1997).
+choice fills one bucket: multiplication by a secret, its high bits taken (Dietzfelbinger et al. 1997), in two rounds.
 
 Many hashes are looked up by `native/prefix.c`, if it was compiled, in a fraction of the time that numpy takes; what
 they say is the same.
@@ -51,7 +51,7 @@ _FIRST_BUCKETS = 64
 _LEAST_SPLIT = 64  # buckets: splitting them one at a time costs as much
 _ALL_BITS = 2**64 - 1
 # As arrays of no dimension: an operation takes them as they are, where a number costs it a conversion.
-_SIGN_SHIFTS = np.array(63)
+_SIGN_SHIFTS, _HALF = np.array(63), np.array(32, _U64)
 
 FULL = -1  # as a place: it needs a new line
 
@@ -274,7 +274,7 @@ class BlockTable:
     # ---------------------------------------------------------------------------------------- a scan
 
     def scan(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Entries of the buckets [first, last), as hashes, places and ids."""
+        """Entries of the buckets [first, last), as keys (the hashes, but for that of 0), places and ids."""
         lines = linked = np.arange(first, last)
         while len(linked):
             links = self._links[linked]
@@ -312,13 +312,17 @@ class BlockTable:
 
     def _bucket(self, key: int) -> int:
         product = key * self._secret & _ALL_BITS
+        product = (product ^ product >> 32) * self._secret & _ALL_BITS
         mixed = int.from_bytes(product.to_bytes(8, "little"), "big")
         bucket = mixed & self._high
         return bucket if bucket < self.num_buckets else mixed & self._low
 
     def _mixed(self, keys: np.ndarray) -> np.ndarray:
-        """uint64, of which the low bits are used: the high ones of a product depend on all bits of its factors."""
+        """uint64, of which the low bits are used. A bit of a product depends on the bits of its factors up to it: the
+        high ones, on all. Two rounds, since the swap leaves them in their order within a byte."""
         product = keys * self._secret_factor
+        product ^= product >> _HALF
+        product *= self._secret_factor
         return product.byteswap(inplace=True)
 
     def _as_keys(self, hashes: np.ndarray) -> np.ndarray:

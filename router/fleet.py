@@ -82,11 +82,18 @@ class Fleet:
         Raises
         ------
         ValueError
-            Some are missing, or there are others.
+            Some are missing, or there are others; one has not a number for each replica; `session_row` is none of them.
         """
         if named.keys() != set(COLUMN_NAMES):
             raise ValueError(f"columns must be {sorted(COLUMN_NAMES)}, got {sorted(named)}")
-        values = np.zeros((columns.NUM_COLUMNS, len(replicas)))
+        n = len(replicas)
+        named = {name: np.array(column, np.float64) for name, column in named.items()}
+        for name, column in named.items():
+            if column.shape != (n,):
+                raise ValueError(f"{name} must have shape [{n}], got {list(column.shape)}")
+        if not -1 <= facts.get("session_row", -1) < n:
+            raise ValueError(f"session_row must be from -1 to {n - 1}, got {facts['session_row']}")
+        values = np.zeros((columns.NUM_COLUMNS, n))
         for name, column in _COLUMN_OF.items():
             values[column] = named[name]
         for name, column in _MOMENT_OF.items():

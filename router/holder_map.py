@@ -47,13 +47,15 @@ class HolderMap:
     masks
         The sets by their number; 0 is the empty set, which all absent hashes have.
     sets
-        [numbers, words] uint64, the same as bits, for the compiled library; another array when they need more room.
+        [numbers, words] uint64, the same as bits, for the compiled library, if `with_sets`; another array when they
+        need more room.
     """
 
-    def __init__(self, max_blocks: int):
+    def __init__(self, max_blocks: int, *, with_sets: bool = False):
         self.table = BlockTable(max_blocks)
         self.masks: list[int] = [0]
         self._max_blocks = max_blocks
+        self._with_sets = with_sets
         self._keep_sets(np.zeros((_FIRST_SETS, 1), np.uint64))
         self._number_of: dict[int, int] = {0: 0}  # mask -> its number
         self._num_blocks_of: list[int] = [0]  # by number; of 0 nobody counts them
@@ -71,10 +73,10 @@ class HolderMap:
 
     def widen(self, num_bits: int) -> None:
         """Give `sets` words for so many bits."""
-        words = -(-num_bits // 64)
-        if words > self.sets.shape[1]:
-            wider = np.zeros((len(self.sets), words), np.uint64)
-            wider[:, : self.sets.shape[1]] = self.sets
+        words = self.sets.shape[1]
+        if num_bits > 64 * words:
+            wider = np.zeros((len(self.sets), max(2 * words, -(-num_bits // 64))), np.uint64)
+            wider[: len(self.masks), :words] = self.sets[: len(self.masks)]
             self._keep_sets(wider)
 
     def runs(self, hashes: np.ndarray) -> Iterator[tuple[int, int, int]]:
@@ -189,13 +191,17 @@ class HolderMap:
                 self.masks.append(mask)
                 self._num_blocks_of.append(0)
             self._number_of[mask] = number
-            self._write_set(number, mask)
+            if self._with_sets:
+                self._write_set(number, mask)
         return number
 
     def _write_set(self, number: int, mask: int) -> None:
         self.widen(mask.bit_length())
         if number == len(self.sets):
-            self._keep_sets(np.concatenate([self.sets, np.zeros_like(self.sets)]))
+            # Zeros of the system, which are written only where there is something to copy.
+            more = np.zeros((2 * number, self.sets.shape[1]), np.uint64)
+            more[:number] = self.sets
+            self._keep_sets(more)
         size = self._bytes_of_set
         self._set_view[size * number : size * (number + 1)] = mask.to_bytes(size, "little")
 

@@ -91,7 +91,7 @@ class PrefixIndex:
                 raise ValueError(f"{name} must be >= 1, got {bound}")
         self.max_blocks = max_blocks
         self.max_booked_blocks = max_booked_blocks
-        self._confirmed = HolderMap(max_blocks)
+        self._confirmed = HolderMap(max_blocks, with_sets=True)
         self._host = HolderMap(max_blocks)
         self._booked = BookedBlocks(max_booked_blocks)
         self._holders: dict[str, _Holder] = {}
@@ -302,7 +302,7 @@ class PrefixIndex:
         block: float = 1.0,
         most: float = math.inf,
     ) -> int:
-        """As `match`, to the rows of `set_row`.
+        """As `match`, to the rows of `set_row`; who has none is not written.
 
         Parameters
         ----------
@@ -326,12 +326,15 @@ class PrefixIndex:
             if mask.bit_count() <= _FEW_BITS:
                 while mask:
                     bit = mask & -mask
-                    depths[self._by_slot[bit.bit_length() - 1].row] = depth
+                    row = self._by_slot[bit.bit_length() - 1].row
+                    if row >= 0:
+                        depths[row] = depth
                     mask ^= bit
                 continue
             packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
             bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
-            depths[self._row_by_slot[bits.nonzero()[0]]] = depth
+            rows = self._row_by_slot[bits.nonzero()[0]]
+            depths[rows[rows >= 0]] = depth
         return blocks
 
     def host_blocks_into(
@@ -470,11 +473,11 @@ class PrefixIndex:
         return self._num_slots - 1
 
     def _make_live(self, holder: _Holder) -> None:
-        self._holders[holder.replica] = holder
-        self._by_slot[holder.slot] = holder
-        if holder.slot >= len(self._row_by_slot):
+        while holder.slot >= len(self._row_by_slot):
             more = np.full(len(self._row_by_slot), -1, np.int64)
             self._row_by_slot = np.concatenate([self._row_by_slot, more])
+        self._holders[holder.replica] = holder
+        self._by_slot[holder.slot] = holder
         self._row_by_slot[holder.slot] = holder.row
         self._set_live(self._live | holder.bit)
 

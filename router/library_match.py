@@ -62,7 +62,7 @@ class LibraryMatch:
             self._holders.sets, self._holders.words = address(sets), sets.shape[1]
         if n > len(self._ends):
             self._make_room(n)
-        rows = (address(depths), len(depths))
+        rows = (address(depths), depths.nbytes // 8)
         said = library.quire_match(
             self._address, address(hashes), n, block, most, *rows, self._ends_address
         )

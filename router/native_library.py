@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.kernels.compiled import open_library
 
-_ABI = 3  # QUIRE_ROUTER_ABI
+_ABI = 4  # QUIRE_ROUTER_ABI
 _Anything = ctypes.c_char * 0
 
 

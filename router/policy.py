@@ -19,7 +19,9 @@ import numpy as np
 from quire.router import native_library
 from quire.router.fleet import Fleet
 
-MAX_RANKED = 16  # replicas that a ranking names: the choice and its fall-backs
+MAX_RANKED = (
+    16  # replicas that a ranking names, the choice and its fall-backs; `native/cost.c` has it too
+)
 
 
 @dataclass(frozen=True, slots=True)

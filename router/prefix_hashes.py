@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, RoutingHasher, routing_weights
+from quire.protos.wire import (
+    MIN_ROUTING_WEIGHTS,
+    ROUTING_BLOCK_TOKENS,
+    RoutingHasher,
+    routing_weights,
+)
 from quire.router import native_library
 
 # A comparison with a type would make one of it each time.
@@ -31,7 +36,7 @@ def prefix_hashes(hasher: RoutingHasher, token_ids: np.ndarray) -> np.ndarray:
         return hasher.hashes(token_ids)
     num_blocks = len(token_ids) // ROUTING_BLOCK_TOKENS
     hashes = np.empty(num_blocks, _UINT64)
-    weights = _weights(1 << (len(token_ids) - 1).bit_length())
+    weights = _weights(max(MIN_ROUTING_WEIGHTS, 1 << (len(token_ids) - 1).bit_length()))
     library.quire_prefix_hashes(
         native_library.address(token_ids),
         *weights.addresses,

@@ -30,7 +30,7 @@ struct prices {
 };
 
 /* What is known of the replicas: columns [NUM_COLUMNS, n], rows `stride` apart; gpu, host, speed [n]; reuse [n], the
-   chance that what is evicted were used again, or null. */
+   chance that what is evicted were used again, or null: `_Fleet` of `cost_terms.py`. */
 struct fleet {
     const double *columns;
     int64_t stride;
@@ -49,7 +49,7 @@ struct terms {
 
 enum { MAX_RANKED = 16 }; /* `quire/router/policy.py` */
 
-/* What is found beside the costs: `Found` of `cost_terms.py`. */
+/* What is found beside the costs: `_Found` of `cost_terms.py`. */
 struct found {
     struct copies copies;
     double oldest_report_s;
@@ -158,7 +158,10 @@ int64_t quire_smallest(const double *values, int64_t n, int64_t most, int32_t *r
     return kept;
 }
 
-enum { NEEDS_REUSE = -1 };
+/* For a test: Python says how large it is as well. */
+int64_t quire_found_size(void) { return sizeof(struct found); }
+
+enum { NEEDS_REUSE = -1 }; /* of `cost_terms.py` */
 
 /* wait, cost [n]: the first term and the sum of all; of the session's row, -1: none, less that part of its prefill.
    Returns how many rows of `found` there are, and in the upper half 1 if others cost the same as the first within

@@ -2,10 +2,10 @@
 
    One thread, no allocation, and the caller keeps the interpreter's lock: a prompt of 16,000 tokens takes some tens of
    microseconds. Layouts are those of `quire/router/block_table.py`, the hash is that of `RoutingHasher` in
-   `quire/protos/wire.py`; both have the same in numpy. */
+   `quire/protos/wire.py`; both have the same in numpy. The match is that of `PrefixIndex`, which has it in Python. */
 #include <stdint.h>
 
-#define QUIRE_ROUTER_ABI 3
+#define QUIRE_ROUTER_ABI 4
 
 enum {
     BLOCK_TOKENS = 64, /* wire.ROUTING_BLOCK_TOKENS */
@@ -113,7 +113,8 @@ struct block_table {
 static uint64_t key_of(const struct block_table *table, uint64_t hash) { return hash ? hash : table->secret; }
 
 static const struct line *bucket_of(const struct block_table *table, uint64_t key) {
-    uint64_t mixed = __builtin_bswap64(key * table->secret), bucket = mixed & table->high;
+    uint64_t product = key * table->secret;
+    uint64_t mixed = __builtin_bswap64((product ^ product >> 32) * table->secret), bucket = mixed & table->high;
     return table->lines + (bucket < table->num_buckets ? bucket : mixed & table->low);
 }
 

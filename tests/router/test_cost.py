@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import Counter
 from dataclasses import replace
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_fleets import COLUMNS, FLEETS, ROWS, fleet_of, idle
 
+from quire.router import cost_terms, native_library
 from quire.router.cost import CostPolicy, e2e_policy
-from quire.router.fleet import Demand, prefill_work
+from quire.router.fleet import COLUMN_NAMES, Demand, Fleet, prefill_work
 from quire.router.policy import RouteRequest
 
 pytestmark = pytest.mark.usefixtures("either_library")
@@ -32,6 +34,23 @@ def winners(rows, num_tokens=1000, draws=400, policy=None, **facts):
     return Counter(
         policy.choose(RouteRequest(num_tokens), fleet, 0.0, rng)[0].replica for _ in range(draws)
     )
+
+
+def test_c_and_python_agree_on_what_is_found():
+    library = native_library.load()
+    if library is None:
+        pytest.skip("no library")
+    assert library.quire_found_size() == ctypes.sizeof(cost_terms._Found)
+
+
+def test_a_fleet_of_columns_that_do_not_fit_is_refused():
+    columns = {name: [0.0, 0.0] for name in COLUMN_NAMES}
+    fleet = Fleet.of("ab", columns, session_row=1)
+    assert fleet.gpu_tokens.dtype == np.float64 and len(fleet) == 2
+    with pytest.raises(ValueError, match=r"gpu_tokens must have shape \[2\], got \[1\]"):
+        Fleet.of("ab", columns | {"gpu_tokens": [0.0]})
+    with pytest.raises(ValueError, match="session_row must be from -1 to 1, got 2"):
+        Fleet.of("ab", columns, session_row=2)
 
 
 @given(FLEETS, st.integers(1, 50_000), st.floats(0, 50))

@@ -92,6 +92,18 @@ def test_a_set_without_blocks_leaves_nothing_behind():
     assert len(subject) == 0 and subject.num_sets == 1 and len(subject.masks) < 5
 
 
+def test_the_sets_as_bits_are_those_of_the_masks():
+    rng = random.Random(5)
+    subject = HolderMap(10_000, with_sets=True)
+    for _ in range(300):
+        batch = u64(rng.getrandbits(64) % 500 for _ in range(rng.choice([1, 30])))
+        rng.choice([subject.store, subject.store, subject.remove])(1 << rng.randrange(300), batch)
+    assert subject.num_sets > 200
+    for number in {*subject.numbers(np.arange(500, dtype=np.uint64)).tolist()}:
+        words = subject.sets[number]
+        assert int.from_bytes(words.tobytes(), "little") == subject.masks[number]
+
+
 def test_a_sweep_goes_on_where_it_was_while_the_map_grows():
     rng = np.random.default_rng(0)
     subject = HolderMap(100_000)
@@ -172,12 +184,15 @@ def test_a_chain_of_the_same_holders_is_one_run():
 
 def test_no_choice_of_hashes_crowds_into_a_few_buckets():
     """Equal in their low bits, their high bits, or the multiples of a number."""
-    few = np.arange(1, 5001, dtype=np.uint64)
-    for hashes in (few << np.uint64(48), few, few * np.uint64(2**40 + 15)):
-        table = BlockTable(5000)
-        table.insert(hashes, np.arange(1, 5001, dtype=np.int32))
+    few, many = (np.arange(1, num + 1, dtype=np.uint64) for num in (5000, 400_000))
+    for hashes in (
+        *(few << np.uint64(48), few, few * np.uint64(2**40 + 15)),
+        (many << np.uint64(44)) | np.uint64(12345),
+    ):
+        table, ids = BlockTable(len(hashes)), np.arange(1, len(hashes) + 1, dtype=np.int32)
+        table.insert(hashes, ids)
         assert table.num_links <= 0.05 * len(table)
-        assert table.find(hashes)[1].tolist() == [*range(1, 5001)]
+        assert (table.find(hashes)[1] == ids).all()
 
 
 def test_lines_behind_a_bucket_are_used_again():

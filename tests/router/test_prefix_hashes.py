@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as of_numpy
 from quire.kernels.compiled import NativeLibraryError
 from quire.protos.wire import RoutingHasher
 from quire.router import native_library
-from quire.router.prefix_hashes import prefix_hashes
+from quire.router.prefix_hashes import _weights, prefix_hashes
 
 needs_library = pytest.mark.skipif(
     native_library.load() is None, reason="installed without a C compiler"
@@ -36,6 +36,14 @@ def test_a_prompt_beyond_the_first_table_of_weights():
     assert (prefix_hashes(hasher, token_ids) == hasher.hashes(token_ids)).all()
 
 
+@needs_library
+def test_most_lengths_share_their_weights():
+    _weights.cache_clear()
+    for num_tokens in (0, 64, 1000, 5000, 32_768, 64):
+        prefix_hashes(RoutingHasher("m"), np.zeros(num_tokens, np.int32))
+    assert _weights.cache_info().misses == 1
+
+
 @pytest.mark.parametrize("token_ids", [np.arange(640), np.arange(1280, dtype=np.int32)[::2]])
 def test_what_the_library_does_not_read_is_hashed_all_the_same(token_ids):
     hasher = RoutingHasher("m")
@@ -45,5 +53,5 @@ def test_what_the_library_does_not_read_is_hashed_all_the_same(token_ids):
 @needs_library
 def test_a_library_of_other_sources_is_refused(monkeypatch):
     monkeypatch.setattr(native_library, "_ABI", 0)
-    with pytest.raises(NativeLibraryError, match=r"has version 3, this package needs 0"):
+    with pytest.raises(NativeLibraryError, match=r"has version 4, this package needs 0"):
         native_library.load.__wrapped__()
