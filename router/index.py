@@ -33,7 +33,7 @@ from quire.protos.wire import CacheEvents, tier_digest
 from quire.router import native_library
 from quire.router.bookings import BookedBlocks, Counts
 from quire.router.holder_map import HolderMap
-from quire.router.library_match import LibraryMatch
+from quire.router.native_match import NativeMatch
 
 _FEW_BITS = 8  # more replicas than these are cheaper to write as an array
 _WINDOW = (
@@ -99,7 +99,7 @@ class PrefixIndex:
         self._by_slot: dict[int, _Holder] = {}
         self._row_by_slot = np.full(64, -1, np.int64)
         self._live = 0  # bits that `match` may see
-        self._library_match = LibraryMatch(self._confirmed)
+        self._native_match = NativeMatch(self._confirmed)
         self._free_slots: list[int] = []  # heap
         self._num_slots = 0
         self._retired = 0  # dead bits that wait for the next sweep
@@ -315,7 +315,7 @@ class PrefixIndex:
         """
         library = native_library.load()
         if library is not None:
-            blocks, ends = self._library_match.into(library, hashes, block, most, depths)
+            blocks, ends = self._native_match.into(library, hashes, block, most, depths)
             # It knows nothing of bookings, but where some end they would go on by one.
             if self._booked.masks.keys().isdisjoint(ends):
                 return blocks
@@ -489,7 +489,7 @@ class PrefixIndex:
 
     def _set_live(self, live: int) -> None:
         self._live = live
-        self._library_match.set_live(live, self._row_by_slot)
+        self._native_match.set_live(live, self._row_by_slot)
 
     def _drop_staged(self, replica: str) -> None:
         staged = self._staged.pop(replica, None)

@@ -11,7 +11,7 @@ from quire.router import native_library
 from quire.router.holder_map import HolderMap
 
 
-class LibraryMatch:
+class NativeMatch:
     """What `quire_match` reads, kept in step with the index.
 
     Parameters
