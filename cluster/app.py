@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import ray
@@ -84,12 +85,19 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         max_ongoing_requests=config.max_replicas * max_calls + config.router.max_queued_requests,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=config.router.drain_timeout_s,
+        # An old worker of HAProxy may send it requests to the end of the window: their streams too have the whole time.
+        graceful_shutdown_timeout_s=_drain_window_s() + config.router.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         user_config={},
         ray_actor_options=_actor_options(config.router_resources, 0),
     )
     return router.bind(replica, config.model_dump())
+
+
+def _drain_window_s() -> float:
+    """Seconds for which Serve keeps an ingress replica that goes away reachable, 30 by its default. They count
+    against the deployment's `graceful_shutdown_timeout_s`."""
+    return float(os.environ.get("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "30"))
 
 
 def _replica_class(config: AppConfig) -> type[Replica]:

@@ -19,7 +19,8 @@ def chaos_cluster(tmp_path_factory) -> Iterator[Cluster]:
     """Three replicas and two routers."""
 
     def change(config: dict) -> None:
-        args = config["applications"][0]["args"]
+        application = config["applications"][0]
+        args = application["args"]
         args |= {"replicas": 3, "routers": 2, "engine": {"deterministic": True}}
         args["router"] = {
             # All replicas may be dead until the first is back: on two cores, with three of them starting, that
@@ -28,8 +29,10 @@ def chaos_cluster(tmp_path_factory) -> Iterator[Cluster]:
             # A replica that goes away lets go of its streams before they can end: they have to move.
             "drain_timeout_s": 0.0,
         }
+        # A router's streams cannot move, so they have the time that a move may take.
+        application["deployments"] = [{"name": "Router", "graceful_shutdown_timeout_s": 120.0}]
         # Serve holds a router for so long before it stops listening, 30 s by default.
-        for section in (config["controller_options"], config["applications"][0]):
+        for section in (config["controller_options"], application):
             env = section["runtime_env"]["env_vars"]
             env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
 

@@ -66,10 +66,13 @@ def settled_pids(cluster: Cluster) -> tuple[set[int], set[int]]:
 
 
 def with_deployments(config: dict, **deployments: dict) -> dict:
+    """`config` with these fields of its deployments changed."""
     config = copy.deepcopy(config)
-    config["applications"][0]["deployments"] = [
-        {"name": name, **fields} for name, fields in deployments.items()
-    ]
+    application = config["applications"][0]
+    fields = {d["name"]: d for d in application.get("deployments", [])}
+    for name, changed in deployments.items():
+        fields.setdefault(name, {"name": name}).update(changed)
+    application["deployments"] = list(fields.values())
     return config
 
 

@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 from live import wait_until
 
+from quire.cluster.config import AppConfig
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
@@ -254,3 +255,13 @@ def test_ray_metrics_and_names(cluster):
         assert len(replicas) == 2, gauge
     details = cluster.serve_status()["applications"]["quire"]["deployments"]
     assert {name: len(d["replicas"]) for name, d in details.items()} == {"Replica": 2, "Router": 2}
+
+
+def test_a_stream_of_the_drain_window_has_the_whole_drain_time(cluster):
+    """Serve counts its window of 30 s, in which a router that goes away still gets requests, against the timeout."""
+    details = cluster.serve_status()["applications"]["quire"]["deployments"]
+    drain_s = AppConfig.from_args(cluster.config["applications"][0]["args"]).router.drain_timeout_s
+    timeouts = {
+        n: d["deployment_config"]["graceful_shutdown_timeout_s"] for n, d in details.items()
+    }
+    assert timeouts == {"Replica": drain_s + 15, "Router": 30 + drain_s}
