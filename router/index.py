@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import repeat, takewhile
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from quire.router.bookings import BookedBlocks, Counts
 from quire.router.holder_map import HolderMap
 from quire.router.native_match import NativeMatch
 
-_FEW_BITS = 8  # more replicas than these are cheaper to write as an array
+_FEW_BITS = 8  # more replicas than these are cheaper all at once
 _WINDOW = (
     512  # blocks of a prompt that are looked up at a time: most prompts, and an end for the rest
 )
@@ -57,6 +57,7 @@ class _Holder:
     num_removed: int = 0  # evictions from its `gpu` tier that were replayed
     complete: bool = True  # False: a store was dropped at the memory bound
     booked: Counts = field(default_factory=dict)
+    bookings: set[Booking] = field(default_factory=set)  # that it counts
     alive: bool = True
     row: int = -1  # where `match_into` writes
 
@@ -66,8 +67,24 @@ class Booking:
     """Optimistic entries of one request on one replica; given back with `PrefixIndex.unbook`."""
 
     holder: _Holder
-    hashes: Sequence[int]
+    chain: np.ndarray  # [blocks] uint64
+    hashes: Sequence[int]  # the same
     active: bool = True
+
+    def num_shared(self, chain: np.ndarray) -> int:
+        """How many blocks of a chain, [n >= 1] uint64, follow each other here as they do there, from its first on."""
+        ours = self.chain
+        if not len(ours):
+            return 0
+        if ours[0] != chain[0]:
+            first = int((ours == chain[0]).argmax())
+            if not first:
+                return 0  # it is not here
+            ours = ours[first:]
+        num = min(len(ours), len(chain))
+        differs = ours[:num] != chain[:num]
+        first = int(differs.argmax())
+        return first if differs[first] else num
 
 
 class PrefixIndex:
@@ -256,8 +273,11 @@ class PrefixIndex:
             The replica is not indexed.
         """
         holder = self._holders[replica]
-        chain = hashes.tolist() if isinstance(hashes, np.ndarray) else list(hashes)
-        return Booking(holder, self._booked.add(holder.booked, holder.bit, chain))
+        chain = np.asarray(hashes, np.uint64)
+        taken = self._booked.add(holder.booked, holder.bit, chain.tolist())
+        booking = Booking(holder, chain[: len(taken)], taken)
+        holder.bookings.add(booking)
+        return booking
 
     def unbook(self, booking: Booking) -> None:
         """Give a booking back; a second time, or after the replica went, does nothing."""
@@ -265,6 +285,7 @@ class PrefixIndex:
         if not booking.active or not holder.alive:
             return
         booking.active = False
+        holder.bookings.remove(booking)
         self._booked.give_back(holder.booked, holder.bit, booking.hashes)
 
     # ------------------------------------------------------------------------------------ matching
@@ -315,11 +336,19 @@ class PrefixIndex:
         """
         library = native_library.load()
         if library is not None:
-            blocks, ends = self._native_match.into(library, hashes, block, most, depths)
-            # It knows nothing of bookings, but where some end they would go on by one.
-            if self._booked.masks.keys().isdisjoint(ends):
+            chain = np.ascontiguousarray(hashes, np.uint64)
+            blocks, ends = self._native_match.into(library, chain, block, most, depths)
+            # It knows nothing of bookings, but where some end they may go on by one.
+            booked = self._booked.masks
+            if booked.keys().isdisjoint(ends):
                 return blocks
-            depths[:] = 0.0
+            if all(booked.get(end, 0).bit_count() <= _FEW_BITS for end in ends):
+                for holder, depth in self._booked_beyond(chain, ends):
+                    if holder.row >= 0:
+                        depths[holder.row] = min(depth * block, most)
+                    blocks = max(blocks, depth)
+                return blocks
+            depths[:] = 0.0  # so many at once are faster as masks
         blocks = 0
         for blocks, mask in self.match_masks(hashes):
             depth = min(blocks * block, most)
@@ -358,6 +387,42 @@ class PrefixIndex:
                 if row >= 0:
                     blocks[row] += max(0, min(end, depths[row]) - first)
                 mask ^= bit
+
+    def _booked_beyond(
+        self, chain: np.ndarray, ends: Sequence[int]
+    ) -> Iterator[tuple[_Holder, int]]:
+        """(holder, blocks) of those who match more of a chain by their bookings than `NativeMatch.into` has just found.
+
+        Parameters
+        ----------
+        ends
+            Hashes where it found that some end.
+        """
+        masks, booked, alive = self._confirmed.masks, self._booked.masks, self._live
+        for end, first, number in zip(ends, *self._native_match.ends(len(ends)), strict=True):
+            lost = alive & ~masks[number]
+            alive ^= lost
+            kept = lost & booked.get(end, 0)
+            while kept:
+                bit = kept & -kept
+                kept ^= bit
+                holder = self._by_slot[bit.bit_length() - 1]
+                yield holder, self._followed(holder, chain, first)
+
+    def _followed(self, holder: _Holder, chain: np.ndarray, depth: int) -> int:
+        """Blocks of a chain that a holder has confirmed or booked, of which the first `depth` are known to be."""
+        masks, bit = self._confirmed.masks, holder.bit
+        while depth < len(chain):
+            if int(chain[depth]) in holder.booked:
+                depth += max(booking.num_shared(chain[depth:]) for booking in holder.bookings)
+                continue
+            # What comes behind a booking is mostly nowhere.
+            numbers = self._confirmed.numbers(chain[depth : depth + 1]).tolist()
+            if not masks[numbers[0]] & bit:
+                break
+            numbers = self._confirmed.numbers(chain[depth:]).tolist()
+            depth += sum(1 for _ in takewhile(lambda number: masks[number] & bit, numbers))
+        return depth
 
     def match_masks(self, hashes: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
         """As `match`, by slots: (blocks, mask of the replicas that match so many), ascending."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.kernels.compiled import open_library
 
-_ABI = 4  # QUIRE_ROUTER_ABI
+_ABI = 5  # QUIRE_ROUTER_ABI
 _Anything = ctypes.c_char * 0
 
 
@@ -41,6 +41,16 @@ class Holders(ctypes.Structure):
         ("live_words", ctypes.c_int64),
         ("rows", ctypes.c_void_p),
         ("alive", ctypes.c_void_p),
+    ]
+
+
+class Ends(ctypes.Structure):
+    """`struct ends`."""
+
+    _fields_ = [
+        ("hashes", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,7 +43,7 @@ class NativeMatch:
     def into(
         self,
         library: ctypes.PyDLL,
-        hashes: Sequence[int] | np.ndarray,
+        hashes: np.ndarray,
         block: float,
         most: float,
         depths: np.ndarray,
@@ -53,21 +52,27 @@ class NativeMatch:
 
         Returns
         -------
-        The longest match, in blocks; and the hashes that some do not hold who hold all before them.
+        The longest match, in blocks; and the hashes that some do not hold who hold all before them: `ends` says more
+        of them.
         """
         n, sets, address = len(hashes), self._confirmed.sets, native_library.address
-        hashes = np.ascontiguousarray(hashes, np.uint64)
         if sets is not self._sets:
             self._sets = sets
             self._holders.sets, self._holders.words = address(sets), sets.shape[1]
-        if n > len(self._ends):
+        if n > len(self._hashes):
             self._make_room(n)
-        rows = (address(depths), depths.nbytes // 8)
+        rows = (address(depths), len(depths))
         said = library.quire_match(
             self._address, address(hashes), n, block, most, *rows, self._ends_address
         )
-        return said & 0xFFFFFFFF, self._ends[: said >> 32].tolist()
+        return said & 0xFFFFFFFF, self._hashes[: said >> 32].tolist()
+
+    def ends(self, num: int) -> tuple[list[int], list[int]]:
+        """The last `into` found so many: their blocks' numbers, ascending, and those of the sets that hold them."""
+        return self._blocks[:num].tolist(), self._ids[:num].tolist()
 
     def _make_room(self, num_ends: int) -> None:
-        room = np.empty(num_ends, np.uint64)
-        self._ends, self._ends_address = memoryview(room), native_library.address(room)
+        rooms = np.empty(num_ends, np.uint64), *np.empty((2, num_ends), np.int32)
+        self._ends = native_library.Ends(*map(native_library.address, rooms))
+        self._ends_address = ctypes.addressof(self._ends)
+        self._hashes, self._blocks, self._ids = map(memoryview, rooms)

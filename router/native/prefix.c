@@ -5,7 +5,7 @@
    `quire/protos/wire.py`; both have the same in numpy. The match is that of `PrefixIndex`, which has it in Python. */
 #include <stdint.h>
 
-#define QUIRE_ROUTER_ABI 4
+#define QUIRE_ROUTER_ABI 5
 
 enum {
     BLOCK_TOKENS = 64, /* wire.ROUTING_BLOCK_TOKENS */
@@ -195,11 +195,18 @@ static void write_depth(const struct holders *holders, int64_t word, uint64_t bi
     }
 }
 
+/* The blocks of a chain that some do not hold who hold all before: [room] each, as many as a chain has blocks. Mirrored
+   in `quire/router/native_library.py`. */
+struct ends {
+    uint64_t *hashes;
+    int32_t *blocks, *ids; /* where they are in the chain, and the sets that do hold them */
+};
+
 /* How much of a chain of hashes each replica holds from its first block on: `block` for each, at most `most`, to its
-   row of `of_row`, [num_rows], which were 0. The hashes that some do not hold who hold all before go to `ends`, [n].
-   Returns the longest match in blocks, and in the upper half the number of ends. */
+   row of `of_row`, [num_rows], which were 0. Returns the longest match in blocks, and in the upper half the number of
+   ends. */
 int64_t quire_match(const struct holders *holders, const uint64_t *hashes, int64_t n, double block, double most,
-                    double *of_row, int64_t num_rows, uint64_t *ends) {
+                    double *of_row, int64_t num_rows, const struct ends *ends) {
     const struct depths depths = {of_row, num_rows};
     int64_t num_ends = 0, longest = 0, place;
     int64_t words = holders->live_words;
@@ -223,7 +230,9 @@ int64_t quire_match(const struct holders *holders, const uint64_t *hashes, int64
             if (lost && i) write_depth(holders, w, lost, depth, depths);
         }
         if (!some_lost) continue;
-        ends[num_ends++] = hashes[i];
+        ends->hashes[num_ends] = hashes[i];
+        ends->blocks[num_ends] = (int32_t)i;
+        ends->ids[num_ends++] = id;
         longest = i;
     }
     if (some) {
