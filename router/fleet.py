@@ -40,8 +40,8 @@ class Fleet:
     columns
         [NUM_COLUMNS, n] float64, in the order of `router/columns.py`, each row contiguous. The properties below are
         [n] float64, made from it.
-    gpu_tokens, host_tokens
-        [n] float64, prompt tokens that it holds or will hold on its device, and further ones in host memory.
+    held
+        [2, n] float64, contiguous, prompt tokens: `gpu_tokens` and `host_tokens`.
     prefill_s_per_work
         [n] float64, measured and still believed; 0: not yet known.
     now_s
@@ -60,8 +60,7 @@ class Fleet:
 
     replicas: Sequence[str]
     columns: np.ndarray
-    gpu_tokens: np.ndarray
-    host_tokens: np.ndarray
+    held: np.ndarray
     prefill_s_per_work: np.ndarray
     now_s: float = 0.0
     work_per_token: float = 1.0
@@ -98,7 +97,8 @@ class Fleet:
             values[column] = named[name]
         for name, column in _MOMENT_OF.items():
             values[column] = 0.0 - named[name]
-        return cls(replicas, values, **{name: named[name] for name in _OWN_ARRAYS}, **facts)
+        held = np.stack([named["gpu_tokens"], named["host_tokens"]])
+        return cls(replicas, values, held, named["prefill_s_per_work"], **facts)
 
     def only(self, row: int) -> Fleet:
         """The fleet as if there were no other replica; what is said of the whole stays."""
@@ -107,8 +107,7 @@ class Fleet:
             self,
             replicas=self.replicas[one],
             columns=self.columns[:, one],
-            gpu_tokens=self.gpu_tokens[one],
-            host_tokens=self.host_tokens[one],
+            held=self.held[:, one].copy(),
             prefill_s_per_work=self.prefill_s_per_work[one],
             session_row=0 if is_session else -1,
         )
@@ -116,6 +115,16 @@ class Fleet:
     def named(self) -> dict[str, np.ndarray]:
         """What a policy may know of each replica, by name: copies, [n] float64 each."""
         return {name: np.array(getattr(self, name), np.float64) for name in COLUMN_NAMES}
+
+    @property
+    def gpu_tokens(self) -> np.ndarray:
+        """Of the prompt, that it holds or will hold on its device."""
+        return self.held[0]
+
+    @property
+    def host_tokens(self) -> np.ndarray:
+        """Further ones in host memory."""
+        return self.held[1]
 
     @property
     def report_age_s(self) -> np.ndarray:

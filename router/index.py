@@ -61,6 +61,18 @@ class _Holder:
     alive: bool = True
     row: int = -1  # where `match_into` writes
 
+    def num_booked(self, chain: np.ndarray, first_hash: int) -> int:
+        """How many blocks of a chain, of which that is the first and booked, one of the bookings has."""
+        # Where a request's booking begins is mostly where the match of its prompt ends.
+        for booking in self.bookings:
+            if booking.hashes[0] == first_hash:
+                return _num_common(booking.chain, chain)
+        for booking in self.bookings:
+            start = int((booking.chain == chain[0]).argmax())
+            if start:
+                return _num_common(booking.chain[start:], chain)
+        raise RuntimeError(f"replica {self.replica!r}: no booking has {first_hash:#x}")
+
 
 @dataclass(slots=True, eq=False)
 class Booking:
@@ -70,21 +82,6 @@ class Booking:
     chain: np.ndarray  # [blocks] uint64
     hashes: Sequence[int]  # the same
     active: bool = True
-
-    def num_shared(self, chain: np.ndarray) -> int:
-        """How many blocks of a chain, [n >= 1] uint64, follow each other here as they do there, from its first on."""
-        ours = self.chain
-        if not len(ours):
-            return 0
-        if ours[0] != chain[0]:
-            first = int((ours == chain[0]).argmax())
-            if not first:
-                return 0  # it is not here
-            ours = ours[first:]
-        num = min(len(ours), len(chain))
-        differs = ours[:num] != chain[:num]
-        first = int(differs.argmax())
-        return first if differs[first] else num
 
 
 class PrefixIndex:
@@ -276,7 +273,8 @@ class PrefixIndex:
         chain = np.asarray(hashes, np.uint64)
         taken = self._booked.add(holder.booked, holder.bit, chain.tolist())
         booking = Booking(holder, chain[: len(taken)], taken)
-        holder.bookings.add(booking)
+        if taken:
+            holder.bookings.add(booking)
         return booking
 
     def unbook(self, booking: Booking) -> None:
@@ -285,7 +283,7 @@ class PrefixIndex:
         if not booking.active or not holder.alive:
             return
         booking.active = False
-        holder.bookings.remove(booking)
+        holder.bookings.discard(booking)
         self._booked.give_back(holder.booked, holder.bit, booking.hashes)
 
     # ------------------------------------------------------------------------------------ matching
@@ -413,12 +411,13 @@ class PrefixIndex:
         """Blocks of a chain that a holder has confirmed or booked, of which the first `depth` are known to be."""
         masks, bit = self._confirmed.masks, holder.bit
         while depth < len(chain):
-            if int(chain[depth]) in holder.booked:
-                depth += max(booking.num_shared(chain[depth:]) for booking in holder.bookings)
+            routing_hash = chain.item(depth)
+            if routing_hash in holder.booked:
+                depth += holder.num_booked(chain[depth:], routing_hash)
                 continue
             # What comes behind a booking is mostly nowhere.
-            numbers = self._confirmed.numbers(chain[depth : depth + 1]).tolist()
-            if not masks[numbers[0]] & bit:
+            _, number = self._confirmed.table.locate(routing_hash)
+            if not masks[number] & bit:
                 break
             numbers = self._confirmed.numbers(chain[depth:]).tolist()
             depth += sum(1 for _ in takewhile(lambda number: masks[number] & bit, numbers))
@@ -575,3 +574,11 @@ class PrefixIndex:
             bit = dead & -dead
             heapq.heappush(self._free_slots, bit.bit_length() - 1)
             dead ^= bit
+
+
+def _num_common(one: np.ndarray, other: np.ndarray) -> int:
+    """Of two arrays, [n >= 1], how much from their beginnings on is the same."""
+    num = min(len(one), len(other))
+    differs = one[:num] != other[:num]
+    end = int(differs.argmax())
+    return end if differs[end] else num

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,8 +24,7 @@ MAX_RANKED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(NamedTuple):
     """What a policy may know of a request."""
 
     num_prompt_tokens: int
@@ -53,7 +52,7 @@ class Score:
         return self.terms.get("prefill_s", 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Ranking(Sequence[Score]):
     """Replicas from best to worst, at most `MAX_RANKED`; empty when there was none to choose from.
 

@@ -479,7 +479,7 @@ class ReplicaTable:
         """
         self._look_at_speeds(now_s)
         names, rows = self._columns.names, self._columns.columns
-        depths, host, longest = self._held_tokens(hashes, num_prompt_tokens)
+        held, longest = self._held_tokens(hashes, num_prompt_tokens)
         heard_s = now_s - self.lost_after_s
         speeds, some_below = self._s_per_work, self._columns.some_below
         # Mostly nobody is left out.
@@ -496,14 +496,13 @@ class ReplicaTable:
             rows = rows.take(
                 kept, axis=1
             )  # where `rows[:, kept]` would lay a replica's columns side by side
-            depths, host, speeds = depths[kept], host[kept], speeds[kept]
+            held, speeds = held.take(kept, axis=1), speeds[kept]
             names = [names[row] for row in kept.tolist()]
         prefix = int(hashes[longest - 1]) if longest else None
         return Fleet(
             replicas=names,
             columns=rows,
-            gpu_tokens=depths,
-            host_tokens=host,
+            held=held,
             prefill_s_per_work=speeds,
             now_s=now_s,
             work_per_token=self._demand.work_per_token,
@@ -517,29 +516,30 @@ class ReplicaTable:
 
     def _held_tokens(
         self, hashes: Sequence[int] | np.ndarray, num_prompt_tokens: int
-    ) -> tuple[np.ndarray, np.ndarray, int]:
+    ) -> tuple[np.ndarray, int]:
         """What each row holds of a prompt.
 
         Returns
         -------
-        [rows] float64, tokens on its device; [rows] float64, further ones in host memory; and the blocks of the
-        longest match.
+        [2, rows] float64, tokens on its device, and further ones in host memory; and the blocks of the longest match.
         """
         index, block = self.index, self._routing_block_tokens
-        tokens, host = np.zeros((2, len(self._columns)))
+        held = np.zeros((2, len(self._columns)))
+        tokens = held[0]
         # The last prompt token is always computed: its logits give the first output token.
         most = max(0, num_prompt_tokens - 1)
         if not index.num_host_blocks:
             longest = index.match_into(hashes, tokens, block, most) if len(hashes) else 0
-            return tokens, host, longest
+            return held, longest
         longest = index.match_into(hashes, tokens)
+        host = held[1]
         index.host_blocks_into(hashes, tokens, host)
         host *= block
         tokens *= block
         np.minimum(tokens, most, out=tokens)
         np.minimum(host, tokens, out=host)
         tokens -= host
-        return tokens, host, longest
+        return held, longest
 
     def _look_at_speeds(self, now_s: float) -> None:
         """Bring what is believed of the replicas' speeds up to date, once in a while."""
