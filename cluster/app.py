@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import ray
@@ -28,6 +27,9 @@ from quire.replica.config import EngineArgs
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 MOVE_TIME_S = 15.0
+# For which an ingress replica that goes away is still reachable, by the default of Serve
+# (RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S). It counts against the timeout after which it is killed.
+REACHABLE_S = 30.0
 DRAIN_POLL_S = 0.5  # a replica that drains looks so often whether it is idle
 # Calls beside the requests' own: attach streams, aborts, resyncs of every router.
 CONTROL_CALLS_PER_ROUTER = 64
@@ -85,19 +87,13 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         max_ongoing_requests=config.max_replicas * max_calls + config.router.max_queued_requests,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        # An old worker of HAProxy may send it requests to the end of the window: their streams too have the whole time.
-        graceful_shutdown_timeout_s=_drain_window_s() + config.router.drain_timeout_s,
+        # An old worker of HAProxy may send it requests as long: their streams too have the whole time.
+        graceful_shutdown_timeout_s=REACHABLE_S + config.router.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         user_config={},
         ray_actor_options=_actor_options(config.router_resources, 0),
     )
     return router.bind(replica, config.model_dump())
-
-
-def _drain_window_s() -> float:
-    """Seconds for which Serve keeps an ingress replica that goes away reachable, 30 by its default. They count
-    against the deployment's `graceful_shutdown_timeout_s`."""
-    return float(os.environ.get("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "30"))
 
 
 def _replica_class(config: AppConfig) -> type[Replica]:

@@ -183,10 +183,11 @@ def test_a_chain_of_the_same_holders_is_one_run():
 
 
 def test_no_choice_of_hashes_crowds_into_a_few_buckets():
-    """Equal in their low bits, their high bits, or the multiples of a number."""
+    """Equal in their low bits, their high bits, or the multiples of a number; with whatever secret."""
     few, many = (np.arange(1, num + 1, dtype=np.uint64) for num in (5000, 400_000))
     for hashes in (
-        *(few << np.uint64(48), few, few * np.uint64(2**40 + 15)),
+        *(few << np.uint64(shift) for shift in (0, 32, 40, 48) for _ in range(10)),
+        few * np.uint64(2**40 + 15),
         (many << np.uint64(44)) | np.uint64(12345),
     ):
         table, ids = BlockTable(len(hashes)), np.arange(1, len(hashes) + 1, dtype=np.int32)
