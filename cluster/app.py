@@ -27,9 +27,10 @@ from quire.replica.config import EngineArgs
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
 MOVE_TIME_S = 15.0
-# For which an ingress replica that goes away is still reachable, by the default of Serve
-# (RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S). It counts against the timeout after which it is killed.
-REACHABLE_S = 30.0
+# An ingress replica that goes away stays reachable for so long, by Serve's default
+# (RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S); that counts against the timeout after which it is killed. And it
+# needs a moment for its own end.
+REACHABLE_S, END_S = 30.0, 5.0
 DRAIN_POLL_S = 0.5  # a replica that drains looks so often whether it is idle
 # Calls beside the requests' own: attach streams, aborts, resyncs of every router.
 CONTROL_CALLS_PER_ROUTER = 64
@@ -87,8 +88,8 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         max_ongoing_requests=config.max_replicas * max_calls + config.router.max_queued_requests,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        # An old worker of HAProxy may send it requests as long: their streams too have the whole time.
-        graceful_shutdown_timeout_s=REACHABLE_S + config.router.drain_timeout_s,
+        # An old worker of HAProxy may send it requests for as long: their streams too have the whole time.
+        graceful_shutdown_timeout_s=REACHABLE_S + config.router.drain_timeout_s + END_S,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         user_config={},
         ray_actor_options=_actor_options(config.router_resources, 0),

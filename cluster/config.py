@@ -522,7 +522,8 @@ class RouterArgs(_Section):
         le=3600,
         description="Seconds for which a replica that goes away lets its requests finish; then they "
         "continue on others. Also those for which a router that shuts down lets its open streams "
-        "finish, since they cannot move, when Serve's window for late requests (30 s) is over.",
+        "finish, since they cannot move, when Serve's window for late requests (by default 30 s; "
+        "a longer one is at its cost) is over.",
     )
     stream_credit_tokens: int = Field(
         256,

@@ -311,7 +311,7 @@ class BlockTable:
         return buckets
 
     def _bucket(self, key: int) -> int:
-        product = (key ^ key >> 32) * self._secret & _ALL_BITS
+        product = (key ^ (key >> 32) * self._secret & _ALL_BITS) * self._secret & _ALL_BITS
         product = (product ^ product >> 32) * self._secret & _ALL_BITS
         mixed = int.from_bytes(product.to_bytes(8, "little"), "big")
         bucket = mixed & self._high
@@ -320,8 +320,10 @@ class BlockTable:
     def _mixed(self, keys: np.ndarray) -> np.ndarray:
         """uint64, of which the low bits are used. A bit of a product depends on the bits of its factors up to it: the
         high ones, on all. Two rounds, since the swap leaves them in their order within a byte; and of a key whose low
-        bits are 0 few bits of the secret would be seen, if its high ones did not come there first."""
+        bits are 0 few bits of the secret would be seen, if its high ones did not come there first, times the secret
+        lest somebody undo it."""
         product = keys >> _HALF
+        product *= self._secret_factor
         product ^= keys
         product *= self._secret_factor
         product ^= product >> _HALF

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat, takewhile
+from itertools import repeat
 
 import numpy as np
 
@@ -35,7 +35,9 @@ from quire.router.bookings import BookedBlocks, Counts
 from quire.router.holder_map import HolderMap
 from quire.router.native_match import NativeMatch
 
-_FEW_BITS = 8  # more replicas than these are cheaper all at once
+_FEW_BITS = 8  # more replicas than these are cheaper to write as an array
+# Of a prompt with bookings, before it is walked with masks: each takes a tenth of that.
+_MAX_COMPARISONS = 8
 _WINDOW = (
     512  # blocks of a prompt that are looked up at a time: most prompts, and an end for the rest
 )
@@ -57,21 +59,9 @@ class _Holder:
     num_removed: int = 0  # evictions from its `gpu` tier that were replayed
     complete: bool = True  # False: a store was dropped at the memory bound
     booked: Counts = field(default_factory=dict)
-    bookings: set[Booking] = field(default_factory=set)  # that it counts
+    begun: dict[int, Booking] = field(default_factory=dict)  # first hash -> the last that began so
     alive: bool = True
     row: int = -1  # where `match_into` writes
-
-    def num_booked(self, chain: np.ndarray, first_hash: int) -> int:
-        """How many blocks of a chain, of which that is the first and booked, one of the bookings has."""
-        # Where a request's booking begins is mostly where the match of its prompt ends.
-        for booking in self.bookings:
-            if booking.hashes[0] == first_hash:
-                return _num_common(booking.chain, chain)
-        for booking in self.bookings:
-            start = int((booking.chain == chain[0]).argmax())
-            if start:
-                return _num_common(booking.chain[start:], chain)
-        raise RuntimeError(f"replica {self.replica!r}: no booking has {first_hash:#x}")
 
 
 @dataclass(slots=True, eq=False)
@@ -79,8 +69,8 @@ class Booking:
     """Optimistic entries of one request on one replica; given back with `PrefixIndex.unbook`."""
 
     holder: _Holder
-    chain: np.ndarray  # [blocks] uint64
-    hashes: Sequence[int]  # the same
+    hashes: Sequence[int]  # that its counts have
+    chain: np.ndarray  # the same, [blocks] uint64, to be compared with a prompt's
     active: bool = True
 
 
@@ -146,6 +136,7 @@ class PrefixIndex:
             return
         holder.alive = False
         self._booked.drop(holder.booked, holder.bit)
+        holder.begun.clear()  # they name it in turn
         self._make_dead(holder)
 
     def epoch(self, replica: str) -> str:
@@ -270,11 +261,11 @@ class PrefixIndex:
             The replica is not indexed.
         """
         holder = self._holders[replica]
-        chain = np.asarray(hashes, np.uint64)
+        chain = np.array(hashes, np.uint64)
         taken = self._booked.add(holder.booked, holder.bit, chain.tolist())
-        booking = Booking(holder, chain[: len(taken)], taken)
+        booking = Booking(holder, taken, chain[: len(taken)])
         if taken:
-            holder.bookings.add(booking)
+            holder.begun[taken[0]] = booking
         return booking
 
     def unbook(self, booking: Booking) -> None:
@@ -283,7 +274,8 @@ class PrefixIndex:
         if not booking.active or not holder.alive:
             return
         booking.active = False
-        holder.bookings.discard(booking)
+        if booking.hashes and holder.begun.get(booking.hashes[0]) is booking:
+            del holder.begun[booking.hashes[0]]
         self._booked.give_back(holder.booked, holder.bit, booking.hashes)
 
     # ------------------------------------------------------------------------------------ matching
@@ -337,16 +329,16 @@ class PrefixIndex:
             chain = np.ascontiguousarray(hashes, np.uint64)
             blocks, ends = self._native_match.into(library, chain, block, most, depths)
             # It knows nothing of bookings, but where some end they may go on by one.
-            booked = self._booked.masks
-            if booked.keys().isdisjoint(ends):
+            if self._booked.masks.keys().isdisjoint(ends):
                 return blocks
-            if all(booked.get(end, 0).bit_count() <= _FEW_BITS for end in ends):
-                for holder, depth in self._booked_beyond(chain, ends):
+            followed = self._booked_beyond(chain, ends)
+            if followed is not None:
+                for holder, depth in followed:
                     if holder.row >= 0:
                         depths[holder.row] = min(depth * block, most)
                     blocks = max(blocks, depth)
                 return blocks
-            depths[:] = 0.0  # so many at once are faster as masks
+        # Who is in `depths` already gets as much or more.
         blocks = 0
         for blocks, mask in self.match_masks(hashes):
             depth = min(blocks * block, most)
@@ -388,8 +380,9 @@ class PrefixIndex:
 
     def _booked_beyond(
         self, chain: np.ndarray, ends: Sequence[int]
-    ) -> Iterator[tuple[_Holder, int]]:
-        """(holder, blocks) of those who match more of a chain by their bookings than `NativeMatch.into` has just found.
+    ) -> list[tuple[_Holder, int]] | None:
+        """(holder, blocks) of those who match more of a chain by their bookings than `NativeMatch.into` has just found;
+        None: to follow them would take longer than a walk with masks.
 
         Parameters
         ----------
@@ -397,6 +390,8 @@ class PrefixIndex:
             Hashes where it found that some end.
         """
         masks, booked, alive = self._confirmed.masks, self._booked.masks, self._live
+        followed: list[tuple[_Holder, int]] = []
+        left = _MAX_COMPARISONS
         for end, first, number in zip(ends, *self._native_match.ends(len(ends)), strict=True):
             lost = alive & ~masks[number]
             alive ^= lost
@@ -404,24 +399,25 @@ class PrefixIndex:
             while kept:
                 bit = kept & -kept
                 kept ^= bit
-                holder = self._by_slot[bit.bit_length() - 1]
-                yield holder, self._followed(holder, chain, first)
-
-    def _followed(self, holder: _Holder, chain: np.ndarray, depth: int) -> int:
-        """Blocks of a chain that a holder has confirmed or booked, of which the first `depth` are known to be."""
-        masks, bit = self._confirmed.masks, holder.bit
-        while depth < len(chain):
-            routing_hash = chain.item(depth)
-            if routing_hash in holder.booked:
-                depth += holder.num_booked(chain[depth:], routing_hash)
-                continue
-            # What comes behind a booking is mostly nowhere.
-            _, number = self._confirmed.table.locate(routing_hash)
-            if not masks[number] & bit:
-                break
-            numbers = self._confirmed.numbers(chain[depth:]).tolist()
-            depth += sum(1 for _ in takewhile(lambda number: masks[number] & bit, numbers))
-        return depth
+                holder, rest = self._by_slot[bit.bit_length() - 1], chain[first:]
+                # A request books from where the match of its prompt ends, and its replica confirms from there on.
+                begins_here = holder.begun.get(end)
+                bookings = holder.begun.values() if begins_here is None else (begins_here,)
+                left -= len(bookings)
+                if left < 0:
+                    return None
+                depth = first
+                for booking in bookings:
+                    depth = max(depth, first + _num_common(booking.chain, rest))
+                if depth == first:
+                    return None  # by one that another has the place of
+                if depth < len(chain):
+                    following = chain.item(depth)
+                    _, held_by = self._confirmed.table.locate(following)
+                    if following in holder.booked or masks[held_by] & bit:
+                        return None  # by another booking, or what was there before it
+                followed.append((holder, depth))
+        return followed
 
     def match_masks(self, hashes: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
         """As `match`, by slots: (blocks, mask of the replicas that match so many), ascending."""
@@ -576,9 +572,14 @@ class PrefixIndex:
             dead ^= bit
 
 
-def _num_common(one: np.ndarray, other: np.ndarray) -> int:
-    """Of two arrays, [n >= 1], how much from their beginnings on is the same."""
-    num = min(len(one), len(other))
-    differs = one[:num] != other[:num]
+def _num_common(booked: np.ndarray, rest: np.ndarray) -> int:
+    """How many blocks of the rest of a chain, not empty, follow each other in what is booked, from its first on."""
+    if booked[0] != rest[0]:
+        start = int((booked == rest[0]).argmax())
+        if not start:
+            return 0  # it is not there
+        booked = booked[start:]
+    num = min(len(booked), len(rest))
+    differs = booked[:num] != rest[:num]
     end = int(differs.argmax())
     return end if differs[end] else num

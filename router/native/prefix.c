@@ -113,7 +113,7 @@ struct block_table {
 static uint64_t key_of(const struct block_table *table, uint64_t hash) { return hash ? hash : table->secret; }
 
 static const struct line *bucket_of(const struct block_table *table, uint64_t key) {
-    uint64_t product = (key ^ key >> 32) * table->secret;
+    uint64_t product = (key ^ (key >> 32) * table->secret) * table->secret;
     uint64_t mixed = __builtin_bswap64((product ^ product >> 32) * table->secret), bucket = mixed & table->high;
     return table->lines + (bucket < table->num_buckets ? bucket : mixed & table->low);
 }

@@ -183,10 +183,12 @@ def test_a_chain_of_the_same_holders_is_one_run():
 
 
 def test_no_choice_of_hashes_crowds_into_a_few_buckets():
-    """Equal in their low bits, their high bits, or the multiples of a number; with whatever secret."""
+    """Equal in their low bits, their high bits, both halves, or the multiples of a number; with whatever secret."""
     few, many = (np.arange(1, num + 1, dtype=np.uint64) for num in (5000, 400_000))
+    shifted = [few << np.uint64(shift) for shift in (0, 16, 32, 40, 48) for _ in range(3)]
     for hashes in (
-        *(few << np.uint64(shift) for shift in (0, 32, 40, 48) for _ in range(10)),
+        *shifted,
+        *(half ^ half >> np.uint64(32) for half in shifted[3:]),
         few * np.uint64(2**40 + 15),
         (many << np.uint64(44)) | np.uint64(12345),
     ):

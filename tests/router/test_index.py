@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos.wire import CacheEvents, tier_digest
+from quire.router import native_library
 from quire.router.index import PrefixIndex
 
 REPLICAS = ("a", "b", "c")
@@ -255,6 +256,118 @@ def test_matches_are_written_to_the_rows_of_many_replicas(seed):
             assert depths.tolist() == expected.tolist()
             num_matched[len(chain)] += len(set(matches.values())) > 1
     assert min(num_matched.values()) > 10 and len(num_matched) == 3
+
+
+def branched_chains(rng):
+    """Prompts that share prefixes."""
+    chains = [[rng.getrandbits(64) for _ in range(rng.choice([4, 30, 600]))]]
+    for _ in range(3):
+        base = rng.choice(chains)
+        own = [rng.getrandbits(64) for _ in range(rng.choice([1, 20]))]
+        chains.append(base[: rng.randrange(len(base) + 1)] + own)
+    return chains
+
+
+def live_with_bookings(rng):
+    """Few requests are in flight at a time, mostly booked from where the match of their prompt ends."""
+    index = PrefixIndex(max_booked_blocks=rng.choice([10, 10**6, 10**6]))
+    model, row_of, live = Model(), {}, []
+    names, chains = [f"r{i}" for i in range(rng.choice([2, 70]))], branched_chains(rng)
+    for _ in range(80):
+        name, chain, action = rng.choice(names), rng.choice(chains), rng.random()
+        first, end = sorted(rng.randrange(len(chain) + 1) for _ in range(2))
+        part = chain[first * (rng.random() < 0.5) : end]
+        if name not in model.held or action < 0.15:
+            epoch = model.epoch.get(name, "x") if rng.random() < 0.8 else "y"
+            index.reset(name, epoch, 5, u64(part))
+            model.add(name, epoch, 5, part)
+            if rng.random() < 0.9:
+                unused = {*range(len(names))} - {*row_of.values()}
+                row_of.setdefault(name, min(unused, default=0))
+                index.set_row(name, row_of[name])
+        elif action < 0.35:
+            removed = rng.sample(chain, min(3, len(chain)))
+            events = batch(model.seq[name] + 1, part, removed, cleared=action < 0.18)
+            assert index.apply(name, model.epoch[name], events)
+            model.apply(name, model.epoch[name], events)
+        elif action < 0.37:
+            index.remove_replica(name)
+            model.remove(name)
+            row_of.pop(name, None)
+        elif action < 0.7 and len(live) < 6:
+            to_come = chain[model.match(chain).get(name, 0) :]
+            booking = index.book(name, to_come if rng.random() < 0.7 else part)
+            entry = (name, {*booking.hashes})
+            model.bookings.append(entry)
+            live.append((booking, entry))
+        elif live:
+            booking, entry = live.pop(rng.randrange(len(live)))
+            index.unbook(booking)
+            model.bookings = [other for other in model.bookings if other is not entry]
+        for chain in chains:
+            depths, expected = np.zeros(len(names)), np.zeros(len(names))
+            matches = model.match(chain)
+            for matching in matches.keys() & row_of.keys():
+                expected[row_of[matching]] = matches[matching]
+            assert index.match_into(u64(chain), depths) == max(matches.values(), default=0)
+            assert depths.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_matches_go_on_in_what_is_booked(seed, monkeypatch):
+    """Whichever way the index follows the bookings; it goes both."""
+    rng, ways = random.Random(seed), Counter()
+    booked_beyond = PrefixIndex._booked_beyond
+
+    def counted(self, chain, ends):
+        followed = booked_beyond(self, chain, ends)
+        ways["walked again" if followed is None else "followed"] += 1
+        return followed
+
+    monkeypatch.setattr(PrefixIndex, "_booked_beyond", counted)
+    for _ in range(12):
+        live_with_bookings(rng)
+    if native_library.load() is not None:
+        assert min(ways["walked again"], ways["followed"]) > 20, ways
+
+
+def test_a_burst_of_one_prompt_is_not_walked_again(monkeypatch):
+    """Its requests book from where the match ends; some blocks have been confirmed since."""
+    index, rng = PrefixIndex(), random.Random(0)
+    chain = u64(rng.getrandbits(64) for _ in range(256))
+    index.reset("a", "x", 0, chain[:10])
+    index.reset("b", "x", 0, chain[:20])
+    for row, replica in enumerate("ab"):
+        index.set_row(replica, row)
+        index.book(replica, chain[10 * row + 10 :])
+    index.apply("b", "x", batch(1, chain[20:100]))
+    if native_library.load() is not None:
+        monkeypatch.delattr(PrefixIndex, "match_masks")
+    depths = np.zeros(2)
+    other = np.concatenate([chain[:200], u64([1, 2])])  # another prompt from there on
+    assert index.match_into(other, depths) == 200 and depths.tolist() == [200, 200]
+    assert index.match_into(chain, depths) == 256 and depths.tolist() == [256, 256]
+
+
+def test_each_of_many_holds_another_part():
+    index, num, rng = PrefixIndex(), 600, random.Random(0)
+    chain = u64(rng.getrandbits(64) for _ in range(num))
+    for i in range(num):
+        index.reset(f"r{i}", "x", 0, chain[: i + 1])
+        index.set_row(f"r{i}", i)
+    depths = np.zeros(num)
+    assert index.match_into(chain, depths) == num and depths.tolist() == [*range(1, num + 1)]
+
+
+def test_what_is_booked_is_a_copy():
+    index, hashes = PrefixIndex(), u64([1, 2])
+    index.add_replica("a")
+    index.set_row("a", 0)
+    index.book("a", hashes)
+    hashes[1] = 9
+    for last, depth in ((2, 2), (9, 1)):
+        depths = np.zeros(1)
+        assert index.match_into(u64([1, last]), depths) == depth and depths.tolist() == [depth]
 
 
 def test_snapshots_of_many_that_begin_anew_find_their_slots():
