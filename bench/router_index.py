@@ -221,24 +221,28 @@ def measure(
     for way, library in ways.items():
         row: dict[str, Any] = {"replicas": num_replicas, "blocks": len(filled.table.index)}
         for name in _PARTS:
-            micros = np.concatenate([turn[name] for turn in taken[way]])
-            for percentile in (50, 99):
-                value = float(np.percentile(micros, percentile))
-                row[f"{name}_p{percentile}_us"] = round(value, 1)
+            row |= _percentiles(name, [turn[name] for turn in taken[way]])
         row["bytes_per_block"] = round(filled.bytes_per_block, 1)
         with _by(library):
             rates = {str(batch): round(filled.events_per_s(batch)) for batch in _BATCHES}
         rows[way] = row | {"events_per_s": rates}
     if both:
+        bursts: dict[str, list[np.ndarray]] = {way: [] for way in ways}
         with filled.burst():
-            for _ in range(2):  # what is done once is done
+            for _ in range(_TURNS):
                 for way, library in ways.items():
                     with _by(library):
-                        burst = filled.decisions(-(-num_decisions // _TURNS))["decision"]
-                    for percentile in (50, 99):
-                        value = float(np.percentile(burst, percentile))
-                        rows[way][f"burst_p{percentile}_us"] = round(value, 1)
+                        decisions = filled.decisions(-(-num_decisions // _TURNS))
+                    bursts[way].append(decisions["decision"])
+        for way, turns in bursts.items():
+            rows[way] |= _percentiles("burst", turns)
     return rows
+
+
+def _percentiles(name: str, turns: list[np.ndarray]) -> dict[str, float]:
+    """The columns of a row, of microseconds of several turns."""
+    found = np.percentile(np.concatenate(turns), (50, 99)).tolist()
+    return {f"{name}_p{p}_us": round(value, 1) for p, value in zip((50, 99), found, strict=True)}
 
 
 def bars(row: dict[str, Any], path: str) -> list[Bar]:
