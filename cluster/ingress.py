@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from quire.cluster.config import AppConfig, RouterArgs
 from quire.cluster.grpc_api import GrpcApi
+from quire.cluster.grpc_poller import batch_pollers
 from quire.cluster.live_update import router_section
 from quire.cluster.metrics import QueueGauges, ServeObserver
 from quire.replica.checkpoint import resolve_checkpoint
@@ -87,6 +88,7 @@ class Router(GrpcApi):
         gc.freeze()
         # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
         gc.collect()
+        batch_pollers()
         self._bus.start()
         # Serve opens the ports when this returns: who comes then is served, not told that nobody is attached yet.
         if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):

@@ -113,6 +113,8 @@ class RequestStream:
         self._prompt_logprobs: list[PromptLogprobs] = []  # parts, in order
         self._num_scored = 0  # prompt tokens in them
         self._attempt: Attempt | None = None
+        # The attempt has answered, and a delta with nothing but one more token means nothing but its text.
+        self._is_usual = False
         self._booking: RequestBooking | None = None
         self._route: list[str] = []  # of the attempt, best first
         self._failed_on: set[str] = set()
@@ -321,6 +323,7 @@ class RequestStream:
 
     def _release_attempt(self) -> None:
         attempt, self._attempt = self._attempt, None
+        self._is_usual = False
         if attempt is not None:
             attempt.cancel()
         booking, self._booking = self._booking, None
@@ -344,8 +347,12 @@ class RequestStream:
         while True:
             if self._attempt is None:
                 await self._begin_attempt()
-            event = await self._attempt.next()
+            attempt = self._attempt
+            while (event := attempt.take()) is None:
+                await attempt.arrival()  # `next` would be one more coroutine for every token
             if isinstance(event, TokenDelta):
+                if self._is_usual and self._is_next_token(event):
+                    return self._on_next_token(event)
                 try:
                     delta = self._on_tokens(event)
                 except _Missing as gap:
@@ -357,6 +364,24 @@ class RequestStream:
                 await self._on_gone(event)
             else:
                 await self._on_failure(event)
+
+    def _is_next_token(self, event: TokenDelta) -> bool:
+        return (
+            event.index == len(self._emitted)
+            and len(event.token_ids) == 1
+            and event.finish_reason is None
+            and event.logprobs is None
+        )
+
+    def _on_next_token(self, event: TokenDelta) -> OutputDelta:
+        """What `_on_tokens` does for nearly every token of every stream, in half the time."""
+        service, token_ids, now = self._service, event.token_ids, self._service.clock()
+        self._emitted += token_ids
+        service.observer.on_inter_token(now - self._last_delta_s)
+        self._last_delta_s = now
+        self.usage.completion_tokens = len(self._emitted)
+        service.gate.charge(self._request.tenant, TOKENS_PER_GENERATED)
+        return OutputDelta(self._detokenizer.feed(token_ids), token_ids)
 
     def _on_tokens(self, event: TokenDelta) -> OutputDelta | None:
         """Tokens to text; None when the delta held nothing new."""
@@ -407,6 +432,12 @@ class RequestStream:
             self._close()
             return OutputDelta("".join(pieces), new_ids, "stop", matched, scores)
         if event.finish_reason is None:
+            self._is_usual = not (
+                self._request.stop
+                or self._told is not None
+                or self._sampling.prompt_logprobs is not None
+                or self._suspicion.on_trial
+            )
             return OutputDelta("".join(pieces), new_ids, logprobs=scores)
         delta = self._finish(event.finish_reason, pieces, new_ids)
         delta.logprobs = scores

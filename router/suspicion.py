@@ -36,6 +36,11 @@ class Suspicion:
             return Standing.FREE
         return Standing.ALONE if self.num_incidents == MAX_INCIDENTS else Standing.CONVICTED
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether it runs alone, and `progress` may acquit it."""
+        return self._alone_from is not None
+
     def begin(self, num_emitted: int) -> bool:
         """An attempt begins; whether it has to be alone."""
         alone = self.standing is not Standing.FREE

@@ -86,18 +86,28 @@ class Attempt:
 
     async def next(self) -> Event:
         """Wait for the next event. Whoever asks for it has done with those before."""
+        while (event := self.take()) is None:
+            await self.arrival()
+        return event
+
+    def take(self) -> Event | None:
+        """`next` without waiting: None when nothing is there."""
         self.taken_s = None
         if self.credit is not None and self.credit.is_low(self.num_read) and not self.finished:
             self._on_low_credit(self)
-        while not self._events:
-            if self._loop is None:
-                self._loop = asyncio.get_running_loop()
-            self._waiter = self._loop.create_future()
-            await self._waiter
+        if not self._events:
+            return None
         event = self._events.popleft()
         if isinstance(event, TokenDelta):
             self.num_read = event.index + len(event.token_ids)
         return event
+
+    def arrival(self) -> asyncio.Future[None]:
+        """For the reader that has found nothing: done with the next event."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     @property
     def has_unread(self) -> bool:
