@@ -172,7 +172,9 @@ def candidates(case: Case, slow: bool) -> dict[str, Callable[[], torch.Tensor]]:
     found = {"torch": planned(case, "torch"), "sdpa": per_request(case, sdpa)}
     if has_native():
         found["native"] = planned(case, "native")
-        for isa in native_library.ISAS[1 : native_library.load().best_isa]:
+        library = native_library.load()
+        best = native_library.ISAS[library.best_isa]
+        for isa in set(library.isas[1:]) - {best}:
             found[f"native_{isa}"] = planned(case, "native", isa)
     if slow:
         found["flex"] = per_request(case, make_flex())

@@ -17,7 +17,7 @@ import torch
 
 from quire.kernels.compiled import open_library
 
-ABI = 12  # QUIRE_ABI of native/attention.h
+ABI = 13  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of native/attention.c
 
 
@@ -26,7 +26,8 @@ class NativeLibrary:
     """The loaded library."""
 
     functions: ctypes.CDLL
-    best_isa: int  # index into `ISAS`, of this processor
+    best_isa: int  # index into `ISAS`: the fastest of this processor
+    last_isa: int  # the last that it has; it has all before it
     parallel: int | None  # address of GOMP_parallel; None: one thread
 
     def isa(self, name: str | None) -> int:
@@ -38,9 +39,14 @@ class NativeLibrary:
             This processor lacks it.
         """
         number = self.best_isa if name is None else ISAS.index(name)
-        if number > self.best_isa:
-            raise ValueError(f"isa: this processor has {ISAS[: self.best_isa + 1]}, got {name!r}")
+        if number > self.last_isa:
+            raise ValueError(f"isa: this processor has {self.isas}, got {name!r}")
         return number
+
+    @property
+    def isas(self) -> tuple[str, ...]:
+        """All that this processor has."""
+        return ISAS[: self.last_isa + 1]
 
 
 @functools.cache
@@ -56,6 +62,7 @@ def load() -> NativeLibrary | None:
     if functions is None:
         return None
     functions.quire_best_isa.restype = ctypes.c_int64
+    functions.quire_last_isa.restype = ctypes.c_int64
     functions.quire_scratch_bytes.restype = ctypes.c_int64
     functions.quire_scratch_bytes.argtypes = [ctypes.c_int64]
     functions.quire_call_bytes.restype = ctypes.c_int64
@@ -105,7 +112,9 @@ def load() -> NativeLibrary | None:
         ctypes.c_int64,
         ctypes.c_int64,
     ]
-    return NativeLibrary(functions, functions.quire_best_isa(), _gomp_parallel())
+    return NativeLibrary(
+        functions, functions.quire_best_isa(), functions.quire_last_isa(), _gomp_parallel()
+    )
 
 
 def _gomp_parallel() -> int | None:

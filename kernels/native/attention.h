@@ -11,7 +11,7 @@
 
 #include "team.h"
 
-#define QUIRE_ABI 12
+#define QUIRE_ABI 13
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
@@ -132,7 +132,7 @@ static inline int64_t place_scratch(struct scratch *s, char *memory, int64_t hea
     return bytes;
 }
 
-/* Set the counters and choose the worker of `isa`, which is at most `quire_best_isa()`. */
+/* Set the counters and choose the worker of `isa`, which is at most `quire_last_isa()`. */
 void quire_attention_job(struct job *job, struct attention_call *call, int64_t isa, int64_t num_threads);
 
 /* One instruction set's worker, and its exponential. */

@@ -6,13 +6,15 @@
 #define FN static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
 #define LINEAR_WORKER quire_linear_avx512
 #define DOT_BF16 0
-#define BLOCK_ROWS 6
-#define PAIR_ROWS 6
+#define BLOCK_ROWS 12
+#define PAIR_ROWS 12
 #define WIDE_ROWS 0
 #define STREAM_ROWS 0
 #define MAX_VECTORS 4
-#define VECTORS_OF(rows) 4
-#define AHEAD_LEVEL 3
+#define VECTORS_OF(rows) ((rows) > 6 ? 2 : 4)
+/* A chunk is two thirds of Intel's first-level cache, and all of it before Ice Lake: asked for into it, the next one pushed out the one
+ * in use, and a few rows ran at five sixths of the speed. */
+#define AHEAD_LEVEL 2
 #define AHEAD_FROM 1
 
 #include "simd_avx512.h"

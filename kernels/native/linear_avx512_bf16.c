@@ -12,7 +12,7 @@
 #define STREAM_ROWS 0
 #define MAX_VECTORS 4
 #define VECTORS_OF(rows) 4
-/* Nearly all that come here are AMD's, from Zen 4 on; Intel's mostly have matrix registers. Zen 4's first-level cache is as large
+/* Those that come here are AMD's, from Zen 4 on: Intel's use matrix registers or float32 (`quire_best_isa`). Zen 4's first-level cache is as large
  * as a chunk: there the next one took the place of the one in use, and 8 rows ran at two thirds of the speed. What one tile reads front to back their own
  * prefetchers see coming; asked for besides, it came at 70% of the speed (kernels/README.md). */
 #define AHEAD_LEVEL 2

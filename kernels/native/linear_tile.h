@@ -15,7 +15,7 @@
  * at a time, once for all columns of the panel. Weights are widened in registers for a few rows; for WIDE_ROWS and more in
  * memory, 16 columns of the chunk, which then stay in the first-level cache while all rows pass.
  *
- * The includer defines FN, TARGETED, LINEAR_WORKER, DOT_BF16, BLOCK_ROWS (2 or 6) and PAIR_ROWS (those of a tile that widens
+ * The includer defines FN, TARGETED, LINEAR_WORKER, DOT_BF16, BLOCK_ROWS (2, 6 or 12) and PAIR_ROWS (those of a tile that widens
  * weights in registers), VECTORS_OF(rows) of a tile (1, 2 or 4) and MAX_VECTORS, the most of them, WIDE_ROWS and STREAM_ROWS (0:
  * never; STREAM_ROWS 1 or 2), AHEAD_LEVEL (of the cache into which a chunk is prefetched: 3 the first, 2 the second) and AHEAD_FROM (rows of a unit from which on
  * it is), and has included its simd_*.h.
@@ -60,7 +60,7 @@ FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, con
     (void)dtype;
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) w[v] = v_load(weight + v * LANES);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)x[r])[step]);
 #pragma GCC unroll 4
@@ -75,7 +75,7 @@ FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, con
             w[v] = v_load(weight + v * LANES);
             if (dtype == BFLOAT16) w[v] = half ? v_bfloat_high(w[v]) : v_bfloat_low(w[v]);
         }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             v16 element = v_set1(x[r][halves * step + half]);
 #pragma GCC unroll 4
@@ -98,7 +98,7 @@ FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const 
                       int rows, int vectors, int dtype) {
     v16 sum[BLOCK_ROWS][MAX_VECTORS];
     const float *x[BLOCK_ROWS];
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         x[r] = (const float *)(p->x + (row + r) * p->x_stride);
 #pragma GCC unroll 4
@@ -120,7 +120,7 @@ FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const 
             multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
@@ -156,6 +156,14 @@ FN void multiply_columns(const struct product *p, struct prefetch *prefetch, int
             TILES_OF(4)
             TILES_OF(5)
             TILES_OF(6)
+#endif
+#if BLOCK_ROWS > 6
+            TILES_OF(7)
+            TILES_OF(8)
+            TILES_OF(9)
+            TILES_OF(10)
+            TILES_OF(11)
+            TILES_OF(12)
 #endif
         }
 #undef TILES_OF

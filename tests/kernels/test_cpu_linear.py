@@ -22,7 +22,7 @@ SHAPES = [(173, 64), (64, 2), (1, 34), (300, 1026), (128, 3072)]  # columns, dep
 
 
 def isas() -> tuple[str, ...]:
-    return native_library.ISAS[: native_library.load().best_isa + 1]
+    return native_library.load().isas
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
