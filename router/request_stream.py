@@ -374,7 +374,7 @@ class RequestStream:
         )
 
     def _on_next_token(self, event: TokenDelta) -> OutputDelta:
-        """What `_on_tokens` does for nearly every token of every stream, in half the time."""
+        """What `_on_tokens` does for nearly every token of every stream, without asking what else it may be."""
         service, token_ids, now = self._service, event.token_ids, self._service.clock()
         self._emitted += token_ids
         service.observer.on_inter_token(now - self._last_delta_s)
