@@ -36,6 +36,7 @@ def plan_attention(
     chunk: int | None = None,
     query_tokens: int | None = None,
     backend: Backend | None = None,
+    before: AttentionPlan | None = None,
 ) -> AttentionPlan:
     """Lay out the work of a ragged batch.
 
@@ -60,6 +61,9 @@ def plan_attention(
         as many as are fast.
     backend
         "native" or "torch" to force one; None for native where it can.
+    before
+        The plan of the step before, made with the same cache, heads and options, and not used any more: where each of
+        the same rows has decoded one token since, it takes a fifth of the time to go on from it.
 
     Raises
     ------
@@ -68,6 +72,10 @@ def plan_attention(
     """
     if backend not in (None, "native", "torch"):
         raise ValueError(f"backend must be 'native', 'torch' or None, got {backend!r}")
+    if isinstance(before, NativePlan):
+        following = before.following(cu_q, kv_len, block_tables)
+        if following is not None:
+            return following
     arguments = (cu_q, kv_len, block_tables, k_cache, num_heads)
     if backend == "torch" or not cpu_attention_native.supports(k_cache, num_heads):
         if backend == "native":

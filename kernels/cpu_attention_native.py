@@ -10,7 +10,7 @@ and 7 KiB for each element of head_dim.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from quire.kernels import native_library
 from quire.kernels.attention_span import first_key, query_rows
 from quire.kernels.attention_tiles import (
+    SPLIT_TOKENS,
     check_blocks,
     find_trunks,
     query_tiles,
@@ -125,6 +126,9 @@ class NativePlan:
     cache_shape: torch.Size
     num_heads: int
     num_threads: int
+    cu_q: np.ndarray  # as the plan was asked for, like the next one
+    kv_len: np.ndarray
+    can_follow: bool  # whether `following` may find the next step's plan: rows of one token that see all keys
     part: _PlanPart = field(init=False, repr=False)  # where all of it lies
 
     def __post_init__(self) -> None:
@@ -155,6 +159,47 @@ class NativePlan:
                 f"{tuple(self.cache_shape)}, got {num_tokens} tokens of {num_heads} heads and k_cache "
                 f"{tuple(k_cache.shape)}"
             )
+
+    def following(
+        self, cu_q: np.ndarray, kv_len: np.ndarray, block_tables: np.ndarray
+    ) -> NativePlan | None:
+        """The plan of a step of the same rows, each with one token more; None where the step is another one.
+
+        So it is for nearly all steps that only decode: tiles, trunks and units stay, and so does the memory that calls
+        work in, so this plan is not to be used any more. Where no table changes this is what `plan` makes; else
+        that might find other trunks, which change no bit.
+
+        Raises
+        ------
+        ValueError
+            As `plan`.
+        """
+        if (
+            not self.can_follow
+            or block_tables.shape != self.block_tables.shape
+            or not np.array_equal(cu_q, self.cu_q)
+            or not np.array_equal(kv_len, self.kv_len + 1)
+            or not (self.kv_len % SPLIT_TOKENS).all()  # a row begins another split
+        ):
+            return None
+        tiles = self.tiles.copy()
+        is_trunk = tiles[:, 6] > 0
+        tiles[~is_trunk, 4] += 1
+        num_blocks, _, block_size, _ = self.cache_shape
+        is_same = np.array_equal(block_tables, self.block_tables)
+        if not is_same and is_trunk.any():
+            shared = tiles[is_trunk, 4].max() // block_size
+            if not np.array_equal(block_tables[:, :shared], self.block_tables[:, :shared]):
+                return None
+        if not is_same or not (self.kv_len % block_size).all():  # a row begins another block
+            check_blocks(tiles, block_tables, block_size, num_blocks)
+        return replace(
+            self,
+            block_tables=np.ascontiguousarray(block_tables, np.int64),
+            key_end=self.key_end + 1,
+            tiles=tiles,
+            kv_len=kv_len,
+        )
 
 
 def supports(k_cache: torch.Tensor, num_heads: int) -> bool:
@@ -243,6 +288,9 @@ def plan(
         cache_shape=k_cache.shape,
         num_heads=num_heads,
         num_threads=num_threads,
+        cu_q=cu_q,
+        kv_len=kv_len,
+        can_follow=window is None and chunk is None and bool((np.diff(cu_q) == 1).all()),
     )
 
 

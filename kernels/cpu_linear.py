@@ -52,6 +52,7 @@ class LinearCall(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
         ("unit_rows", ctypes.c_int64),
+        ("holds_two_chunks", ctypes.c_int64),
         ("team", ctypes.c_void_p),
     ]
 

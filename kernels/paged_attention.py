@@ -102,6 +102,7 @@ class PagedAttention:
         self._uniform = uniform
         self._query_tokens = query_tokens
         self._workspace = None
+        self._last: cpu_attention.AttentionPlan | None = None  # on the CPU
         if self.backend == "triton" and not uniform:
             from quire.kernels.decode_plan import allocate_decode_workspace
 
@@ -134,7 +135,7 @@ class PagedAttention:
         block_tables: np.ndarray | torch.Tensor,
         num_query: np.ndarray | None = None,
     ) -> Plan:
-        """Lay out the work of a ragged batch.
+        """Lay out the work of a ragged batch; on the CPU the plan before it is not to be used any more.
 
         Parameters
         ----------
@@ -149,7 +150,7 @@ class PagedAttention:
             be: then nothing is copied to the device.
         """
         if self.backend == "cpu":
-            return cpu_attention.plan_attention(
+            self._last = cpu_attention.plan_attention(
                 cu_q,
                 kv_len,
                 block_tables,
@@ -158,7 +159,9 @@ class PagedAttention:
                 window=self._window,
                 chunk=self._chunk,
                 query_tokens=self._query_tokens,
+                before=self._last,
             )
+            return self._last
         return self._triton_plan(cu_q, kv_len, block_tables, num_query)
 
     def _triton_plan(

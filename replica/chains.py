@@ -1,8 +1,8 @@
 """Layers that run as one call, and what the model does around them: found by watching it, kept after proof.
 
 ```
- the model      embedding │ rotation's tables │ layer │ layer │ ... │ layer │ norm
- chains                                       └───────── one call ─────────┘
+ the model      embedding │ rotation's tables │ layer │ layer │ ... │ layer │ norm │ output head
+ chains                                       └───────── one call ─────────┘└───── one call ─────┘
  FusedDecoder   └──────────────── in place of the model's own loop ───────────────┘
 ```
 
@@ -17,9 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.replica.fused import FusedDecoder, FusedLayer
+from quire.kernels.cpu_sequence import NormedProduct, ProductPart, Workspace
+from quire.replica.fused import FusedDecoder, FusedLayer, FusedNorm, Product, RotationTable
 from quire.replica.kv_pool import KVPool
 from quire.replica.probe import Probe
+
+_FAR = 1 << 22  # a position beyond what any model was trained on
+_CALLED_OTHERWISE = (TypeError, ValueError, AttributeError, RuntimeError)  # what a part then raises
 
 
 def chain_layers(decoder: nn.Module, probe: Probe) -> list[int]:
@@ -74,13 +78,69 @@ def fused_decoder(decoder: nn.Module, probe: Probe) -> FusedDecoder | None:
     if layers[0].chained != tuple(layers):
         return None
     embedding, rotation, norm = calls[0], calls[1], calls[-1]
-    fused = FusedDecoder(decoder, embedding, rotation, layers[0], norm)
     given = probe.input()
-    try:
-        found = probe.run(probe.context(), given, fused)
-    except (TypeError, ValueError, AttributeError, RuntimeError):  # parts called otherwise
+    expected = probe.run(probe.context(), given)
+    for rotate in (tabled_rotation(rotation, expected, probe), rotation):
+        if rotate is None:
+            continue
+        fused = FusedDecoder(decoder, embedding, rotate, layers[0], norm)
+        try:
+            found = probe.run(probe.context(), given, fused)
+        except _CALLED_OTHERWISE:
+            continue
+        if torch.equal(found, expected):
+            return fused
+    return None
+
+
+def fused_head(
+    head: nn.Module, norm: nn.Module, product: nn.Module, probe: Probe
+) -> NormedProduct | None:
+    """The last norm and the output head as one call, where that has every bit of both; None where it has not.
+
+    Parameters
+    ----------
+    head
+        Of `split_model`: normed hidden states to logits.
+    norm
+        Before it.
+    product
+        Part of it, which may be all of it.
+    """
+    if not isinstance(norm, FusedNorm) or not isinstance(product, Product) or not product.packed:
         return None
-    return fused if torch.equal(found, probe.run(probe.context(), given)) else None
+    fused = NormedProduct(norm.weight.part(), ProductPart(product.packed, product.bias))
+    x = probe.normal(probe.run(probe.context())[0])
+    # Of several sizes: a bound on the logits must show.
+    for normed in (x / 64, x, x * 64):
+        expected = head(inputs_embeds=normed[None], use_cache=False).logits[0]
+        if not _is_same(product(normed), expected):
+            return None
+    return fused if _is_same(fused(x, Workspace()), product(norm(x))) else None
+
+
+def tabled_rotation(rotation: nn.Module, like: torch.Tensor, probe: Probe) -> RotationTable | None:
+    """A table of what `rotation` makes, where a position's cos and sin are a function of that position alone.
+
+    With scaling that goes by the longest of a batch, or of all so far, they are not.
+    """
+    table = RotationTable(rotation)
+    try:
+        for near, far in (([3], []), ([3, 700, 41], []), ([3, 700, 41], [_FAR]), ([41], [])):
+            made = rotation(probe.normal(like), torch.tensor([near + far]))
+            tabled = table(probe.normal(like), torch.tensor([near]))
+            for own, found in zip(made, tabled, strict=True):
+                if not _is_same(found, own[:, : len(near)]):
+                    return None
+    except _CALLED_OTHERWISE:
+        return None
+    finally:
+        rotation(like, torch.tensor([[0]]))  # one that has seen the far position forgets it
+    return table
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _calls(decoder: nn.Module, probe: Probe) -> list[nn.Module]:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.kernels.cpu_sequence import Workspace
+from quire.kernels.cpu_sequence import NormedProduct, Workspace
 from quire.kernels.paged_attention import PagedAttention
 from quire.replica.attention import StepContext
-from quire.replica.fused import FusedAttention, FusedNorm
+from quire.replica.fused import FusedAttention, FusedDecoder, FusedNorm
 from quire.replica.kv_pool import KVPool
 from quire.replica.logprobs import StepPromptLogprobs, score_prompt
 from quire.replica.output_head import split_model
@@ -77,7 +77,7 @@ class Forward:
 
         Returns
         -------
-        [T, hidden size]; of tokens that are not selected, anything.
+        [T, hidden size], as `logits` takes them; of tokens that are not selected, anything.
         """
         metadata = (cu_q, kv_len, block_tables)
         if cu_q.device.type == "cpu":
@@ -92,13 +92,17 @@ class Forward:
             workspace=self._workspace,
             selected=selected,
         )
-        output = self._decoder(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            quire=context,
-        )
-        return output.last_hidden_state[0]
+        given = dict(input_ids=token_ids[None], position_ids=positions[None])
+        if self._fused_head is not None:
+            return self._decoder.before_norm(**given, step=context)[0]
+        return self._decoder(**given, use_cache=False, quire=context).last_hidden_state[0]
+
+    @property
+    def _fused_head(self) -> NormedProduct | None:
+        """The last norm and the head as one call: then the norm waits for it, and is of the tokens that are read."""
+        if self._workspace is None or not isinstance(self._decoder, FusedDecoder):
+            return None
+        return self._decoder.head
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What passes read and write and what outlives them, by name, but the KV pool."""
@@ -131,4 +135,7 @@ class Forward:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden size] to [n, vocab] in the model's own type."""
+        fused = self._fused_head
+        if fused is not None:
+            return fused(hidden, self._workspace)
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from quire.kernels.cpu_sequence import Workspace
 from quire.kernels.paged_attention import Backend, PagedAttention
-from quire.replica.chains import chain_layers, fused_decoder
+from quire.replica.chains import chain_layers, fused_decoder, fused_head
 from quire.replica.fp8 import CODES, Fp8Linear
 from quire.replica.fused import (
     Activation,
@@ -48,6 +48,7 @@ from quire.replica.fused import (
     Product,
 )
 from quire.replica.kv_pool import KVPool
+from quire.replica.output_head import split_model
 from quire.replica.probe import Probe
 
 logger = logging.getLogger(__name__)
@@ -423,9 +424,15 @@ class _FusePass:
     def _fuse_decoder(self) -> None:
         """The decoder as a whole, where all it does is to call known parts in order."""
         fused = fused_decoder(self.decoder, self.probe)
-        if fused is not None:
-            ((parent, name),) = [(p, n) for p, n, m in _children(self.model) if m is self.decoder]
-            self._put("decoders", parent, name, fused)
+        if fused is None:
+            return
+        ((parent, name),) = [(p, n) for p, n, m in _children(self.model) if m is self.decoder]
+        self._put("decoders", parent, name, fused)
+        _, head = split_model(self.model)
+        product = self.model.get_output_embeddings()
+        fused.head = fused_head(head, fused.last_norm, product, self.probe)
+        if fused.head is not None:
+            self.report.fused["heads"] += 1
 
     # ------------------------------------------------------------------------------------------------------
     # Packing, on the CPU

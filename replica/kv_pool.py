@@ -23,6 +23,7 @@ import math
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from quire.kernels.cpu_scatter import scatter_rows
@@ -176,6 +177,10 @@ class KVPool:
         """
         group, block_size = self.groups[g], self.block_size
         block_rows = self.data.shape[1] // group.head_dim
+        if slots.device.type == "cpu":  # numpy takes a third of the time for a few tokens
+            blocks, offsets = np.divmod(slots.numpy(), block_size)
+            heads = np.arange(group.num_kv_heads) * block_size
+            return torch.from_numpy(np.add.outer(blocks * block_rows + offsets, heads).ravel())
         first = slots // block_size * block_rows + slots % block_size
         heads = torch.arange(group.num_kv_heads, device=slots.device) * block_size
         return (first[:, None] + heads).view(-1)

@@ -66,7 +66,7 @@ class RaggedStep:
         )
         if in_flight is not None:
             in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
-        return self._forward.logits(hidden[inputs.token_index])
+        return self._forward.logits(hidden.index_select(0, inputs.token_index))
 
     def draw_and_keep(
         self,

@@ -20,6 +20,7 @@ from quire.replica.plan import NO_TOKEN, SamplingBatch, TokenMask, TokenRules
 from quire.replica.token_counts import TokenCounts
 
 _NEVER = float("-inf")
+_NO_ROWS = np.empty(0, np.int64)
 
 
 class Draw(NamedTuple):
@@ -97,6 +98,8 @@ def _constrain(
     logits: torch.Tensor, batch: SamplingBatch, grammar_masks: np.ndarray | None
 ) -> np.ndarray:
     """Mask and bias ids; returns the rows that have a mask, [C] int64."""
+    if not (batch.grammars or batch.rules or batch.suppressed):
+        return _NO_ROWS
     if grammar_masks is not None:
         _apply_grammars(logits, batch.grammars, grammar_masks)
     allowed = [(i, rules.allowed_ids) for i, rules in batch.rules if rules.allowed_ids is not None]
@@ -143,9 +146,9 @@ def _index(
 
 def draw(logits: torch.Tensor, how: Draw) -> torch.Tensor:
     """One token a row: [S, vocab] float32, overwritten, to [S] int64."""
-    random = np.flatnonzero(how.temperature > 0)
-    if not len(random):
+    if not how.temperature.any():
         return _likeliest(logits)
+    random = np.flatnonzero(how.temperature > 0)
     drawn = _draw_random(_rows(logits, random), how, random)
     if len(random) == len(logits):
         return drawn

@@ -1,9 +1,13 @@
 /* Entry points of the packed matrix product: packing, reading back, multiplying. */
 #include <string.h>
+#include <unistd.h>
 
 #include "linear.h"
 
-enum { BLOCK_STEPS = 16 }; /* a cache line of a source row */
+enum {
+    BLOCK_STEPS = 16,           /* a cache line of a source row */
+    TWO_CHUNKS_BYTES = 48 << 10, /* of a first-level cache: one chunk, and of the next what has come when it is begun */
+};
 
 /* Mirrored in `quire/kernels/cpu_linear.py`, as linear_call is. */
 struct pack_call {
@@ -58,9 +62,26 @@ void quire_unpack_rows(const uint32_t *packed, int64_t in_strips, int64_t steps,
     }
 }
 
+/* Of the first-level data cache; 0 where the system does not tell. */
+static int64_t first_level_bytes(void) {
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+    static int64_t bytes = -1; /* whoever asks at the same time stores the same */
+    int64_t known = __atomic_load_n(&bytes, __ATOMIC_RELAXED);
+    if (known < 0) {
+        known = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+        known = known < 0 ? 0 : known;
+        __atomic_store_n(&bytes, known, __ATOMIC_RELAXED);
+    }
+    return known;
+#else
+    return 0;
+#endif
+}
+
 void quire_linear_job(struct job *job, struct linear_call *call, int64_t isa, int64_t num_threads) {
     int64_t (*worker)(void *) = quire_linear_generic;
     call->unit_rows = MAX_UNIT_ROWS;
+    call->holds_two_chunks = first_level_bytes() >= TWO_CHUNKS_BYTES;
 #if defined(__x86_64__)
     if (isa == AVX2) worker = quire_linear_avx2;
     if (isa >= AVX512) worker = quire_linear_avx512;

@@ -31,7 +31,8 @@ struct linear_call {
     const char *residual;   /* [rows, columns], rows contiguous, dtype of x; may be `out`; or NULL */
     int64_t residual_stride; /* bytes between rows */
     int64_t rows, steps, columns, dtype;
-    int64_t unit_rows;      /* rows of a unit of work at most; this and the next are set by the library */
+    int64_t unit_rows;      /* rows of a unit of work at most; this and the next two are set by the library */
+    int64_t holds_two_chunks; /* whether the first-level cache keeps the next chunk beside the one in use */
     struct team *team;      /* of units, panels times blocks of rows */
 };
 

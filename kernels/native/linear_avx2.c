@@ -14,6 +14,7 @@
 #define VECTORS_OF(rows) ((rows) < 2 ? 4 : (rows) < 3 ? 2 : 1)
 #define AHEAD_LEVEL 3
 /* One row's 64 columns are one tile, which reads its weights front to back: the processor's prefetchers see that coming. */
+#define FOLLOWS_CACHE 0
 #define AHEAD_FROM 2
 
 #include "simd_avx2.h"

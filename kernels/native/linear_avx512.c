@@ -15,6 +15,7 @@
 /* A chunk is two thirds of Intel's first-level cache, and all of it before Ice Lake: asked for into it, the next one pushed out the one
  * in use, and a few rows ran at five sixths of the speed. */
 #define AHEAD_LEVEL 2
+#define FOLLOWS_CACHE 0
 #define AHEAD_FROM 1
 
 #include "simd_avx512.h"

@@ -14,8 +14,9 @@
 #define VECTORS_OF(rows) 4
 /* Those that come here are AMD's, from Zen 4 on: Intel's use matrix registers or float32 (`quire_best_isa`). Zen 4's first-level cache is as large
  * as a chunk: there the next one took the place of the one in use, and 8 rows ran at two thirds of the speed. What one tile reads front to back their own
- * prefetchers see coming; asked for besides, it came at 70% of the speed (kernels/README.md). */
+ * prefetchers see coming; asked for besides, it came at 70% of the speed (kernels/README.md). Zen 5's is half as large again, and holds both. */
 #define AHEAD_LEVEL 2
+#define FOLLOWS_CACHE 1
 #define AHEAD_FROM 7
 
 #include "simd_avx512.h"

@@ -12,6 +12,7 @@
 #define MAX_VECTORS 1
 #define VECTORS_OF(rows) 1
 #define AHEAD_LEVEL 3
+#define FOLLOWS_CACHE 0
 #define AHEAD_FROM 1
 
 #include "simd_generic.h"

@@ -17,8 +17,8 @@
  *
  * The includer defines FN, TARGETED, LINEAR_WORKER, DOT_BF16, BLOCK_ROWS (2, 6 or 12) and PAIR_ROWS (those of a tile that widens
  * weights in registers), VECTORS_OF(rows) of a tile (1, 2 or 4) and MAX_VECTORS, the most of them, WIDE_ROWS and STREAM_ROWS (0:
- * never; STREAM_ROWS 1 or 2), AHEAD_LEVEL (of the cache into which a chunk is prefetched: 3 the first, 2 the second) and AHEAD_FROM (rows of a unit from which on
- * it is), and has included its simd_*.h.
+ * never; STREAM_ROWS 1 or 2), AHEAD_LEVEL (of the cache into which a chunk is prefetched: 3 the first, 2 the second), AHEAD_FROM (rows of a unit from which on
+ * it is) and FOLLOWS_CACHE (whether a large first-level cache gets it, and what few rows will read next), and has included its simd_*.h.
  */
 #define ONLY_BF16 DOT_BF16
 #define MOST_ROWS MAX_UNIT_ROWS
@@ -39,6 +39,7 @@ enum {
     STREAMS = 4,
     STREAM_STEPS = 2,   /* 512 bytes of a stream */
     STREAM_CHUNKS = 32, /* whose sums are kept until they join the total, 4096 steps of depth */
+    NEAR_BYTES = 4096,  /* ahead of what a few rows read; 1 KiB: a tenth slower (Zen 5) */
 };
 
 #include "linear_unit.h"
@@ -90,7 +91,16 @@ struct prefetch {
     const char *begin;
     int64_t lines;     /* in all */
     int64_t done, all; /* tiles, by the vectors of their columns */
+    int is_first;      /* to the first-level cache, whatever AHEAD_LEVEL is */
+    int is_near;       /* nothing of the next chunk: what comes NEAR_BYTES after what is read */
 };
+
+FN void ask_for(const struct prefetch *prefetch, const char *line) {
+    if (FOLLOWS_CACHE && prefetch->is_first)
+        __builtin_prefetch(line, 0, 3);
+    else
+        __builtin_prefetch(line, 0, AHEAD_LEVEL);
+}
 
 /* One register tile over a chunk; `weight` is its first column's. Few lines are asked for with the first steps, many spread over
  * all of them, because after a burst the memory would rest. */
@@ -108,15 +118,21 @@ FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const 
     prefetch->done += vectors;
     const char *ahead_end = prefetch->begin + prefetch->lines * prefetch->done / prefetch->all * CACHE_LINE;
     int64_t lines = (ahead_end - ahead) / CACHE_LINE, step = 0, due = 0;
-    if (lines <= p->steps) {
+    if (FOLLOWS_CACHE && prefetch->is_near) {
+        for (; step < p->steps; step++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) __builtin_prefetch((const char *)(weight + step * p->step + v * LANES) + NEAR_BYTES, 0, 3);
+            multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
+        }
+    } else if (lines <= p->steps) {
         for (; step < lines; step++, ahead += CACHE_LINE) {
-            __builtin_prefetch(ahead, 0, AHEAD_LEVEL);
+            ask_for(prefetch, ahead);
             multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
         }
         for (; step < p->steps; step++) multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
     } else {
         for (; step < p->steps; step++) {
-            for (due += lines; due >= p->steps; due -= p->steps, ahead += CACHE_LINE) __builtin_prefetch(ahead, 0, AHEAD_LEVEL);
+            for (due += lines; due >= p->steps; due -= p->steps, ahead += CACHE_LINE) ask_for(prefetch, ahead);
             multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
         }
     }
@@ -229,6 +245,22 @@ FN void multiply_streams(const struct product *p, int rows, int out_dtype) {
 }
 #endif
 
+/* Whether the rows are so few that parts of the depth were read side by side; then it is done. */
+FN int multiply_streamed(const struct product *p, int64_t rows) {
+#if STREAM_ROWS
+    if (chunk_steps(p->call, rows) > CHUNK) {
+        if (rows == 1) multiply_streams(p, 1, BFLOAT16);
+#if STREAM_ROWS > 1
+        if (rows == 2) multiply_streams(p, 2, BFLOAT16);
+#endif
+        return 1;
+    }
+#else
+    (void)p, (void)rows;
+#endif
+    return 0;
+}
+
 #if WIDE_ROWS
 /* The chunk's products as those of float32, twice as many steps. */
 FN void multiply_widened(struct multiplier *m, const struct product *pairs, struct prefetch *prefetch, int64_t rows) {
@@ -250,7 +282,11 @@ FN void multiply_widened(struct multiplier *m, const struct product *pairs, stru
 FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t rows, int dtype) {
     const int is_wide = WIDE_ROWS && dtype == BFLOAT16 && rows >= WIDE_ROWS;
     const int most = dtype == BFLOAT16 && !is_wide ? PAIR_ROWS : BLOCK_ROWS;
-    struct prefetch prefetch = {p->ahead, rows < AHEAD_FROM ? 0 : p->ahead_lines, 0, (rows + most - 1) / most * PANEL_VECTORS};
+    struct prefetch prefetch = {.begin = p->ahead,
+                                .lines = rows < AHEAD_FROM ? 0 : p->ahead_lines,
+                                .all = (rows + most - 1) / most * PANEL_VECTORS,
+                                .is_first = FOLLOWS_CACHE && p->call->holds_two_chunks,
+                                .is_near = FOLLOWS_CACHE && p->call->holds_two_chunks && rows > 1 && rows < AHEAD_FROM};
 #if !DOT_BF16
     if (dtype == BFLOAT16) {
         struct product widened = widen_x(m, p, rows);
@@ -260,17 +296,12 @@ FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t ro
             return;
         }
 #endif
-#if STREAM_ROWS
-        if (chunk_steps(p->call, rows) > CHUNK) {
-            if (rows == 1) multiply_streams(&widened, 1, BFLOAT16);
-            if (rows == 2) multiply_streams(&widened, 2, BFLOAT16);
-            return;
-        }
-#endif
+        if (multiply_streamed(&widened, rows)) return;
         multiply_columns(&widened, &prefetch, rows, 0, PANEL_VECTORS, BFLOAT16, BFLOAT16);
         return;
     }
 #endif
     (void)m;
+    if (DOT_BF16 && multiply_streamed(p, rows)) return;
     multiply_columns(p, &prefetch, rows, 0, PANEL_VECTORS, dtype, dtype);
 }

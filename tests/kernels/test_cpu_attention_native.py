@@ -350,6 +350,126 @@ def test_a_query_without_keys_gives_zeros():
     assert torch.equal(out[1], batch.v[batch.tables[1, 0], :, 0].expand(2, 16))
 
 
+class Decoding:
+    """The last steps of a batch whose rows decode, each step planned after the one before."""
+
+    def __init__(self, lengths, heads=(6, 2), dtype=torch.bfloat16, steps=8):
+        self.batch = Batch([(1, kv) for kv in lengths], *heads, 64, 32, dtype)
+        self.steps = steps
+
+    def plan(self, step, before=None, **changes):
+        batch = self.batch
+        given = dict(
+            cu_q=batch.cu_q,
+            kv_len=batch.kv_len - self.steps + 1 + step,
+            block_tables=batch.tables.copy(),
+            k_cache=batch.k,
+            num_heads=batch.q.shape[1],
+            backend="native",
+        )
+        return plan_attention(**(given | changes), before=before)
+
+    def attend(self, plan):
+        out = torch.empty_like(self.batch.q)
+        scale = self.batch.q.shape[-1] ** -0.5
+        cpu_attention_native.attend(
+            self.batch.q, self.batch.k, self.batch.v, scale, plan, softcap=None, sinks=None, out=out
+        )
+        return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(
+        st.builds(operator.add, st.sampled_from([1100, 1025, 520, 150]), st.integers(0, 70)),
+        min_size=1,
+        max_size=6,
+    ),
+    shared=st.lists(st.sampled_from([28, 17, 4, 3, 0]), min_size=5, max_size=5),
+    # (step, row, column, the column whose block it gets)
+    moves=st.lists(
+        st.tuples(st.integers(0, 7), st.integers(0, 5), st.integers(0, 35), st.integers(0, 35)),
+        max_size=3,
+    ),
+    dtype=st.sampled_from(DTYPES),
+    threads=st.sampled_from([1, 3]),
+)
+def test_a_plan_that_goes_on_from_the_one_before_changes_no_bit(
+    lengths, shared, moves, dtype, threads
+):
+    decoding = Decoding(lengths, dtype=dtype)
+    batch = decoding.batch
+    full = [(kv - decoding.steps) // 32 for kv in lengths]
+    share_prefixes(
+        batch, [min(n, *full[i : i + 2]) for i, n in enumerate(shared[: len(lengths) - 1])]
+    )
+    torch.set_num_threads(threads)
+    try:
+        plan = None
+        for step in range(decoding.steps):
+            for at, row, to, source in moves:
+                if at == step and row < len(lengths) and max(to, source) < full[row]:
+                    batch.tables[row, to] = batch.tables[row, source]
+            plan = decoding.plan(step, before=plan)
+            assert torch.equal(decoding.attend(plan), decoding.attend(decoding.plan(step)))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_plan_goes_on_while_the_same_rows_decode():
+    decoding = Decoding([300, 301, 700, 90], steps=20)
+    share_prefixes(decoding.batch, [8, 0, 0])
+    before = decoding.plan(0)
+    assert trunks(before) == [(256, 2, 2)]
+    for step in range(1, 20):
+        plan, anew = decoding.plan(step, before), decoding.plan(step)
+        assert plan.scratch is before.scratch, step
+        for name in ("tokens", "key_begin", "key_end", "tiles", "units", "kv_len", "block_tables"):
+            assert np.array_equal(getattr(plan, name), getattr(anew, name)), name
+        before = plan
+
+
+def test_a_plan_does_not_go_on_to_another_step():
+    decoding = Decoding([300, 290, 700], steps=2)
+    share_prefixes(decoding.batch, [8, 0])
+    before, batch = decoding.plan(0), decoding.batch
+    kv_len, tables = batch.kv_len, batch.tables
+    assert before.following(batch.cu_q, kv_len, tables) is not None
+    others = tables.copy()
+    others[0, 7] = others[0, 6]  # in the trunk of its rows
+    for name, arguments in {
+        "the same step": (batch.cu_q, kv_len - 1, tables),
+        "one row waited": (batch.cu_q, kv_len - [0, 1, 0], tables),
+        "two rows": (batch.cu_q[:3], kv_len[:2], tables[:2]),
+        "a row has two": (np.array([0, 2, 3, 4]), kv_len + np.array([1, 0, 0]), tables),
+        "a wider table": (batch.cu_q, kv_len, np.pad(tables, ((0, 0), (0, 1)))),
+        "a trunk's rows part": (batch.cu_q, kv_len, others),
+    }.items():
+        assert before.following(*arguments) is None, name
+    for span in (dict(window=64), dict(chunk=64)):
+        assert decoding.plan(0, **span).following(batch.cu_q, kv_len, tables) is None
+    prompt = decoding.plan(0, cu_q=np.array([0, 2, 3, 4]))
+    assert prompt.following(np.array([0, 2, 3, 4]), kv_len, tables) is None
+    split = Decoding([300, 513], steps=2)  # the second row begins another
+    batch = split.batch
+    assert split.plan(0).following(batch.cu_q, batch.kv_len, batch.tables) is None
+
+
+def test_a_plan_that_goes_on_checks_the_blocks_it_will_read():
+    decoding = Decoding([65, 40], steps=2)  # the first row begins a block
+    batch = decoding.batch
+    for row, column in ((0, 2), (1, 0)):
+        before = decoding.plan(0)
+        good, batch.tables[row, column] = batch.tables[row, column], -1
+        with pytest.raises(ValueError, match=f"row {row}, column {column} must be between 0 and"):
+            decoding.plan(1, before)
+        batch.tables[row, column] = good
+    batch.tables[0, 2] = 1 << 40
+    before = decoding.plan(0)  # does not read it yet; and the table does not change any more
+    with pytest.raises(ValueError, match="row 0, column 2 must be between 0 and"):
+        decoding.plan(1, before)
+
+
 def test_blocks_outside_the_cache_or_the_table_are_refused():
     batch = Batch([(1, 5), (1, 40)], 2, 1, 16, 8, torch.float32)
     for wrong in (-1, len(batch.k)):

@@ -29,6 +29,7 @@ from quire.kernels.cpu_sequence import (
     LayerSequence,
     LayerStack,
     LayerStep,
+    NormedProduct,
     NormPart,
     ProductPart,
     Selection,
@@ -557,6 +558,41 @@ def test_a_sequence_of_calls_that_differ_in_size():
     act.x, act.out, act.rows = normed.data_ptr(), out.data_ptr(), 1
     Sequence({"norm": norm, "act": act}).run(2)
     assert torch.equal(out, gated(rms_norm(x, weight, 1e-6)))
+
+
+@pytest.mark.parametrize("isa", native_library.ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 5, 130])
+def test_a_norm_and_its_product_have_the_bits_of_both(rows, dtype, isa, threads):
+    if isa not in isas():
+        pytest.skip(f"this processor lacks {isa}")
+    depth, columns = 96, 173
+    norm = NormPart(pad_weight(1.0 + normal(depth, seed=1) / 4), 1e-5)
+    weight = PackedWeight.pack([normal(columns, depth, dtype=dtype, seed=2)])
+    bias = weight.pad_bias(normal(columns, seed=3))
+    # Rows that do not follow each other, as a slice of hidden states.
+    x = normal(rows, 2 * depth, dtype=dtype)[:, :depth]
+    workspace = Workspace()
+    head = NormedProduct(norm, ProductPart(weight, bias))
+    found = head(x, workspace, isa=isa)
+    expected = packed_linear(rms_norm(x, *norm, isa=isa), weight, bias=bias, isa=isa)
+    assert found.dtype == dtype and torch.equal(found, expected)
+    kept = found.clone()
+    times = []
+    workspace.on_times = times.append
+    head(-x, workspace, isa=isa)
+    assert torch.equal(found, kept)
+    assert [sorted(seconds) for seconds in times] == [["lm_head", "norm"]] * (rows > 0)
+
+
+def test_a_norm_and_its_product_refuse_what_does_not_fit():
+    weight = PackedWeight.pack([normal(8, 96)])
+    with pytest.raises(ValueError, match="weight: must come from pad_weight"):
+        NormedProduct(NormPart(pad_weight(normal(32)), 1e-5), ProductPart(weight, None))
+    head = NormedProduct(NormPart(pad_weight(normal(96)), 1e-5), ProductPart(weight, None))
+    for x in (normal(2, 95), normal(96), normal(2, 96).bfloat16(), normal(96, 2).T):
+        with pytest.raises(ValueError, match=r"x: must be \[rows, 96\] torch.float32 on the CPU"):
+            head(x, Workspace())
 
 
 def test_structures_have_the_size_that_c_gives_them():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from step_driver import Driver, engine_config, make_runner
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire.kernels import native_library
 from quire.kernels.cpu_attention import has_native
@@ -19,10 +22,12 @@ from quire.kernels.cpu_sequence import LayerSequence, LayerStack
 from quire.replica import fuse as fuse_module
 from quire.replica import fused as fused_module
 from quire.replica import runner as runner_module
+from quire.replica.chains import tabled_rotation
 from quire.replica.engine import Engine
 from quire.replica.fused import FusedLayer, PackedEmbedding, Product
 from quire.replica.kv_pool import KVPool
 from quire.replica.loader import load_model
+from quire.replica.probe import Probe
 from quire.replica.runner import Runner
 from quire.replica.spec import ModelSpec
 
@@ -30,14 +35,14 @@ pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C 
 
 # What each architecture's own form allows; norms and products left over are fused by themselves.
 EXPECTED = {
-    "llama": dict(decoders=1, layers=3, norms=1, products=1),
-    "llama_tied": dict(decoders=1, layers=3, norms=1, products=1, embeddings=1),
-    "llama_yarn": dict(decoders=1, layers=3, norms=1, products=1),
-    "llama_mha": dict(decoders=1, layers=3, norms=1, products=1),  # biases
-    "qwen2": dict(decoders=1, layers=3, norms=1, products=1),  # biases of q, k and v only
-    "qwen3": dict(decoders=1, layers=3, norms=1, products=1),  # norms of the heads
-    "phi3": dict(decoders=1, layers=3, norms=1, products=1),  # merged in the checkpoint
-    "mistral": dict(decoders=1, layers=3, norms=1, products=1),
+    "llama": dict(decoders=1, heads=1, layers=3, norms=1, products=1),
+    "llama_tied": dict(decoders=1, heads=1, layers=3, norms=1, products=1, embeddings=1),
+    "llama_yarn": dict(decoders=1, heads=1, layers=3, norms=1, products=1),
+    "llama_mha": dict(decoders=1, heads=1, layers=3, norms=1, products=1),  # biases
+    "qwen2": dict(decoders=1, heads=1, layers=3, norms=1, products=1),  # biases of q, k and v only
+    "qwen3": dict(decoders=1, heads=1, layers=3, norms=1, products=1),  # norms of the heads
+    "phi3": dict(decoders=1, heads=1, layers=3, norms=1, products=1),  # merged in the checkpoint
+    "mistral": dict(decoders=1, heads=1, layers=3, norms=1, products=1),
     "smollm3": {
         "layers": 3,
         "MLPs": 1,
@@ -362,6 +367,99 @@ def test_a_model_that_mixes_tokens_after_its_layers_has_all_of_them_run(zoo, mon
     monkeypatch.setattr(fused_module, "_MIN_WORK_SAVED", 1)
     logits_of(mixed)
     assert set(selected) == {None}
+
+
+def test_a_head_that_does_more_than_its_product_stays_the_models(zoo, monkeypatch):
+    """As one with a scale does, or a bound on its logits."""
+
+    def scale(module, args, kwargs, output):
+        output.logits = output.logits * 0.5
+        return output
+
+    def load(*args):
+        model = load_model(*args)
+        model.register_forward_hook(scale, with_kwargs=True)
+        return model
+
+    plain = make_runner(zoo("llama"))
+    monkeypatch.setattr(runner_module, "load_model", load)
+    scaled = make_runner(zoo("llama"))
+    assert [runner.fused.fused["heads"] for runner in (plain, scaled)] == [1, 0]
+    assert scaled.fused.fused["decoders"] == 1
+    # Halves are exact, and the largest stays the largest.
+    assert np.array_equal(logits_of(scaled), logits_of(plain) * 0.5)
+
+
+def test_one_call_for_norm_and_head_has_the_bits_of_the_models_own(zoo):
+    runner = make_runner(zoo("qwen3"), dtype="bfloat16", deterministic=False)
+    expected = logits_of(runner)
+    assert runner.model.model.head is not None
+    runner.model.model.head = None
+    apart = Runner.with_pool(runner.config, runner.spec, runner.model, fused=runner.fused)
+    assert np.array_equal(logits_of(apart), expected)
+
+
+def rotation_of(**rope) -> nn.Module:
+    parameters = dict(rope_theta=10000.0, **rope)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        rope_parameters=parameters,
+    )
+    return LlamaRotaryEmbedding(config)
+
+
+_ORIGINAL = dict(original_max_position_embeddings=128)
+_FACTORS = [1.0 + i / 4 for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_type="default"),
+        dict(rope_type="linear", factor=2.0),
+        dict(rope_type="yarn", factor=4.0, **_ORIGINAL),
+        dict(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            **_ORIGINAL,
+        ),
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_of_rotations_has_the_models_bits(rope, dtype):
+    x = torch.zeros(1, 1, 64, dtype=dtype)
+    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], None)
+    rotation = rotation_of(**rope)
+    table = tabled_rotation(rotation, x, probe)
+    assert table is not None
+    for positions in ([0], [1023], [1024, 5, 3000], [70_000], list(range(100))):
+        given = torch.tensor([positions])
+        for found, expected in zip(table(x, given), rotation(x, given), strict=True):
+            assert found.is_contiguous() and found.dtype == dtype
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_type="dynamic", factor=2.0),
+        dict(rope_type="longrope", short_factor=_FACTORS, long_factor=_FACTORS[::-1], **_ORIGINAL),
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotations_that_go_by_the_longest_have_no_table(rope):
+    x = torch.zeros(1, 1, 64)
+    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], None)
+    rotation, untouched = rotation_of(**rope), rotation_of(**rope)
+    assert tabled_rotation(rotation, x, probe) is None
+    given = torch.tensor([[1, 100]])
+    for found, expected in zip(rotation(x, given), untouched(x, given), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_layers_with_other_products_run_part_by_part(zoo, monkeypatch):

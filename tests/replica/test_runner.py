@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels import reference
 from quire.kernels.cpu_attention import paged_attention
+from quire.kernels.cpu_sequence import NormedProduct
 from quire.replica import pool_backing
 from quire.replica import runner as runner_module
 from quire.replica.groups import LayerGroup
@@ -79,7 +80,7 @@ def test_grammar_masks_are_filled_while_the_forward_pass_runs(runner):
     driver = Driver(runner)
     plan, _ = driver.plan([(driver.add(prompt(9), 1), 9)])
     columns = plan.sampling._replace(grammars=((0, grammar),))
-    hook = runner.model.model.norm.register_forward_pre_hook(meet)
+    hook = runner.model.model.embed_tokens.register_forward_pre_hook(meet)
     try:
         result = runner.run(plan._replace(sampling=columns))
     finally:
@@ -89,13 +90,23 @@ def test_grammar_masks_are_filled_while_the_forward_pass_runs(runner):
 
 def test_only_rows_that_sample_reach_the_lm_head(runner, monkeypatch):
     seen = []
-    head = runner.model.lm_head
-    monkeypatch.setattr(head, "forward", lambda x, f=head.forward: (seen.append(x.shape), f(x))[1])
+    head, fused = runner.model.lm_head, NormedProduct.__call__
+
+    def multiply(x, forward=head.forward):
+        seen.append(x.shape[-2])
+        return forward(x)
+
+    def norm_and_multiply(self, x, workspace):
+        seen.append(len(x))
+        return fused(self, x, workspace)
+
+    monkeypatch.setattr(head, "forward", multiply)
+    monkeypatch.setattr(NormedProduct, "__call__", norm_and_multiply)
     driver = Driver(runner)
     done, partial = driver.add(prompt(9), 1), driver.add(prompt(30), 1)
     plan, _ = driver.plan([(done, 9), (partial, 12)])
     runner.run(plan)
-    assert seen == [(1, 1, 64)]
+    assert seen == [1]
 
 
 class Questions(TorchDispatchMode):
