@@ -77,7 +77,6 @@ FN void score_pages(int rows, struct unit *u) {
         const float *first = (const float *)u->k_runs[r], *second = (const float *)u->k_runs[r + 1];
         for (int step = 0; step < u->steps; step += LANES) {
             v16 keys[LANES];
-            read_values_ahead(u, 2 * RUN); /* as many lines as are read here */
 #pragma GCC unroll 8
             for (int i = 0; i < RUN; i++) {
                 keys[i] = v_load(first + i * token_steps + step);
@@ -85,8 +84,10 @@ FN void score_pages(int rows, struct unit *u) {
             }
             v_transpose(keys);
 #pragma GCC unroll 16
-            for (int j = 0; j < LANES; j++)
+            for (int j = 0; j < LANES; j++) {
+                if (j % 4 == 0) read_ahead(u, 2); /* in all as many lines as are read here */
                 for (int i = 0; i < rows; i++) sums[i] = dot(v_set1(q[i * u->steps + step + j]), keys[j], sums[i]);
+            }
         }
         for (int i = 0; i < rows; i++) v_store(u->scratch->scores + i * TILE + r * RUN, sums[i]);
     }
@@ -105,7 +106,7 @@ FN void page_values(v16 *value, const uint16_t *token, int64_t dim, int vectors)
 /* The scores of all rows, 16 keys after the others: packed, they stay in the first-level cache. */
 FN void score_pages(int rows, struct unit *u) {
     for (int r = u->runs_begin; r < u->runs_end; r += 2) {
-        read_values_ahead(u, 2 * run_lines(u));
+        read_ahead(u, run_lines(u));
         pack_key_vector(u, r, u->k);
         score_block(rows, 1, u->scratch->q, u->k, u->steps, u->scratch->scores + r * RUN);
     }
@@ -125,10 +126,12 @@ FN void mix_pages(int rows, int vectors, struct unit *u, const struct row_block 
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) sums[i][j] = v_mul(v_load(mixed + i * u->padded + j * LANES), v_set1(factors[i]));
     for (int r = block->begin / RUN; r < block->end / RUN; r++) {
-        read_keys_ahead(u, run_lines(u) * vectors * LANES / u->dim);
+        const int lines = run_lines(u) * vectors * LANES / u->dim / 2;
+        if (!DOT_BF16) read_ahead(u, lines);
         const uint16_t *token = (const uint16_t *)u->v_runs[r] + column;
         for (int step = 0; step < RUN_STEPS; step++, token += RUN / RUN_STEPS * u->dim) {
             v16 value[4];
+            if (DOT_BF16) read_ahead(u, lines / RUN_STEPS);
             page_values(value, token, u->dim, vectors);
             for (int i = 0; i < rows; i++) {
                 v16 weight = v_set1(weights[i * TILE + r * RUN_STEPS + step]);
