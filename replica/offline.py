@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 _LIVENESS_PERIOD_S = 0.5  # a waiting call looks this often whether the engine still runs
+_Sink = queue.SimpleQueue[list[RequestDelta]]  # of a call: what each step has for it
 
 
 @dataclass(slots=True)
@@ -64,14 +65,15 @@ class OfflineFront:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._keys = itertools.count()
-        self._sinks: dict[int, queue.SimpleQueue[RequestDelta]] = {}  # of every live request
+        self._sinks: dict[int, _Sink] = {}  # of every live request
         # All callers together have no more requests alive than the engine's queue takes, so none is refused.
         self._slots = threading.Semaphore(engine.config.max_waiting_requests)
         self._tokenizer_lock = threading.Lock()
         self._cached_tokenizer: Tokenizer | None = None
 
     def on_output(self, output: LoopOutput) -> None:
-        """Hand every delta to the call that waits for it (engine's thread)."""
+        """Hand every call the step's deltas that it waits for, at once: each time it wakes (engine's thread)."""
+        of_calls: dict[_Sink, list[RequestDelta]] = {}
         for delta in output.deltas:
             sink = self._sinks.get(delta.key)
             if sink is None:
@@ -79,7 +81,9 @@ class OfflineFront:
             if delta.finish_reason is not None:
                 del self._sinks[delta.key]
                 self._slots.release()
-            sink.put(delta)
+            of_calls.setdefault(sink, []).append(delta)
+        for sink, deltas in of_calls.items():
+            sink.put(deltas)
 
     def generate(
         self,
@@ -127,7 +131,7 @@ class OfflineFront:
                 )
         outputs = {request.key: _output(request) for request in requests}
         waiting = deque(requests)
-        done: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
+        done: _Sink = queue.SimpleQueue()
         alive: set[Hashable] = set()
         bar = _progress_bar(len(requests), progress)
         try:
@@ -135,11 +139,11 @@ class OfflineFront:
                 while waiting and self._take_slot(wait=not alive):
                     alive.add(waiting[0].key)
                     self._submit(waiting.popleft(), done)
-                delta = self._next(done)
-                _collect(outputs[delta.key], delta)
-                if delta.finish_reason is not None:
-                    alive.discard(delta.key)
-                    bar.update()
+                for delta in self._next(done):
+                    _collect(outputs[delta.key], delta)
+                    if delta.finish_reason is not None:
+                        alive.discard(delta.key)
+                        bar.update()
         finally:
             bar.close()
             for key in alive:
@@ -160,17 +164,17 @@ class OfflineFront:
         return self._stream(self._request(prompt, p, "prompt"))
 
     def _stream(self, request: Request) -> Iterator[StreamOutput]:
-        done: queue.SimpleQueue[RequestDelta] = queue.SimpleQueue()
+        done: _Sink = queue.SimpleQueue()
         text = _TextStream(self._tokenizer)
         output = _output(request)
         self._take_slot(wait=True)
         self._submit(request, done)
         try:
             while not output.finish_reason:
-                delta = self._next(done)
-                _collect(output, delta)
-                new_text = text.feed(delta.token_ids, last=delta.finish_reason is not None)
-                yield StreamOutput(delta.token_ids, new_text, delta.finish_reason)
+                for delta in self._next(done):
+                    _collect(output, delta)
+                    new_text = text.feed(delta.token_ids, last=delta.finish_reason is not None)
+                    yield StreamOutput(delta.token_ids, new_text, delta.finish_reason)
         finally:
             if not output.finish_reason:
                 self._engine.abort(request.key)
@@ -204,7 +208,7 @@ class OfflineFront:
             self._check_alive()
         return True
 
-    def _submit(self, request: Request, done: queue.SimpleQueue[RequestDelta]) -> None:
+    def _submit(self, request: Request, done: _Sink) -> None:
         """Submit a request that has a slot."""
         self._sinks[request.key] = done
         try:
@@ -214,7 +218,8 @@ class OfflineFront:
             self._slots.release()
             raise
 
-    def _next(self, done: queue.SimpleQueue[RequestDelta]) -> RequestDelta:
+    def _next(self, done: _Sink) -> list[RequestDelta]:
+        """A step's deltas."""
         while True:
             ended = not self._engine.is_alive()  # first: an engine that ends still puts
             try:

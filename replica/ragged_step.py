@@ -17,6 +17,7 @@ import torch
 from quire.replica.forward import Forward
 from quire.replica.kv_pool import KVPool
 from quire.replica.plan import SamplingBatch, StepPlan
+from quire.replica.sampler import likeliest
 from quire.replica.step_inputs import StepInputs
 from quire.replica.step_outputs import InFlight, StepOutputs
 from quire.replica.step_sampler import Masks, StepSampler
@@ -38,6 +39,7 @@ class RaggedStep:
         self._sampler = sampler
         self._outputs = outputs
         self._pool = pool
+        self._is_on_cpu = pool.data.device.type == "cpu"
 
     def logits(
         self,
@@ -88,7 +90,10 @@ class RaggedStep:
         choose
             Draws as the device's columns of the rows say; None: as the plan's say.
         """
-        if choose is not None and sampling.is_plain:
+        is_plain = sampling.is_plain
+        if choose is None and is_plain and self._is_on_cpu and not sampling.temperature.any():
+            choose = likeliest  # in the model's own type: a copy in float32 has the same order
+        if choose is not None and is_plain:
             tokens = choose(logits)
         else:
             tokens, in_flight.logprobs = self._sampler.sample(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.kernels.noise import gumbel, noise_keys
 from quire.replica.plan import NO_TOKEN, Penalties, SamplingBatch, TokenRules
-from quire.replica.sampler import sample
+from quire.replica.sampler import likeliest, sample
 from quire.replica.token_counts import TokenCounts
 
 torch.set_num_threads(1)
@@ -189,6 +189,21 @@ def test_an_all_greedy_batch_is_one_argmax(monkeypatch):
     assert torch.equal(
         sample(logits.clone(), columns([dict(temperature=0.0)] * 5)), logits.argmax(-1)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    vocab=st.integers(1, 5000),
+    spread=st.sampled_from([0.0, 0.6, 3.0, 1000.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_the_likeliest_is_the_first_of_the_largest_in_any_dtype(dtype, rows, vocab, spread, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, vocab, generator=generator) * spread).round().to(dtype)  # many ties
+    logits[0] = float("-inf")
+    assert torch.equal(likeliest(logits), logits.float().argmax(dim=-1))
 
 
 def test_rows_without_top_k_and_top_p_are_not_sorted(monkeypatch):
