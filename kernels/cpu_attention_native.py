@@ -238,10 +238,11 @@ def plan(
     *,
     window: int | None = None,
     chunk: int | None = None,
+    before: NativePlan | None = None,
 ) -> NativePlan:
     """Cut a ragged batch into work units; arguments as in `cpu_attention.plan_attention`.
 
-    A plan holds the memory its calls work in: one call at a time.
+    A plan holds the memory its calls work in, that of the plan before it if there is one: one call at a time.
 
     Raises
     ------
@@ -271,7 +272,11 @@ def plan(
         tiles, tokens = with_trunks(tiles, trunks)
         key_begin, key_end = key_begin[tokens], key_end[tokens]
     row_floats = library.functions.quire_partial_floats(head_dim)
-    scratch_bytes = library.functions.quire_scratch_bytes(head_dim)
+    scratch_shape = (num_threads, library.functions.quire_scratch_bytes(head_dim) + 64)
+    if before is not None and before.scratch.shape == scratch_shape:
+        scratch = before.scratch
+    else:
+        scratch = np.empty(scratch_shape, np.uint8)
     units, num_partials = work_units(
         tiles, num_heads, kv_heads, wanted_items, MAX_PARTIAL_BYTES // (4 * row_floats)
     )
@@ -284,7 +289,7 @@ def plan(
         units=units,
         partials=np.empty((num_partials, row_floats), np.float32),
         missing=np.empty(len(tiles) * kv_heads, np.int32),
-        scratch=np.empty((num_threads, scratch_bytes + 64), np.uint8),
+        scratch=scratch,
         cache_shape=k_cache.shape,
         num_heads=num_heads,
         num_threads=num_threads,

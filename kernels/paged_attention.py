@@ -135,7 +135,7 @@ class PagedAttention:
         block_tables: np.ndarray | torch.Tensor,
         num_query: np.ndarray | None = None,
     ) -> Plan:
-        """Lay out the work of a ragged batch; on the CPU the plan before it is not to be used any more.
+        """Lay out the work of a ragged batch. On the CPU plans work in the same memory, one call at a time.
 
         Parameters
         ----------

@@ -463,25 +463,35 @@ class RotationTable:
         Called with hidden states, of which it takes the dtype, and positions [1, T]; gives cos and sin [1, T, rotary].
     """
 
-    _LEAST = 1024  # positions
+    _PIECE = 256  # positions that are asked for at once: in between they are float32, several times
 
     def __init__(self, rotation: nn.Module):
         self._rotation = rotation
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # [positions, rotary] each
+        self._cos = self._sin = torch.empty(0, 0)  # [positions, rotary] each
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> Tables:
         """As the rotation: cos and sin [1, T, rotary] of positions [1, T] int64."""
         needed = int(positions.max()) + 1
-        if (
-            self._tables is None
-            or len(self._tables[0]) < needed
-            or self._tables[0].dtype != x.dtype
-        ):
-            count = max(self._LEAST, 1 << (needed - 1).bit_length())
-            cos, sin = self._rotation(x, torch.arange(count)[None])
-            self._tables = cos[0].contiguous(), sin[0].contiguous()
-        cos, sin = self._tables
-        return cos.index_select(0, positions[0])[None], sin.index_select(0, positions[0])[None]
+        if self._cos.dtype != x.dtype:
+            self._cos = self._sin = x.new_empty(0, 0)
+        if len(self._cos) < needed:
+            self._grow(x, max(self._PIECE, 1 << (needed - 1).bit_length()))
+        rows = positions[0]
+        return self._cos.index_select(0, rows)[None], self._sin.index_select(0, rows)[None]
+
+    def _grow(self, x: torch.Tensor, count: int) -> None:
+        known = len(self._cos)
+        tables: list[torch.Tensor] = []
+        for begin in range(known, count, self._PIECE):
+            made = self._rotation(x, torch.arange(begin, begin + self._PIECE)[None])
+            if not tables:
+                tables = [part.new_empty(count, part.shape[-1]) for part in made]
+            for table, part in zip(tables, made, strict=True):
+                table[begin : begin + self._PIECE] = part[0]
+        for table, own in zip(tables, (self._cos, self._sin), strict=True):
+            if known:
+                table[:known] = own
+        self._cos, self._sin = tables
 
 
 Rotation = Callable[[torch.Tensor, torch.Tensor], Tables]
