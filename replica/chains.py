@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from quire.kernels.cpu_sequence import NormedProduct, ProductPart, Workspace
-from quire.replica.fused import FusedDecoder, FusedLayer, FusedNorm, Product, RotationTable
+from quire.replica.fused import FusedDecoder, FusedLayer, FusedNorm, Product
 from quire.replica.kv_pool import KVPool
 from quire.replica.probe import Probe
+from quire.replica.rotation import RotationTable
 
 _FAR = 1 << 22  # a position beyond what any model was trained on
 _CALLED_OTHERWISE = (TypeError, ValueError, AttributeError, RuntimeError)  # what a part then raises

@@ -12,7 +12,7 @@ Results differ from the unfused module's by rounding: a fused part rounds once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,9 +33,10 @@ from quire.kernels.cpu_sequence import (
     Selection,
 )
 from quire.kernels.paged_attention import Backend
-from quire.replica.attention import RanAhead, StepContext, Tables
+from quire.replica.attention import RanAhead, StepContext
 from quire.replica.fp8 import Fp8Linear, join_rows
 from quire.replica.kv_pool import KVPool
+from quire.replica.rotation import Rotation
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -449,52 +450,6 @@ class FusedLayer(nn.Module):
             q = sequences[0].queries(step.workspace)
             step.on_attend(facts.layer, q, facts.scaling, facts.softcap, facts.sinks)
         return out
-
-
-class RotationTable:
-    """cos and sin of all positions so far, for a rotation that makes a position's from that position alone.
-
-    transformers' own takes 0.2 ms for one token whose step has just read all weights: by then neither its code nor
-    Python's is in a cache. Two rows of `head_dim` elements for each position: 1/200 of what its keys and values take.
-
-    Parameters
-    ----------
-    rotation
-        Called with hidden states, of which it takes the dtype, and positions [1, T]; gives cos and sin [1, T, rotary].
-    """
-
-    _PIECE = 256  # positions that are asked for at once: in between they are float32, several times
-
-    def __init__(self, rotation: nn.Module):
-        self._rotation = rotation
-        self._cos = self._sin = torch.empty(0, 0)  # [positions, rotary] each
-
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> Tables:
-        """As the rotation: cos and sin [1, T, rotary] of positions [1, T] int64."""
-        needed = int(positions.max()) + 1
-        if self._cos.dtype != x.dtype:
-            self._cos = self._sin = x.new_empty(0, 0)
-        if len(self._cos) < needed:
-            self._grow(x, max(self._PIECE, 1 << (needed - 1).bit_length()))
-        rows = positions[0]
-        return self._cos.index_select(0, rows)[None], self._sin.index_select(0, rows)[None]
-
-    def _grow(self, x: torch.Tensor, count: int) -> None:
-        known = len(self._cos)
-        tables: list[torch.Tensor] = []
-        for begin in range(known, count, self._PIECE):
-            made = self._rotation(x, torch.arange(begin, begin + self._PIECE)[None])
-            if not tables:
-                tables = [part.new_empty(count, part.shape[-1]) for part in made]
-            for table, part in zip(tables, made, strict=True):
-                table[begin : begin + self._PIECE] = part[0]
-        for table, own in zip(tables, (self._cos, self._sin), strict=True):
-            if known:
-                table[:known] = own
-        self._cos, self._sin = tables
-
-
-Rotation = Callable[[torch.Tensor, torch.Tensor], Tables]
 
 
 class FusedDecoder(nn.Module):
