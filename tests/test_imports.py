@@ -61,6 +61,7 @@ TORCH_MODULES = {
     "quire.replica.queued_steps",
     "quire.replica.ragged_step",
     "quire.replica.step_sampler",
+    "quire.replica.rotation",
     "quire.replica.runner",
     "quire.replica.runtime",
     "quire.replica.sampler",
