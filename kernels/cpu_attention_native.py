@@ -195,10 +195,10 @@ class NativePlan:
             check_blocks(tiles, block_tables, block_size, num_blocks)
         return replace(
             self,
-            block_tables=np.ascontiguousarray(block_tables, np.int64),
+            block_tables=np.array(block_tables, np.int64, order="C"),
             key_end=self.key_end + 1,
             tiles=tiles,
-            kv_len=kv_len,
+            kv_len=np.array(kv_len),
         )
 
 
@@ -250,7 +250,8 @@ def plan(
         Lengths that do not fit each other, or a block id outside the cache: C would read anything.
     """
     num_blocks, kv_heads, block_size, head_dim = k_cache.shape
-    block_tables = np.ascontiguousarray(block_tables, np.int64)
+    # A copy: `following` compares with what was checked, whatever the caller does with his own.
+    block_tables = np.array(block_tables, np.int64, order="C")
     _, position = query_rows(cu_q, kv_len)
     key_begin, key_end = first_key(position, window, chunk), position + 1
     group_heads = num_heads // kv_heads
@@ -293,8 +294,8 @@ def plan(
         cache_shape=k_cache.shape,
         num_heads=num_heads,
         num_threads=num_threads,
-        cu_q=cu_q,
-        kv_len=kv_len,
+        cu_q=np.array(cu_q),
+        kv_len=np.array(kv_len),
         can_follow=window is None and chunk is None and bool((np.diff(cu_q) == 1).all()),
     )
 

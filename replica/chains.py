@@ -11,7 +11,7 @@ A chain are layers of which the model gives each nothing but what the one before
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -136,7 +136,8 @@ def tabled_rotation(rotation: nn.Module, like: torch.Tensor, probe: Probe) -> Ro
     except _CALLED_OTHERWISE:
         return None
     finally:
-        rotation(like, torch.tensor([[0]]))  # one that has seen the far position forgets it
+        with suppress(*_CALLED_OTHERWISE):
+            rotation(like, torch.tensor([[0]]))  # one that has seen the far position forgets it
     return table
 
 

@@ -470,6 +470,15 @@ def test_a_plan_that_goes_on_checks_the_blocks_it_will_read():
         decoding.plan(1, before)
 
 
+def test_a_plan_that_goes_on_checks_tables_that_were_changed_in_place():
+    decoding = Decoding([70, 40], steps=2)
+    tables = decoding.batch.tables.copy()
+    before = decoding.plan(0, block_tables=tables)
+    tables[1, 0] = 1 << 40
+    with pytest.raises(ValueError, match="row 1, column 0 must be between 0 and"):
+        decoding.plan(1, before, block_tables=tables)
+
+
 def test_blocks_outside_the_cache_or_the_table_are_refused():
     batch = Batch([(1, 5), (1, 40)], 2, 1, 16, 8, torch.float32)
     for wrong in (-1, len(batch.k)):

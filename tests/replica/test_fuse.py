@@ -462,6 +462,12 @@ def test_rotations_that_go_by_the_longest_have_no_table(rope):
         assert torch.equal(found, expected)
 
 
+def test_a_part_that_is_called_otherwise_has_no_table():
+    x = torch.zeros(1, 1, 64)
+    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], None)
+    assert tabled_rotation(nn.Linear(64, 64), x, probe) is None
+
+
 def test_layers_with_other_products_run_part_by_part(zoo, monkeypatch):
     ran = count_stacks(monkeypatch)
     runner = make_runner(zoo("qwen3"), dtype="float16", deterministic=False)
