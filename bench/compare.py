@@ -41,6 +41,9 @@ class Turn:
     other_cpu_s: float  # that everybody else took meanwhile, in seconds of one core
     peak_rss_mib: float  # of the engine's processes so far
     rates: Rates | None = None  # of the machine just before and after it, the faster of each
+    first_token_s: float | None = (
+        None  # of one more such request, for one token; where the workload is one request
+    )
 
 
 @dataclass(slots=True)
@@ -226,8 +229,23 @@ def _run(
         after = process.usage()
         own_s = after.cpu_s - before.cpu_s
         others_s = max(0.0, busy_cpu_s() - before_s - own_s)
+        first_token_s = None
+        if workload.num_requests == 1 < workload.output_tokens:
+            others = workload.prompts(f"{repetition}-first", vocab_size)
+            try:
+                first_token_s = process.generate(others, 1)["seconds"]
+            except EngineFailed as error:
+                found.failures[name] = str(error)
+                return None
     return Turn(
-        name, workload.name, repetition, answer["seconds"], own_s, others_s, after.peak_rss_mib
+        name,
+        workload.name,
+        repetition,
+        answer["seconds"],
+        own_s,
+        others_s,
+        after.peak_rss_mib,
+        first_token_s=first_token_s,
     )
 
 
@@ -312,6 +330,13 @@ def _row(
     if floor is not None:
         row["floor_s"] = round(floor.total_s, 3)
         row["percent_of_floor"] = round(100 * floor.total_s / median, 1)
+    after_first = [
+        1e3 * (t.seconds - t.first_token_s) / (workload.output_tokens - 1)
+        for t in turns
+        if t.first_token_s is not None
+    ]
+    if after_first:
+        row["ms_per_token"] = spread(after_first)
     if engine != baseline and (ratios := found.ratios(baseline, engine, workload.name)):
         row["ratio"] = spread(ratios)
         row["cpu_ratio"] = spread(found.ratios(baseline, engine, workload.name, cpu=True))

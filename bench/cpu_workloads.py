@@ -5,6 +5,9 @@
 Reads the turns that `quire bench compare halfb` kept (`compare.jsonl`), of one run or of several short ones with
 different --first-repetition; bench/README.md has the commands. Peers that were not run have no rows and no bars. With
 --baseline the bars are those of another of the engines, as of Quire where it was installed without a compiler.
+
+The floor is taken at the rates of the run. On the processor on which the goals were set it is also taken at the rates
+of the run that set them, the reference: shares of it compare with what the peers had reached then.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench import compare, plots, report
-from quire.bench.floor import ModelShape
+from quire.bench.floor import ModelShape, Rates, floor_of
 from quire.bench.workloads import WORKLOADS
 
 QUIRE = "quire"
@@ -23,6 +26,9 @@ PREFIX = "cpu"
 # Of the floor, in percent; and times as fast as transformers' continuous batching. Set before anything was measured.
 FLOOR_GOALS = {"W1": 78, "W2": 70, "W3": 92, "W4": 72, "W5": 98}
 TRANSFORMERS_GOALS = {"W1": 3.0, "W2": 3.0, "W4": 3.0}
+# Where and at which rates the goals were set. Its floor of one stream is that of a token after the first.
+REFERENCE_CPU = "AMD EPYC, family 25 model 17"
+REFERENCE_RATES = Rates(memory_gb_per_s=33.0, gflop_per_s=410.0)
 
 
 def bars(summary: dict[str, Any], baseline: str = QUIRE, prefix: str = PREFIX) -> list[report.Bar]:
@@ -76,6 +82,35 @@ def bars(summary: dict[str, Any], baseline: str = QUIRE, prefix: str = PREFIX) -
     return found
 
 
+def reference_bars(
+    summary: dict[str, Any], shape: ModelShape, baseline: str = QUIRE, prefix: str = PREFIX
+) -> list[report.Bar]:
+    """Of the floor at the rates of the run that set the goals."""
+    found = []
+    for row in summary["rows"]:
+        goal = FLOOR_GOALS.get(row["workload"])
+        if row["engine"] != baseline or goal is None:
+            continue
+        workload = WORKLOADS[row["workload"]]
+        floor = floor_of(workload, shape, REFERENCE_RATES)
+        if "ms_per_token" in row:
+            least = 1e3 * floor.decode_s / (workload.output_tokens - 1)
+            taken, unit = row["ms_per_token"], "ms_per_token"
+        else:
+            least, taken, unit = floor.total_s, row["seconds"], "s"
+        found.append(
+            report.Bar(
+                f"{prefix}/{workload.name}_percent_of_reference_floor",
+                100 * least / taken["median"],
+                "%",
+                goal,
+                at_most=False,
+                details={unit: taken, "floor": round(least, 3), "rates": REFERENCE_RATES.to_json()},
+            )
+        )
+    return found
+
+
 def _against(row: dict[str, Any], peer: dict[str, Any], prefix: str) -> report.Bar:
     workload, engine = peer["workload"], peer["engine"]
     goal = TRANSFORMERS_GOALS.get(workload, 1.0) if engine == "transformers" else 1.0
@@ -107,10 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape = ModelShape.of_checkpoint(options.checkpoint)
     summary = compare.summarise(found, list(WORKLOADS.values()), shape, options.baseline)
     print(compare.table(summary, options.baseline))
+    found_bars = bars(summary, options.baseline, options.prefix)
+    if report.hardware()["cpu"] == REFERENCE_CPU:
+        found_bars += reference_bars(summary, shape, options.baseline, options.prefix)
     report.write(
         options.out,
         f"quire bench compare {options.checkpoint.name} --engines {' '.join(found.settings)}",
-        bars(summary, options.baseline, options.prefix),
+        found_bars,
         method="engines in turns, each in a process of its own that stands still while another runs; ratios turn "
         "by turn; medians",
         model=options.checkpoint.name,

@@ -60,7 +60,19 @@ def test_one_engine_that_fails_does_not_end_the_others(tmp_path):
         ("quire", "2x4->3", 1),
     ]
     assert all(turn.rates.memory_gb_per_s > 0 for turn in found.turns)
+    assert all(turn.first_token_s is None for turn in found.turns)  # of several requests
     assert compare.read([tmp_path / "kept"]) == found
+
+
+def test_one_stream_has_a_time_for_its_first_token_and_for_each_after_it(tmp_path):
+    workload = Workload.parse("1x4->40")
+    with (tmp_path / "log").open("w") as log:
+        found = compare.compare([SPEC], [workload], 1, 512, log, rates_budget_s=0.01)
+    (turn,) = found.turns
+    assert 0 < turn.first_token_s < turn.seconds
+    (row,) = compare.summarise(found, [workload], None, "quire")["rows"]
+    each_ms = 1e3 * (turn.seconds - turn.first_token_s) / 39
+    assert row["ms_per_token"]["median"] == pytest.approx(each_ms, rel=1e-3)
 
 
 def turns(*rows) -> Comparison:

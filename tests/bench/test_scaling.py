@@ -78,7 +78,36 @@ def test_bars_are_of_what_was_run(tmp_path):
     assert out.with_suffix(".png").exists()
 
 
-def test_bars_of_quire_as_it_was_installed_elsewhere(tmp_path):
+def test_the_reference_floor_is_that_of_the_run_that_set_the_goals(tmp_path, monkeypatch):
+    """cpu/W*: 13.8, 10.5, 40.5 and 5.8 s, and 29.3 ms for each token of one stream after its first."""
+    found = keep_turns(tmp_path, {"quire": 13.8})
+    for workload, seconds in {"W2": 2 * 10.5, "W3": 40.5, "W4": 5.8}.items():
+        found.turns.append(Turn("quire", workload, 0, seconds, seconds, 0.0, 100.0))
+    found.turns.append(Turn("quire", "W5", 0, 0.5 + 127 * 0.0293, 4.2, 0.0, 1.0, first_token_s=0.5))
+    found.rates = [Rates(66.0, 410.0)]  # twice the reference's memory: its own floor is another
+    found.write(tmp_path / "turns")
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "result.json"
+    command = [str(tmp_path / "turns"), "--checkpoint", str(tmp_path), "--out", str(out)]
+    facts = {"cpu": cpu_workloads.REFERENCE_CPU, "cores": 2}
+    monkeypatch.setattr(cpu_workloads.report, "hardware", lambda: facts)
+    cpu_workloads.main(command)
+    bars = {bar["name"]: bar["value"] for bar in json.loads(out.read_text())["bars"]}
+    reference = {name: value for name, value in bars.items() if "reference" in name}
+    assert reference == {
+        f"cpu/{workload}_percent_of_reference_floor": pytest.approx(share, abs=0.5)
+        for workload, share in {"W1": 100, "W2": 50, "W3": 100, "W4": 100, "W5": 100}.items()
+    }
+    assert bars["cpu/W5_percent_of_floor"] < 60
+    # Another processor's seconds are no share of that floor.
+    monkeypatch.setattr(cpu_workloads.report, "hardware", lambda: facts | {"cpu": "another"})
+    cpu_workloads.main(command)
+    names = [bar["name"] for bar in json.loads(out.read_text())["bars"]]
+    assert names == [name for name in bars if name not in reference]
+
+
+def test_bars_of_quire_as_it_was_installed_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_workloads, "REFERENCE_CPU", "another")
     keep_turns(tmp_path, {"quire": 10.0, "quire-torch": 30.0, "openvino": 18.0})
     pytest.importorskip("matplotlib")
     out = tmp_path / "result.json"
