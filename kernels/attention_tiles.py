@@ -5,7 +5,8 @@
                  once for all of them, then each tile goes on alone, as a branch, from where the trunk has come
     work unit    a query tile, or a trunk with its branches, all their keys; or, where there are fewer units than
                  would keep all threads busy, one split of 512 keys, whose result goes through memory
-    item         a work unit and a KV head; threads take items, the most expensive first, until none is left
+    item         a work unit and a KV head, or several where they read pages as they lie; threads take items, the
+                 most expensive first, until none is left
 
 How the work is cut changes no bit of the result. A tile is a row of seven int64: first token, tokens, row of the batch,
 first key, last key + 1, first partial (-1: not split), branches (0: no trunk).

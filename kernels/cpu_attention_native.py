@@ -80,6 +80,7 @@ class AttentionCall(ctypes.Structure):
         ("block_size", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        ("item_heads", ctypes.c_int64),
         ("team", ctypes.c_void_p),
     ]
 

@@ -53,18 +53,38 @@ int64_t quire_call_bytes(void) { return sizeof(struct attention_call); }
 
 int64_t quire_partial_floats(int64_t head_dim) { return row_floats(head_dim); }
 
+/* How many KV heads a thread takes together: as many as leave every thread enough items to share, and all that a thread
+ * can have of a unit that is the only one. */
+static int64_t item_heads(const struct attention_call *call, int64_t num_threads) {
+    enum { THREAD_ITEMS = 4 };
+    const int64_t units = call->plan.num_units, kv_heads = call->kv_heads;
+    for (int64_t heads = kv_heads < MAX_ITEM_HEADS ? kv_heads : MAX_ITEM_HEADS; heads > 1; heads--) {
+        const int64_t unit_items = kv_heads / heads;
+        if (kv_heads % heads) continue;
+        if (units * unit_items >= THREAD_ITEMS * num_threads || (units == 1 && unit_items % num_threads == 0)) return heads;
+    }
+    return 1;
+}
+
 void quire_attention_job(struct job *job, struct attention_call *call, int64_t isa, int64_t num_threads) {
     int64_t (*worker)(void *) = quire_attention_generic;
+    int64_t (*takes_heads)(const struct attention_call *) = quire_takes_heads_generic;
+#define CHOOSE(name) \
+    do { \
+        worker = quire_attention_##name; \
+        takes_heads = quire_takes_heads_##name; \
+    } while (0)
 #if defined(__x86_64__)
-    if (isa == AVX2) worker = quire_attention_avx2;
-    if (isa >= AVX512) worker = quire_attention_avx512;
-    if (isa >= AVX512_BF16 && call->dtype == BFLOAT16) worker = quire_attention_avx512_bf16;
+    if (isa == AVX2) CHOOSE(avx2);
+    if (isa >= AVX512) CHOOSE(avx512);
+    if (isa >= AVX512_BF16 && call->dtype == BFLOAT16) CHOOSE(avx512_bf16);
 #if HAS_AMX
-    if (isa == AMX_BF16 && call->dtype == BFLOAT16) worker = quire_attention_amx;
+    if (isa == AMX_BF16 && call->dtype == BFLOAT16) CHOOSE(amx);
 #endif
 #else
     (void)isa;
 #endif
+#undef CHOOSE
     for (int64_t t = 0; t < call->plan.num_tiles; t++) {
         if (call->plan.tiles[t].first_partial < 0) continue;
         for (int64_t head = 0; head < call->kv_heads; head++)
@@ -72,7 +92,8 @@ void quire_attention_job(struct job *job, struct attention_call *call, int64_t i
     }
     job->worker = worker;
     job->call = call;
-    job->units = call->plan.num_units * call->kv_heads;
+    call->item_heads = takes_heads(call) ? item_heads(call, num_threads) : 1;
+    job->units = call->plan.num_units * (call->kv_heads / call->item_heads);
     job->num_threads = num_threads;
     team_divide(&job->team, job->units, num_threads);
     call->team = &job->team;

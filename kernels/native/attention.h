@@ -11,7 +11,7 @@
 
 #include "team.h"
 
-#define QUIRE_ABI 14
+#define QUIRE_ABI 15
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */
@@ -20,6 +20,7 @@ enum {
     SPLIT = 512,                 /* keys of one partial softmax; tiles and splits start at absolute multiples */
     MAX_ROWS = 256,              /* query rows, tokens x heads of a KV group, that share a tile's packed keys */
     MAX_HEAD_DIM = 512,
+    MAX_ITEM_HEADS = MAX_ROWS / LANES, /* KV heads that a thread takes together */
 };
 
 enum dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
@@ -79,7 +80,8 @@ struct attention_call {
     struct attention_plan plan;
     int64_t dtype, heads, kv_heads, head_dim, block_size;
     float scale, softcap;                /* softcap 0: none */
-    struct team *team;                   /* of the units' KV heads; set by the library */
+    int64_t item_heads;                  /* KV heads that a thread takes together; set by the library, like the next one */
+    struct team *team;                   /* of the units and their groups of KV heads */
 };
 
 /* A row's running softmax: maximum of the base-2 scores, 16 partial sums of the weights, weighted values. */
@@ -135,9 +137,10 @@ static inline int64_t place_scratch(struct scratch *s, char *memory, int64_t hea
 /* Set the counters and choose the worker of `isa`, which is at most `quire_last_isa()`. */
 void quire_attention_job(struct job *job, struct attention_call *call, int64_t isa, int64_t num_threads);
 
-/* One instruction set's worker, and its exponential. */
+/* One instruction set's worker, whether its items may have several heads, and its exponential. */
 #define DECLARE(isa) \
     int64_t quire_attention_##isa(void *call); \
+    int64_t quire_takes_heads_##isa(const struct attention_call *call); \
     void quire_exp2_##isa(const float *x, float *y, int64_t count);
 DECLARE(generic)
 #if defined(__x86_64__)

@@ -70,10 +70,10 @@ FN void score_block(const float *q, const float *keys, int steps, float *scores,
 
 /* The tile's 16 keys from a run on, together: as they lie where both runs do, else a copy. */
 FN const char *keys_together(const struct unit *u, int r, char *copy) {
-    const int64_t run_bytes = (int64_t)RUN * u->dim * 2;
-    if (u->k_runs[r + 1] == u->k_runs[r] + run_bytes) return u->k_runs[r];
-    memcpy(copy, u->k_runs[r], run_bytes);
-    memcpy(copy + run_bytes, u->k_runs[r + 1], run_bytes);
+    const int64_t bytes = run_bytes(u);
+    if (u->k_runs[r + 1] == u->k_runs[r] + bytes) return u->k_runs[r];
+    memcpy(copy, u->k_runs[r], bytes);
+    memcpy(copy + bytes, u->k_runs[r + 1], bytes);
     return copy;
 }
 
@@ -206,7 +206,7 @@ FN void attend_pages(struct unit *u, int64_t tile_begin, int64_t begin, int64_t 
     read_ahead(u, 8);
     soften(u, tile_begin, b, 1, state);
     read_ahead(u, 8);
-    copy_edges(u, tile_begin, begin, end);
+    copy_edges(u, tile_begin, begin, end, u->runs_begin, u->runs_end);
     pack_values(u);
     complete_pairs(u);
     mix_values(u, b, state->mixed);
@@ -214,8 +214,9 @@ FN void attend_pages(struct unit *u, int64_t tile_begin, int64_t begin, int64_t 
 
 /* All tiles are packed, into the second-level cache; then one block of rows after the other reads them, and what it keeps from tile to tile, and
  * its scores, stay in the first-level cache. */
-SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state) {
+SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, enum state number) {
     struct row_block blocks[SPLIT_TILES][MAX_BLOCKS];
+    struct row_state state = state_of(u, number);
     const int64_t first = begin / TILE, k_floats = (int64_t)TILE * u->steps, v_floats = (int64_t)TILE / 2 * u->padded;
     const int tiles = (int)((end + TILE - 1) / TILE - first), stay = pages_stay(u);
     u->k = u->scratch->k;
@@ -224,7 +225,7 @@ SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_
         const int64_t tile = (first + i) * TILE, low = tile > begin ? tile : begin, high = tile + TILE < end ? tile + TILE : end;
         begin_tile(u, tile, low, high, blocks[i]);
         if (stay) {
-            attend_pages(u, tile, low, high, blocks[i], state);
+            attend_pages(u, tile, low, high, blocks[i], &state);
         } else {
             pack_tile(u, tile, low, high);
             complete_pairs(u);
@@ -237,6 +238,6 @@ SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_
         u->k = u->scratch->k;
         u->v = u->scratch->v;
         for (int i = 0; i < tiles; i++, u->k += k_floats, u->v += v_floats)
-            if (blocks[i][block].begin < blocks[i][block].end) attend_block(u, (first + i) * TILE, &blocks[i][block], state);
+            if (blocks[i][block].begin < blocks[i][block].end) attend_block(u, (first + i) * TILE, &blocks[i][block], &state);
     }
 }

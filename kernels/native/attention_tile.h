@@ -29,149 +29,12 @@
 /* A function of its own: inlined wherever they are called, a few were most of what there is to compile. */
 #define SHARED TARGETED static __attribute__((noinline))
 
-enum { RUNS = TILE / RUN, MAX_BLOCKS = (MAX_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS };
-
-/* A work unit and a KV head, which a thread takes, or a branch of one; no tile: none. */
-struct item {
-    const struct work_unit *work;
-    const struct query_tile *tile;
-    int64_t head, begin, end;      /* KV head; keys */
-    int64_t branches;              /* that follow it */
-};
-
-/* Where runs of 8 tokens lie, one after the other: a division an item, not one a run. */
-struct run_cursor {
-    const int64_t *table;          /* of the row */
-    int64_t block, within;         /* position / block_size, position % block_size */
-    int64_t head_elements;         /* from a block's begin to the head's */
-};
-
-/* What a thread will read, asked of memory some runs ahead: a few lines of keys and of values with every step of the work, and those of
- * its next item near the end of this one. So memory is busy all the time, with what comes in another order than its own prefetchers
- * could know. Asked for in one go before 16 keys are scored, or the values of 8 are mixed, what they take and the memory's time
- * added up: a step of 16 to 30 rows took 1.2 to 1.5 times as long (Zen 5, all builds). */
-enum { READ_AHEAD = 16, READ_RING = 64 };
-struct read_ahead {
-    struct item next;              /* after the one that is read; its tile is NULL once it is that one */
-    struct run_cursor at;
-    int64_t position, end;         /* keys of the item that is read */
-    int64_t tile, used;            /* runs of this thread before the tile, and with it */
-    int64_t keys, values;          /* runs whose keys, whose values are asked for, or were used before */
-    const char *key_line, *key_end, *value_line, *value_end; /* what is left to ask of a run */
-    int64_t runs[READ_RING];       /* bytes from the begin of either cache; of the last `keys` */
-};
-
-struct unit {
-    const struct attention_call *call;
-    const struct scratch *scratch;
-    struct read_ahead ahead;
-    const struct query_tile *tile;
-    int64_t head;                       /* of the KV heads */
-    int group, rows;                    /* query heads of a KV head; rows = tokens * group */
-    int blocks;                         /* of BLOCK_ROWS rows */
-    int dim, padded;                    /* elements of a head; rounded up to LANES */
-    int dtype, element_bytes;
-    int steps;                          /* of a product over head_dim: elements, or pairs of them */
-    int runs_begin, runs_end;           /* of the tile, that hold a key */
-    const char *k_runs[RUNS], *v_runs[RUNS];
-    float *k, *v;                       /* the tile's keys and values, packed */
-};
-
-FN struct run_cursor run_cursor_at(const struct unit *u, int64_t row, int64_t head, int64_t position) {
-    const struct attention_call *c = u->call;
-    return (struct run_cursor){c->plan.block_tables + row * c->plan.table_stride, position / c->block_size, position % c->block_size,
-                               head * c->block_size * c->head_dim};
-}
-
-/* Bytes from a cache's begin to the cursor's run; the cursor moves on. */
-FN int64_t next_run(const struct unit *u, struct run_cursor *at) {
-    const struct attention_call *c = u->call;
-    int64_t element = at->table[at->block] * c->block_stride + at->head_elements + at->within * c->head_dim;
-    at->within += RUN;
-    if (at->within == c->block_size) {
-        at->within = 0;
-        at->block++;
-    }
-    return element * u->element_bytes;
-}
-
-/* The keys that are asked for next are those of the next item. */
-FN void read_next_item(struct unit *u) {
-    struct read_ahead *a = &u->ahead;
-    a->position = a->next.begin / RUN * RUN;
-    a->end = a->next.end;
-    a->at = run_cursor_at(u, a->next.tile->row, a->next.head, a->position);
-    a->next.tile = NULL;
-}
+#include "attention_unit.h"
 
 /* Which flat query token and which of the heads a row of the unit is. */
 FN int64_t token_of(const struct unit *u, int row) { return u->call->plan.tokens[u->tile->first_token + row / u->group]; }
 
 FN int64_t head_of(const struct unit *u, int row) { return u->head * u->group + row % u->group; }
-
-FN int run_lines(const struct unit *u) { return RUN * u->dim * u->element_bytes / 64; }
-
-/* Ask for some lines of keys, for twice as many while it has to catch up. */
-FN void read_keys_ahead(struct unit *u, int lines) {
-    struct read_ahead *a = &u->ahead;
-    if (a->keys + 2 < a->used + READ_AHEAD) lines *= 2;
-    for (; lines > 0; lines--, a->key_line += 64) {
-        if (a->key_line == a->key_end) {
-            do {
-                if (a->keys == a->used + READ_AHEAD) return;
-                while (a->position >= a->end) { /* the next one may have no keys either */
-                    if (!a->next.tile) return;
-                    read_next_item(u);
-                }
-                a->runs[a->keys++ % READ_RING] = next_run(u, &a->at);
-                a->position += RUN;
-            } while (a->keys <= a->used);
-            a->key_line = (const char *)u->call->k + a->runs[(a->keys - 1) % READ_RING];
-            a->key_end = a->key_line + run_lines(u) * 64;
-        }
-        __builtin_prefetch(a->key_line, 0, AHEAD_LEVEL);
-    }
-}
-
-/* The same of the values to those keys. */
-FN void read_values_ahead(struct unit *u, int lines) {
-    struct read_ahead *a = &u->ahead;
-    if (a->values + 2 < a->keys) lines *= 2;
-    for (; lines > 0; lines--, a->value_line += 64) {
-        if (a->value_line == a->value_end) {
-            if (a->values < a->tile) a->values = a->tile;
-            if (a->values >= a->keys) return;
-            a->value_line = (const char *)u->call->v + a->runs[a->values++ % READ_RING];
-            a->value_end = a->value_line + run_lines(u) * 64;
-        }
-        __builtin_prefetch(a->value_line, 0, AHEAD_LEVEL);
-    }
-}
-
-/* Of both: where the processor reads what comes next during all of its work, a few lines at a time. */
-FN void read_ahead(struct unit *u, int lines) {
-    read_keys_ahead(u, lines);
-    read_values_ahead(u, lines);
-}
-
-/* Find the tile's runs. Those of a vector of 16 keys that has any are all there: zeros where no key is seen. */
-FN void locate_runs(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end) {
-    u->runs_begin = (begin - tile_begin) / LANES * 2;
-    u->runs_end = (end - tile_begin + LANES - 1) / LANES * 2;
-    u->ahead.tile = u->ahead.used;
-    struct run_cursor at = run_cursor_at(u, u->tile->row, u->head, begin / RUN * RUN);
-    for (int r = u->runs_begin; r < u->runs_end; r++) {
-        int64_t first = tile_begin + r * RUN;
-        if (first + RUN <= begin || first >= end) {
-            u->k_runs[r] = u->v_runs[r] = (const char *)u->scratch->zeros;
-            continue;
-        }
-        int64_t offset = next_run(u, &at);
-        u->k_runs[r] = (const char *)u->call->k + offset;
-        u->v_runs[r] = (const char *)u->call->v + offset;
-        u->ahead.used++;
-    }
-}
 
 /* Of a run with tokens that no row sees: their memory may hold anything, and a weight of zero does not make that zero. The keys
  * may stay, since scores that are not seen are overwritten. */
@@ -184,10 +47,11 @@ FN void copy_values(struct unit *u, int64_t tile_begin, int r, int64_t begin, in
     u->v_runs[r] = (const char *)copy;
 }
 
-FN void copy_edges(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end) {
+/* The tile's first and last run, where they lie in runs_begin <= r < runs_end. */
+FN void copy_edges(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end, int runs_begin, int runs_end) {
     int first = (int)(begin - tile_begin) / RUN, last = (int)(end - 1 - tile_begin) / RUN;
-    copy_values(u, tile_begin, first, begin, end, u->scratch->edges[0]);
-    if (last > first) copy_values(u, tile_begin, last, begin, end, u->scratch->edges[1]);
+    if (first >= runs_begin && first < runs_end) copy_values(u, tile_begin, first, begin, end, u->scratch->edges[0]);
+    if (last > first && last >= runs_begin && last < runs_end) copy_values(u, tile_begin, last, begin, end, u->scratch->edges[1]);
 }
 
 /* Whether keys are turned two elements at a time, as one float32 would be: half the work. */
@@ -285,10 +149,12 @@ FN v16 dot(v16 a, v16 b, v16 c) { return v_fma(a, b, c); }
 FN float *scores_of(const struct unit *u, int row) { return u->scratch->scores + (MATRIX_REGISTERS ? row % BLOCK_ROWS : row) * TILE; }
 
 /* Whether a tile serves one block of rows: packed for it alone, keys and values would cost more than they save. */
-FN int pages_stay(const struct unit *u) {
+FN int rows_stay(int64_t dtype, int64_t dim, int64_t rows) {
     const int most_rows = MATRIX_REGISTERS ? LANES : BLOCK_ROWS;
-    return u->dtype == BFLOAT16 && u->rows <= most_rows && u->dim % (PAGE_VECTORS(u->rows) * LANES) == 0;
+    return dtype == BFLOAT16 && rows <= most_rows && dim % (PAGE_VECTORS(rows) * LANES) == 0;
 }
+
+FN int pages_stay(const struct unit *u) { return rows_stay(u->dtype, u->dim, u->rows); }
 
 FN void pack_values(struct unit *u) {
     for (int r = u->runs_begin; r < u->runs_end; r++) {
@@ -423,12 +289,14 @@ FN void begin_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t en
 
 FN void pack_tile(struct unit *u, int64_t tile_begin, int64_t begin, int64_t end) {
     pack_keys(u);
-    copy_edges(u, tile_begin, begin, end);
+    copy_edges(u, tile_begin, begin, end, u->runs_begin, u->runs_end);
     pack_values(u);
 }
 
-/* Add keys of one split to a state. */
-SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state);
+FN struct row_state state_of(const struct unit *u, enum state number) { return u->scratch->states[number]; }
+
+/* Add keys of one split to a state of each head. */
+SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, enum state number);
 
 #if MATRIX_REGISTERS
 #include "attention_matrix.h"
@@ -436,10 +304,14 @@ SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_
 #include "attention_vectors.h"
 #endif
 
-FN void clear(const struct unit *u, struct row_state *state) {
-    for (int row = 0; row < MAX_ROWS; row++) state->top[row] = -__builtin_inff();
-    memset(state->total, 0, sizeof(float) * LANES * u->rows);
-    memset(state->mixed, 0, sizeof(float) * u->padded * u->rows);
+FN void clear(struct unit *u, enum state number) {
+    for (int h = 0; h < u->heads; h++) {
+        show_head(u, h, 0, 0);
+        struct row_state state = state_of(u, number);
+        for (int row = 0; row < (u->rows + LANES - 1) / LANES * LANES; row++) state.top[row] = -__builtin_inff();
+        memset(state.total, 0, sizeof(float) * LANES * u->rows);
+        memset(state.mixed, 0, sizeof(float) * u->padded * u->rows);
+    }
 }
 
 /* Add one split's result for one row. */
@@ -458,14 +330,18 @@ FN void merge(const struct unit *u, int row, float top, const float *total, cons
     into->top[row] = new;
 }
 
-FN void merge_all(const struct unit *u, const struct row_state *part, struct row_state *into) {
-    for (int row = 0; row < u->rows; row++)
-        merge(u, row, part->top[row], part->total + row * LANES, part->mixed + row * u->padded, into);
+FN void merge_all(struct unit *u, enum state number, enum state into_number) {
+    for (int h = 0; h < u->heads; h++) {
+        show_head(u, h, 0, 0);
+        struct row_state part = state_of(u, number), into = state_of(u, into_number);
+        for (int row = 0; row < u->rows; row++) merge(u, row, part.top[row], part.total + row * LANES, part.mixed + row * u->padded, &into);
+    }
 }
 
 /* Divide by the sum of the weights, with the sink's where there is one, and store; zeros if no key is seen. */
-FN void finish(const struct unit *u, struct row_state *state) {
+FN void finish(const struct unit *u) {
     const struct attention_call *c = u->call;
+    const struct row_state whole = state_of(u, WHOLE), *state = &whole;
     for (int row = 0; row < u->rows; row++) {
         int64_t token = token_of(u, row), head = head_of(u, row);
         float top = state->top[row], total = v_sum(v_load(state->total + row * LANES)), factor = 1.0f;
@@ -501,7 +377,8 @@ FN float *partial_of(const struct unit *u, int64_t split, int row) {
     return u->call->plan.partials + number * row_floats(u->dim);
 }
 
-FN void save_partial(const struct unit *u, int64_t split, const struct row_state *state) {
+FN void save_partial(const struct unit *u, int64_t split) {
+    const struct row_state part = state_of(u, PART), *state = &part;
     for (int row = 0; row < u->rows; row++) {
         float *to = partial_of(u, split, row);
         to[0] = state->top[row];
@@ -519,18 +396,14 @@ FN void load_partial(const struct unit *u, int64_t split, struct row_state *stat
     }
 }
 
-FN struct row_state state_of(const struct unit *u, enum state number) {
-    return u->scratch->states[number];
-}
-
 /* An item's keys, from its begin. The first split is summed into `whole`, each other one into `part`, which joins it where the split
  * ends or the tile does: a trunk's last one goes on in its branches. */
-FN void attend_keys(struct unit *u, const struct item *item, struct row_state *part, struct row_state *whole) {
+FN void attend_keys(struct unit *u, const struct item *item, enum state part, enum state whole) {
     const int64_t first = item->tile->key_begin;
     if (item->begin == first) clear(u, whole);
     for (int64_t split = item->begin / SPLIT; split * SPLIT < item->end; split++) {
         int64_t begin = split * SPLIT, end = begin + SPLIT;
-        struct row_state *state = split == first / SPLIT ? whole : part;
+        const enum state state = split == first / SPLIT ? whole : part;
         if (begin >= item->begin && state == part) clear(u, part);
         begin = begin > item->begin ? begin : item->begin;
         attend_tiles(u, begin, end < item->end ? end : item->end, state);
@@ -541,26 +414,32 @@ FN void attend_keys(struct unit *u, const struct item *item, struct row_state *p
 /* Splits of a tile that several units share. Whoever completes it merges all of them, in the order in which one unit would have, and
  * leaves the counter as it was, for the next layer. */
 FN void attend_partials(struct unit *u, const struct item *item) {
-    struct row_state part = state_of(u, PART), whole = state_of(u, WHOLE);
     const struct work_unit *work = item->work;
     for (int64_t split = work->split_begin; split < work->split_end; split++) {
         int64_t begin = split * SPLIT, end = begin + SPLIT;
-        clear(u, &part);
-        attend_tiles(u, begin > item->begin ? begin : item->begin, end < item->end ? end : item->end, &part);
-        save_partial(u, split, &part);
+        clear(u, PART);
+        attend_tiles(u, begin > item->begin ? begin : item->begin, end < item->end ? end : item->end, PART);
+        for (int h = 0; h < u->heads; h++) {
+            show_head(u, h, 0, 0);
+            save_partial(u, split);
+        }
     }
     int32_t done = (int32_t)(work->split_end - work->split_begin);
-    int32_t *missing = u->call->plan.missing + work->tile * u->call->kv_heads + u->head;
-    if (__atomic_sub_fetch(missing, done, __ATOMIC_ACQ_REL) > 0) return;
-    __atomic_store_n(missing, tile_splits(u->tile), __ATOMIC_RELAXED);
-    int64_t split = u->tile->key_begin / SPLIT;
-    load_partial(u, split, &whole);
-    while (++split * SPLIT < u->tile->key_end)
-        for (int row = 0; row < u->rows; row++) {
-            const float *from = partial_of(u, split, row);
-            merge(u, row, from[0], from + LANES, from + 2 * LANES, &whole);
-        }
-    finish(u, &whole);
+    for (int h = 0; h < u->heads; h++) {
+        show_head(u, h, 0, 0);
+        int32_t *missing = u->call->plan.missing + work->tile * u->call->kv_heads + u->head;
+        if (__atomic_sub_fetch(missing, done, __ATOMIC_ACQ_REL) > 0) continue;
+        __atomic_store_n(missing, tile_splits(u->tile), __ATOMIC_RELAXED);
+        struct row_state whole = state_of(u, WHOLE);
+        int64_t split = u->tile->key_begin / SPLIT;
+        load_partial(u, split, &whole);
+        while (++split * SPLIT < u->tile->key_end)
+            for (int row = 0; row < u->rows; row++) {
+                const float *from = partial_of(u, split, row);
+                merge(u, row, from[0], from + LANES, from + 2 * LANES, &whole);
+            }
+        finish(u);
+    }
 }
 
 /* A branch's rows of a trunk's state, which begin at row `first` of it. */
@@ -572,47 +451,85 @@ FN void copy_rows(const struct unit *u, const struct row_state *trunk, int first
 
 /* One item after the other; the branches of a trunk follow it. */
 FN void attend_item(struct unit *u, const struct item *item) {
-    struct row_state part = state_of(u, PART), whole = state_of(u, WHOLE);
-    struct row_state trunk_part = state_of(u, TRUNK_PART), trunk_whole = state_of(u, TRUNK_WHOLE);
-    load_queries(u);
+    for (int h = 0; h < u->heads; h++) {
+        show_head(u, h, 0, 0);
+        load_queries(u);
+    }
     if (u->tile->first_partial >= 0) {
         attend_partials(u, item);
-    } else if (u->tile->branches) {
-        attend_keys(u, item, &trunk_part, &trunk_whole);
-    } else {
-        const struct query_tile *trunk = &u->call->plan.tiles[item->work->tile];
-        if (trunk != u->tile) {
-            int first = (int)(u->tile->first_token - trunk->first_token) * u->group;
-            copy_rows(u, &trunk_whole, first, &whole);
-            copy_rows(u, &trunk_part, first, &part);
-        }
-        attend_keys(u, item, &part, &whole);
-        finish(u, &whole);
+        return;
+    }
+    if (u->tile->branches) {
+        attend_keys(u, item, TRUNK_PART, TRUNK_WHOLE);
+        return;
+    }
+    const struct query_tile *trunk = &u->call->plan.tiles[item->work->tile];
+    if (trunk != u->tile) { /* of one head */
+        int first = (int)(u->tile->first_token - trunk->first_token) * u->group;
+        struct row_state part = state_of(u, PART), whole = state_of(u, WHOLE);
+        struct row_state trunk_part = state_of(u, TRUNK_PART), trunk_whole = state_of(u, TRUNK_WHOLE);
+        copy_rows(u, &trunk_whole, first, &whole);
+        copy_rows(u, &trunk_part, first, &part);
+    }
+    attend_keys(u, item, PART, WHOLE);
+    for (int h = 0; h < u->heads; h++) {
+        show_head(u, h, 0, 0);
+        finish(u);
     }
 }
 
-/* The item after another one: a branch of the same trunk, or what is claimed. A thread's items are the heads of one unit after those of
- * another, whose pages lie side by side. */
-FN struct item next_item(struct attention_call *call, struct member *member, const struct item *now) {
+/* A unit's heads by the number that a team gave out; no tile for a negative one. A thread's items are the heads of one unit after
+ * those of another, whose pages lie side by side. */
+FN struct item item_of(const struct attention_call *call, int64_t number) {
     struct item item = {0};
-    if (now->branches) {
-        item = *now;
-        item.tile++;
-        item.branches--;
-        item.begin = call->plan.tiles[item.work->tile].key_end;
-        item.end = item.tile->key_end;
-        return item;
-    }
-    int64_t number = team_take(call->team, member);
+    const int64_t unit_items = call->kv_heads / call->item_heads;
     if (number < 0) return item;
-    item.work = &call->plan.units[number / call->kv_heads];
+    item.work = &call->plan.units[number / unit_items];
     item.tile = &call->plan.tiles[item.work->tile];
-    item.head = number % call->kv_heads;
+    item.head = number % unit_items * call->item_heads;
     item.branches = item.tile->branches;
     int64_t begin = item.work->split_begin * SPLIT, end = item.work->split_end * SPLIT;
     item.begin = begin > item.tile->key_begin ? begin : item.tile->key_begin;
     item.end = end < item.tile->key_end ? end : item.tile->key_end;
     return item;
+}
+
+/* What is known to follow an item: a branch of the same trunk, or the next of the thread's own. */
+FN struct item item_after(struct attention_call *call, struct member *member, const struct item *now) {
+    if (!now->branches) return item_of(call, team_take_own(call->team, member));
+    struct item item = *now;
+    item.tile++;
+    item.branches--;
+    item.begin = call->plan.tiles[item.work->tile].key_end;
+    item.end = item.tile->key_end;
+    return item;
+}
+
+/* Memory of each head of an item: rows of the same arrays, whose states are read 16 rows at a time. */
+FN void place_views(struct scratch *views, const struct unit *u) {
+    for (int64_t h = 1; h < u->heads; h++) {
+        struct scratch *view = &views[h];
+        *view = views[0];
+        view->q += h * LANES * u->steps;
+        view->scores += h * LANES * TILE;
+        view->factors += h * LANES;
+        for (int i = 0; i < NUM_STATES; i++) {
+            view->states[i].mixed += h * LANES * u->padded;
+            view->states[i].total += h * LANES * LANES;
+            view->states[i].top += h * LANES;
+        }
+    }
+}
+
+/* Whether items may have several heads: what a processor's products are made for, and no trunk, whose branches follow head by head. */
+TARGETED int64_t TAKES_HEADS(const struct attention_call *call) {
+    const int group = (int)(call->heads / call->kv_heads);
+    if (MATRIX_REGISTERS) return 0;
+    for (int64_t t = 0; t < call->plan.num_tiles; t++) {
+        const struct query_tile *tile = &call->plan.tiles[t];
+        if (tile->branches || !rows_stay(call->dtype, call->head_dim, tile->num_tokens * group)) return 0;
+    }
+    return 1;
 }
 
 TARGETED void EXP2(const float *x, float *y, int64_t count) {
@@ -624,9 +541,10 @@ TARGETED int64_t WORKER(void *argument) {
     struct unit u = {.call = call};
     struct member member = team_join(call->team);
     int64_t done = 0;
-    struct scratch scratch;
-    place_scratch(&scratch, call->plan.scratch + member.thread * call->plan.scratch_stride, call->head_dim);
-    u.scratch = &scratch;
+    struct scratch views[MAX_ITEM_HEADS];
+    place_scratch(&views[0], call->plan.scratch + member.thread * call->plan.scratch_stride, call->head_dim);
+    u.views = u.scratch = views;
+    u.heads = (int)call->item_heads;
     u.group = (int)(call->heads / call->kv_heads);
     u.dim = (int)call->head_dim;
     u.padded = (int)padded_dim(call->head_dim);
@@ -634,6 +552,8 @@ TARGETED int64_t WORKER(void *argument) {
     u.element_bytes = call->dtype == FLOAT32 ? 4 : 2;
     u.steps = DOT_BF16 ? u.dim / 2 : u.dim;
     if (MATRIX_REGISTERS) u.steps = (u.steps + LANES - 1) / LANES * LANES;
+    u.piece_runs = call->block_size % LANES || call->block_size > TILE ? 2 : (int)call->block_size / RUN;
+    place_views(views, &u);
     memset(u.scratch->zeros, 0, (size_t)RUN * u.dim * u.element_bytes);
 #ifdef X86_FLUSH_DENORMALS
     unsigned modes = _mm_getcsr();
@@ -642,19 +562,27 @@ TARGETED int64_t WORKER(void *argument) {
 #if MATRIX_REGISTERS
     set_extents();
 #endif
-    struct item item = {0}, next = next_item(call, &member, &item);
-    u.ahead.next = next;
-    while (next.tile) {
+    struct item item = {0}, next = {0};
+    for (;;) {
+        if (!next.tile) { /* another thread's, if it is any */
+            u.ahead.next = next = item_of(call, team_take(call->team, &member));
+            if (!next.tile) break;
+        }
         item = next;
         u.tile = item.tile;
-        u.head = item.head;
+        u.first_head = u.head = item.head;
         u.rows = (int)u.tile->num_tokens * u.group;
         u.blocks = (u.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         if (u.ahead.next.tile) { /* not reached yet */
-            read_next_item(&u);
-            u.ahead.keys = u.ahead.used;
+            if (u.heads > 1) {
+                read_next_pieces(&u);
+                u.piece.asked = u.piece.used;
+            } else {
+                read_next_item(&u);
+                u.ahead.keys = u.ahead.used;
+            }
         }
-        u.ahead.next = next = next_item(call, &member, &item);
+        u.ahead.next = next = item_after(call, &member, &item);
         attend_item(&u, &item);
         done += !item.branches; /* a unit is done with its last branch */
     }

@@ -68,10 +68,10 @@ FN void mix_block(int rows, int vectors, const struct unit *u, const struct row_
 
 #if DOT_BF16
 /* The scores of all rows with the keys as they lie in their pages: transposed in registers, the same sums. */
-FN void score_pages(int rows, struct unit *u) {
+FN void score_pages(int rows, struct unit *u, int begin, int end) {
     const float *q = u->scratch->q;
     const int64_t token_steps = u->dim / 2;
-    for (int r = u->runs_begin; r < u->runs_end; r += 2) {
+    for (int r = begin; r < end; r += 2) {
         v16 sums[BLOCK_ROWS];
         for (int i = 0; i < rows; i++) sums[i] = v_set1(0.0f);
         const float *first = (const float *)u->k_runs[r], *second = (const float *)u->k_runs[r + 1];
@@ -104,8 +104,8 @@ FN void page_values(v16 *value, const uint16_t *token, int64_t dim, int vectors)
 }
 #else
 /* The scores of all rows, 16 keys after the others: packed, they stay in the first-level cache. */
-FN void score_pages(int rows, struct unit *u) {
-    for (int r = u->runs_begin; r < u->runs_end; r += 2) {
+FN void score_pages(int rows, struct unit *u, int begin, int end) {
+    for (int r = begin; r < end; r += 2) {
         read_ahead(u, run_lines(u));
         pack_key_vector(u, r, u->k);
         score_block(rows, 1, u->scratch->q, u->k, u->steps, u->scratch->scores + r * RUN);
@@ -118,14 +118,17 @@ FN void page_values(v16 *value, const uint16_t *token, int64_t dim, int vectors)
 }
 #endif
 
-/* What mix_block does, with the values as they lie in their pages. */
-FN void mix_pages(int rows, int vectors, struct unit *u, const struct row_block *block, float *all_mixed, int column) {
+/* What mix_block does, with the values of some runs as they lie in their pages; the factors are for the first of them. */
+FN void mix_pages(int rows, int vectors, struct unit *u, int begin, int end, int is_first, float *all_mixed, int column) {
     const float *weights = u->scratch->scores, *factors = u->scratch->factors;
     float *mixed = all_mixed + column;
     v16 sums[BLOCK_ROWS][4];
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++) sums[i][j] = v_mul(v_load(mixed + i * u->padded + j * LANES), v_set1(factors[i]));
-    for (int r = block->begin / RUN; r < block->end / RUN; r++) {
+        for (int j = 0; j < vectors; j++) {
+            sums[i][j] = v_load(mixed + i * u->padded + j * LANES);
+            if (is_first) sums[i][j] = v_mul(sums[i][j], v_set1(factors[i]));
+        }
+    for (int r = begin; r < end; r++) {
         const int lines = run_lines(u) * vectors * LANES / u->dim / 2;
         if (!DOT_BF16) read_ahead(u, lines);
         const uint16_t *token = (const uint16_t *)u->v_runs[r] + column;
@@ -153,12 +156,6 @@ FN void mix_pages(int rows, int vectors, struct unit *u, const struct row_block 
 
 /* Some keys after the others, each for all rows while they lie in the first-level cache. */
 FN void score_tile(struct unit *u, const struct row_block *blocks) {
-    if (pages_stay(u)) {
-#define CALL(n) score_pages(n, u)
-        WITH_CONSTANT_ROWS(u->rows, CALL)
-#undef CALL
-        return;
-    }
     const int vectors = MAX_VECTORS, width = vectors * LANES;
     for (int first = u->runs_begin * RUN / width * width; first < u->runs_end * RUN; first += width) {
         for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
@@ -182,16 +179,11 @@ FN void score_tile(struct unit *u, const struct row_block *blocks) {
 
 /* Some columns after the others, each for all rows. */
 FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
-    const int stay = pages_stay(u);
     for (int column = 0, width; column < u->padded; column += width) {
-        const int most = stay ? PAGE_VECTORS(u->rows) : MAX_VECTORS, vectors = column + most * LANES <= u->padded ? most : 1;
+        const int vectors = column + MAX_VECTORS * LANES <= u->padded ? MAX_VECTORS : 1;
         width = vectors * LANES;
         for (const struct row_block *b = blocks; b < blocks + u->blocks; b++) {
-            if (stay) {
-#define CALL(n) mix_pages(n, PAGE_VECTORS(n), u, b, mixed, column)
-                WITH_CONSTANT_ROWS(b->rows, CALL)
-#undef CALL
-            } else if (vectors > 1) {
+            if (vectors > 1) {
 #define CALL(n) mix_block(n, MAX_VECTORS, u, b, mixed, column)
                 WITH_CONSTANT_ROWS(b->rows, CALL)
 #undef CALL
@@ -204,17 +196,60 @@ FN void mix_tile(struct unit *u, const struct row_block *blocks, float *mixed) {
     }
 }
 
-SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, struct row_state *state) {
+/* Where the piece that begins with a run ends. */
+FN int piece_end(const struct unit *u, int run, int end) {
+    const int next = (run / u->piece_runs + 1) * u->piece_runs;
+    return next < end ? next : end;
+}
+
+/* A tile whose keys and values stay in their pages, one block of rows: all heads of the item take a piece of each by turns. */
+FN void attend_pages(struct unit *u, int64_t tile_begin, int64_t low, int64_t high, const struct row_block *block, enum state number) {
+    for (int begin = u->runs_begin, end; begin < u->runs_end; begin = end) {
+        end = u->heads > 1 ? piece_end(u, begin, u->runs_end) : u->runs_end;
+        for (int h = 0; h < u->heads; h++) {
+            show_head(u, h, begin, end);
+#define CALL(n) score_pages(n, u, begin, end)
+            WITH_CONSTANT_ROWS(u->rows, CALL)
+#undef CALL
+            end_piece(u, begin, end);
+        }
+    }
+    for (int h = 0; h < u->heads; h++) {
+        show_head(u, h, 0, 0);
+        struct row_state state = state_of(u, number);
+        soften(u, tile_begin, block, 1, &state);
+    }
+    for (int begin = u->runs_begin, end; begin < u->runs_end; begin = end) {
+        end = u->heads > 1 ? piece_end(u, begin, u->runs_end) : u->runs_end;
+        for (int h = 0; h < u->heads; h++) {
+            show_head(u, h, begin, end);
+            copy_edges(u, tile_begin, low, high, begin, end);
+            const struct row_state state = state_of(u, number);
+            for (int column = 0; column < u->padded; column += PAGE_VECTORS(u->rows) * LANES) {
+#define CALL(n) mix_pages(n, PAGE_VECTORS(n), u, begin, end, begin == u->runs_begin, state.mixed, column)
+                WITH_CONSTANT_ROWS(u->rows, CALL)
+#undef CALL
+            }
+            end_piece(u, begin, end);
+        }
+    }
+}
+
+SHARED void attend_tiles(struct unit *u, int64_t begin, int64_t end, enum state number) {
     struct row_block blocks[MAX_BLOCKS];
     u->k = u->scratch->k;
     u->v = u->scratch->v;
     for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
         int64_t low = tile > begin ? tile : begin, high = tile + TILE < end ? tile + TILE : end;
         begin_tile(u, tile, low, high, blocks);
-        if (!pages_stay(u)) pack_tile(u, tile, low, high);
+        if (pages_stay(u)) {
+            attend_pages(u, tile, low, high, blocks, number);
+            continue;
+        }
+        struct row_state state = state_of(u, number);
+        pack_tile(u, tile, low, high);
         score_tile(u, blocks);
-        soften(u, tile, blocks, u->blocks, state);
-        if (pages_stay(u)) copy_edges(u, tile, low, high);
-        mix_tile(u, blocks, state->mixed);
+        soften(u, tile, blocks, u->blocks, &state);
+        mix_tile(u, blocks, state.mixed);
     }
 }

@@ -79,6 +79,18 @@ static inline void job_run(struct job *job, parallel_function *parallel) {
     team_run(job_work, job, parallel, job->num_threads);
 }
 
+/* The next unit of a thread's own range, or -1 when none is left: to look ahead at. What others have not begun, a thread that still
+ * works is not to take from them. */
+static inline int64_t team_take_own(struct team *team, struct member *member) {
+    if (member->finished) return -1;
+    struct range *range = &team->ranges[member->range];
+    int64_t unit = __atomic_fetch_add(&range->next, 1, __ATOMIC_RELAXED);
+    if (unit < range->end) return unit;
+    member->range = (member->range + 1) % team->num_ranges;
+    member->finished++;
+    return -1;
+}
+
 /* The next unit of a thread, or -1 when none is left. */
 static inline int64_t team_take(struct team *team, struct member *member) {
     while (member->finished < team->num_ranges) {

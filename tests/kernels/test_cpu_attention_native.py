@@ -323,6 +323,68 @@ def test_long_rows_are_split_only_where_threads_would_idle_and_memory_allows(mon
     assert units(4) == (4, 3 * 2 * 2)  # only the shorter row's 3 splits fit
 
 
+@settings(max_examples=120, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 3), st.integers(3, 1300)), min_size=1, max_size=6),
+    heads=st.sampled_from([(8, 8), (16, 8), (4, 2), (18, 6), (20, 20)]),
+    head_dim=st.sampled_from([64, 128]),
+    block_size=st.sampled_from([8, 16, 24, 32, 40, 64, 256]),
+    isa=st.sampled_from(native_library.ISAS),
+    options=OPTIONS,
+    with_sinks=st.booleans(),
+    threads=st.sampled_from([1, 2, 3]),
+)
+def test_heads_that_are_read_together_have_the_bits_of_heads_alone(
+    rows, heads, head_dim, block_size, isa, options, with_sinks, threads
+):
+    """A row of a prompt beside them, and every thread takes head by head."""
+    if isa not in available_isas():
+        isa = None
+    batch = Batch([*rows, (30, 40)], *heads, head_dim, block_size, torch.bfloat16)
+    options = dict(options, sinks=torch.linspace(-1, 1, heads[0]) if with_sinks else None, isa=isa)
+    own = np.where(np.arange(len(rows) + 1) < len(rows), batch.q_len, 0)
+    torch.set_num_threads(threads)
+    try:
+        alone = batch.run(**options)[: batch.cu_q[-2]]
+        together = batch.run(last=own, **options)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(together, alone)
+    assert together.isfinite().all()
+
+
+@pytest.mark.skipif("amx_bf16" in available_isas(), reason="matrix registers take head by head")
+def test_threads_take_as_many_heads_together_as_leave_them_enough_to_share():
+    def heads_of(rows, dtype=torch.bfloat16, threads=2, kv_heads=8):
+        batch = Batch(rows, 2 * kv_heads, kv_heads, 128, 32, dtype)
+        torch.set_num_threads(threads)
+        try:
+            arrays = (batch.cu_q, batch.kv_len, batch.tables, batch.k, 2 * kv_heads)
+            plan = plan_attention(*arrays, backend="native")
+        finally:
+            torch.set_num_threads(1)
+        q, out = batch.q, torch.empty_like(batch.q)
+        call = cpu_attention_native.AttentionCall.of(
+            batch.k, batch.v, 2 * kv_heads, 1.0, None, None
+        )
+        call.q, call.q_token_stride, call.q_head_stride = q.data_ptr(), q.stride(0), q.stride(1)
+        call.out, call.out_token_stride, call.plan = out.data_ptr(), out.stride(0), plan.part
+        library = native_library.load()
+        library.functions.quire_attention(
+            ctypes.byref(call), library.best_isa, library.parallel, threads
+        )
+        return call.item_heads
+
+    decode = [(1, 40)] * 8
+    assert heads_of(decode) == 8  # 8 rows for 2 threads: 4 each
+    assert heads_of(decode[:3]) == 2  # 3 rows of 4 pairs of heads
+    assert heads_of(decode[:1]) == 4  # one row: half of it for each
+    assert heads_of(decode[:1], threads=1) == 8
+    assert heads_of(decode, kv_heads=20, threads=1) == 10  # not more than there is room for
+    assert heads_of([*decode, (30, 40)]) == 1  # a prompt's keys are packed, head by head
+    assert heads_of(decode, torch.float32) == 1
+
+
 def test_float32_has_the_same_bits_on_every_instruction_set_with_fused_multiply_add():
     batch = Batch([(1, 700), (70, 300)], 6, 2, 80, 16, torch.float32)
     options = dict(window=250, softcap=4.0, sinks=torch.linspace(-1, 2, 6))
