@@ -17,6 +17,8 @@
 enum {
     MAX_STEPS = 16,
     SPINS = 2048, /* some 40 us; then the core goes to whom the units may be waiting for */
+    WARM_ROWS = 16,         /* of a product: with more its weights are not what it waits for */
+    WARM_BYTES = 128 << 10, /* within a second-level cache, beside what comes before the product */
 };
 
 enum kind { NORM = 0, LINEAR = 1, ROTATE = 2, ATTENTION = 3, GATED = 4 };
@@ -45,6 +47,7 @@ struct layer {
 
 struct stage {
     struct job job;
+    const struct linear_call *product; /* or NULL */
     int64_t *finished_ns;
     _Alignas(CACHE_LINE) int64_t done; /* units; on a line of its own, because all others wait on it */
 };
@@ -52,6 +55,13 @@ struct stage {
 struct run {
     struct stage *stages;
     int64_t num_stages;
+    int64_t joined; /* threads that have begun */
+};
+
+/* What a thread asks of memory while it waits: the first weights of its range of the next product. */
+struct warming {
+    const struct stage *stage; /* of the product, or the end of the run */
+    const char *line, *end;
 };
 
 static int64_t now_ns(void) {
@@ -68,11 +78,30 @@ static inline void relax(void) {
 #endif
 }
 
+_Thread_local int64_t quire_place = -1;
+
+/* The product that comes after a stage, if it has begun with another one; nothing where the weights are not what takes its time. */
+static void warm_next(struct warming *w, const struct run *run, const struct stage *stage) {
+    const struct stage *end = run->stages + run->num_stages;
+    if (w->stage >= stage) return;
+    while (stage < end && !stage->product) stage++;
+    *w = (struct warming){stage, NULL, NULL};
+    if (stage == end || stage->product->rows > WARM_ROWS) return;
+    const struct linear_call *c = stage->product;
+    const struct range *own = &c->team->ranges[quire_place % c->team->num_ranges];
+    const int64_t panel_bytes = c->steps / (c->scales ? 2 : 1) * PANEL_COLUMNS * 4, bytes = (own->end - own->next) * panel_bytes;
+    w->line = (const char *)c->weight + own->next * panel_bytes;
+    w->end = w->line + (bytes < WARM_BYTES ? bytes : WARM_BYTES);
+}
+
 /* Return when all that the stage's units wrote can be read. */
-static void wait_for(struct stage *stage) {
+static void wait_for(const struct stage *stage, struct warming *w) {
     int spins = 0;
     while (__atomic_load_n(&stage->done, __ATOMIC_ACQUIRE) < stage->job.units) {
-        if (spins < SPINS) {
+        if (w->line < w->end) {
+            __builtin_prefetch(w->line, 0, 2);
+            w->line += CACHE_LINE;
+        } else if (spins < SPINS) {
             spins++;
             relax();
         } else {
@@ -83,14 +112,20 @@ static void wait_for(struct stage *stage) {
 
 static void run_worker(void *argument) {
     struct run *run = argument;
+    struct warming warming = {run->stages, NULL, NULL};
+    quire_place = __atomic_fetch_add(&run->joined, 1, __ATOMIC_RELAXED);
     for (int64_t i = 0; i < run->num_stages; i++) {
         struct stage *stage = &run->stages[i];
-        if (i) wait_for(stage - 1);
+        if (i) {
+            warm_next(&warming, run, stage);
+            wait_for(stage - 1, &warming);
+        }
         int64_t units = stage->job.worker(stage->job.call);
         if (!units) continue;
         int64_t done = __atomic_add_fetch(&stage->done, units, __ATOMIC_ACQ_REL);
         if (stage->finished_ns && done == stage->job.units) *stage->finished_ns = now_ns();
     }
+    quire_place = -1;
 }
 
 static void prepare(struct job *job, const struct step *step, int64_t isa, int64_t num_threads) {
@@ -107,6 +142,7 @@ static void prepare(struct job *job, const struct step *step, int64_t isa, int64
 static void prepare_stages(struct stage *stages, const struct sequence *sequence, int64_t isa, int64_t num_threads) {
     for (int64_t i = 0; i < sequence->num_steps; i++) {
         prepare(&stages[i].job, &sequence->steps[i], isa, num_threads);
+        stages[i].product = sequence->steps[i].kind == LINEAR ? sequence->steps[i].call : NULL;
         stages[i].finished_ns = sequence->finished_ns ? sequence->finished_ns + 1 + i : NULL;
         stages[i].done = 0;
     }
@@ -119,7 +155,7 @@ int64_t quire_sequence_max_steps(void) { return MAX_STEPS; }
 /* The calls in order. `num_threads`: at most what attention has scratch for. */
 void quire_sequence(struct sequence *sequence, int64_t isa, parallel_function *parallel, int64_t num_threads) {
     struct stage stages[MAX_STEPS];
-    struct run run = {stages, sequence->num_steps};
+    struct run run = {stages, sequence->num_steps, 0};
     if (sequence->finished_ns) sequence->finished_ns[0] = now_ns();
     prepare_stages(stages, sequence, isa, num_threads);
     team_run(run_worker, &run, parallel, num_threads);
@@ -134,7 +170,7 @@ int64_t quire_stage_bytes(void) { return sizeof(struct stage); }
 int64_t quire_layers(const struct layer *layers, int64_t num_layers, const char *x, char *out, const struct rotate_step *step,
                      const struct attention_plan *plan, struct stage *stages, int64_t isa, parallel_function *parallel,
                      int64_t num_threads) {
-    struct run run = {stages, 0};
+    struct run run = {stages, 0, 0};
     for (const struct layer *layer = layers; layer < layers + num_layers; layer++, x = out) {
         layer->attention_norm->x = layer->output->residual = x;
         layer->down->out = out; /* last of all: what went in is no longer needed */

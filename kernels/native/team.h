@@ -26,13 +26,13 @@ struct range {
 
 struct team {
     int64_t num_ranges;
-    int64_t joined; /* threads that have begun */
+    int64_t joined; /* threads that have begun, where they have no place of their own */
     struct range ranges[MAX_RANGES];
 };
 
 /* A thread's place in a team. */
 struct member {
-    int64_t thread;   /* from 0, in the order in which they began */
+    int64_t thread;   /* from 0 */
     int64_t range;    /* where it takes units */
     int64_t finished; /* ranges that it found empty */
 };
@@ -64,8 +64,12 @@ static inline void team_divide(struct team *team, int64_t units, int64_t num_thr
     }
 }
 
+/* This thread's place in all teams of the calls that run one after the other, so that it can tell what it will take next; -1: it has
+ * none, and its place in a team is the order in which it joins. */
+extern _Thread_local int64_t quire_place;
+
 static inline struct member team_join(struct team *team) {
-    int64_t thread = __atomic_fetch_add(&team->joined, 1, __ATOMIC_RELAXED);
+    int64_t thread = quire_place >= 0 ? quire_place : __atomic_fetch_add(&team->joined, 1, __ATOMIC_RELAXED);
     return (struct member){thread, thread % team->num_ranges, 0};
 }
 
