@@ -217,20 +217,18 @@ class PackedWeight:
         ids = ids.to(torch.int64).contiguous()
         stored = self.dtype if self.scales is None else torch.int8
         out = torch.empty(*ids.shape, self.depth, dtype=stored)
-        if ids.numel():
+        outside = native_library.load().functions.quire_unpack_rows(
+            self.data.data_ptr(),
+            self.in_strips,
+            self.data.shape[1],
+            self.columns,
+            ids.data_ptr(),
+            ids.numel(),
+            out.data_ptr(),
+        )
+        if outside:
             low, high = (int(end) for end in torch.aminmax(ids))
-            if low < 0 or high >= self.columns:
-                raise IndexError(
-                    f"ids: must be between 0 and {self.columns - 1}, got {low} to {high}"
-                )
-            native_library.load().functions.quire_unpack_rows(
-                self.data.data_ptr(),
-                self.in_strips,
-                self.data.shape[1],
-                ids.data_ptr(),
-                ids.numel(),
-                out.data_ptr(),
-            )
+            raise IndexError(f"ids: must be between 0 and {self.columns - 1}, got {low} to {high}")
         if self.scales is None:
             return out
         return (out.float() * self.scales[ids][..., None]).to(self.dtype)

@@ -84,9 +84,10 @@ def load() -> NativeLibrary | None:
     functions.quire_pack_bytes.restype = ctypes.c_int64
     functions.quire_pack.restype = None
     functions.quire_pack.argtypes = functions.quire_scatter.argtypes
-    functions.quire_unpack_rows.restype = None
+    functions.quire_unpack_rows.restype = ctypes.c_int64
     functions.quire_unpack_rows.argtypes = [
         ctypes.c_void_p,
+        ctypes.c_int64,
         ctypes.c_int64,
         ctypes.c_int64,
         ctypes.c_void_p,

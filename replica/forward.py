@@ -92,9 +92,9 @@ class Forward:
             workspace=self._workspace,
             selected=selected,
         )
-        given = dict(input_ids=token_ids[None], position_ids=positions[None])
         if self._fused_head is not None:
-            return self._decoder.before_norm(**given, step=context)[0]
+            return self._decoder.before_norm(token_ids, positions, context)
+        given = dict(input_ids=token_ids[None], position_ids=positions[None])
         return self._decoder(**given, use_cache=False, quire=context).last_hidden_state[0]
 
     @property

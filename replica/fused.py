@@ -501,16 +501,16 @@ class FusedDecoder(nn.Module):
         decoder, norm = self._parts[0], self.last_norm
         if quire.workspace is None or quire.on_attend is not None:
             return decoder(input_ids=input_ids, position_ids=position_ids, quire=quire, **options)
-        x = self.before_norm(input_ids, position_ids, quire)
-        return BaseModelOutputWithPast(last_hidden_state=norm(x))
+        x = self.before_norm(input_ids[0], position_ids[0], quire)
+        return BaseModelOutputWithPast(last_hidden_state=norm(x)[None])
 
     def before_norm(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepContext
+        self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
-        """[1, T] and [1, T] to what the last norm gets, [1, T, hidden]; `step` has a workspace."""
+        """[T] and [T] to what the last norm gets, [T, hidden]; `step` has a workspace."""
         _, embedding, rotation, first, _ = self._parts
-        x = embedding(input_ids)
-        return first.run_chained(x, rotation(x, position_ids), step)
+        x = embedding(token_ids)
+        return first.run_chained(x, rotation(x[None], positions[None]), step)
 
     @property
     def last_norm(self) -> nn.Module:

@@ -68,7 +68,9 @@ class RaggedStep:
         )
         if in_flight is not None:
             in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
-        return self._forward.logits(hidden.index_select(0, inputs.token_index))
+        if not _all_sample(plan):
+            hidden = hidden.index_select(0, inputs.token_index)
+        return self._forward.logits(hidden)
 
     def draw_and_keep(
         self,
@@ -100,6 +102,12 @@ class RaggedStep:
                 logits.float(), sampling, masks, choose
             )
         self._outputs.keep(in_flight.slot, tokens, rows)
+
+
+def _all_sample(plan: StepPlan) -> bool:
+    """Whether every token of the step does, once and in order, as where all rows decode."""
+    sampled = plan.sampling.token_index
+    return len(sampled) == len(plan.token_ids) and bool((sampled == np.arange(len(sampled))).all())
 
 
 def _selected(plan: StepPlan) -> np.ndarray | None:

@@ -53,13 +53,21 @@ void quire_pack(struct pack_call *call, parallel_function *parallel, int64_t num
     team_run(pack_worker, call, parallel, num_threads);
 }
 
-/* rows[i] = the weight's row ids[i]; `rows` [count, steps] of 32 bits, contiguous; ids are not checked. */
-void quire_unpack_rows(const uint32_t *packed, int64_t in_strips, int64_t steps, const int64_t *ids, int64_t count, uint32_t *rows) {
+/* rows[i] = the weight's row ids[i]; `rows` [count, steps] of 32 bits, contiguous. Returns how many ids are not between 0 and `columns` - 1,
+ * whose rows stay as they are. */
+int64_t quire_unpack_rows(const uint32_t *packed, int64_t in_strips, int64_t steps, int64_t columns, const int64_t *ids, int64_t count,
+                          uint32_t *rows) {
+    int64_t outside = 0;
     for (int64_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= columns) {
+            outside++;
+            continue;
+        }
         struct place at = linear_place(in_strips, steps, ids[i] % PANEL_COLUMNS);
         const uint32_t *from = packed + ids[i] / PANEL_COLUMNS * steps * PANEL_COLUMNS + at.begin;
         for (int64_t step = 0; step < steps; step++) rows[i * steps + step] = from[step * at.step];
     }
+    return outside;
 }
 
 /* Of the first-level data cache; 0 where the system does not tell. */
