@@ -83,10 +83,8 @@ static inline void job_run(struct job *job, parallel_function *parallel) {
     team_run(job_work, job, parallel, job->num_threads);
 }
 
-/* The next unit of a thread's own range, or -1 when none is left: to look ahead at. What others have not begun, a thread that still
- * works is not to take from them. */
-static inline int64_t team_take_own(struct team *team, struct member *member) {
-    if (member->finished) return -1;
+/* The next unit of the range that a thread takes from, or -1 when none is left: then it goes on to the next range. */
+static inline int64_t team_take_from_range(struct team *team, struct member *member) {
     struct range *range = &team->ranges[member->range];
     int64_t unit = __atomic_fetch_add(&range->next, 1, __ATOMIC_RELAXED);
     if (unit < range->end) return unit;
@@ -95,16 +93,17 @@ static inline int64_t team_take_own(struct team *team, struct member *member) {
     return -1;
 }
 
+/* The next unit of a thread's own range, or -1 when none is left: to look ahead at. What others have not begun, a thread that still
+ * works is not to take from them. */
+static inline int64_t team_take_own(struct team *team, struct member *member) {
+    return member->finished ? -1 : team_take_from_range(team, member);
+}
+
 /* The next unit of a thread, or -1 when none is left. */
 static inline int64_t team_take(struct team *team, struct member *member) {
-    while (member->finished < team->num_ranges) {
-        struct range *range = &team->ranges[member->range];
-        int64_t unit = __atomic_fetch_add(&range->next, 1, __ATOMIC_RELAXED);
-        if (unit < range->end) return unit;
-        member->range = (member->range + 1) % team->num_ranges;
-        member->finished++;
-    }
-    return -1;
+    int64_t unit = -1;
+    while (unit < 0 && member->finished < team->num_ranges) unit = team_take_from_range(team, member);
+    return unit;
 }
 
 #endif
