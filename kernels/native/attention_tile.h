@@ -18,9 +18,9 @@
  *
  * The products are in attention_vectors.h or, with MATRIX_REGISTERS, in attention_matrix.h.
  *
- * The includer defines FN, WORKER and EXP2 (the functions' names), DOT_BF16, MATRIX_REGISTERS, the rows of a block BLOCK_ROWS (in
+ * The includer defines FN, WORKER, TAKES_HEADS and EXP2 (the functions' names), DOT_BF16, MATRIX_REGISTERS, the rows of a block BLOCK_ROWS (in
  * vector registers at most 6) and there MAX_VECTORS (of 16 columns: 1 or 4), PAGE_VECTORS(rows), as many where values stay in
- * their pages, the cache AHEAD_LEVEL that is prefetched to (3: the first, 2: the second), and has included its simd_*.h.
+ * their pages, the cache AHEAD_LEVEL that is prefetched to where heads come one by one (3: the first, 2: the second), and has included its simd_*.h.
  */
 #include <string.h>
 

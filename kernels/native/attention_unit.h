@@ -46,8 +46,8 @@ struct read_piece {
     const struct query_tile *tile; /* of the item that is read */
     int64_t head, end;
     int64_t tile_begin, tile_end;  /* keys of the tile that is read */
-    int64_t position;              /* keys of that tile, from which on nothing is asked for */
-    const char *cache;             /* the keys', and then the values' */
+    int64_t position;              /* the first of its keys that is in no piece yet */
+    const char *cache;             /* that is read: the keys', then the values' */
     int64_t runs[RUNS];            /* of the piece: bytes from the begin of either cache to the first head's */
     int num_runs, run, heads_left; /* of the piece: in all; whose lines come next */
     const char *line, *line_end;   /* what is left to ask of that run */
@@ -181,7 +181,7 @@ FN void read_values_ahead(struct unit *u, int lines) {
  * on their way at a time, half the speed (Zen 4, all builds). */
 enum { PIECE_AHEAD = 512 };
 
-/* The tile of the item from `position` on comes next, its keys first; nothing where the item ends there. */
+/* What comes next is the item's tile from `position` on, in one of the caches; nothing where the item ends there. */
 FN void read_tile(struct read_piece *p, const char *cache, int64_t position) {
     p->cache = cache;
     p->position = p->tile_begin = position;
