@@ -10,10 +10,14 @@ exist once.
     weight = PackedWeight.pack([w_q, w_k, w_v], 4096)      # once; columns of all parts
     out = packed_linear(x, weight)
 
+Weights in bfloat16 are stored in 12 bits each where these can hold them (`weight_code.py`), which changes no bit of a
+result: three quarters of the bytes.
+
 With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale), one scale for each output feature, the
 largest |w| over 127: half the bytes. Activations and sums are as without.
 
-Bytes: (N K + M K + M N) itemsize up to 128 rows, the weights once more from the cache for each further 128.
+Bytes: (N K + M K + M N) itemsize up to 128 rows, of coded weights three quarters of theirs, and the weights once more
+from the cache for each further 128.
 Flops: 2 M N K.
 """
 
@@ -27,8 +31,9 @@ import torch
 
 from quire.kernels import native_library
 from quire.kernels.huge_pages import ask_for_huge_pages
+from quire.kernels.weight_code import CodeArrays, Coder, WeightCode
+from quire.kernels.weight_panels import PANEL_COLUMNS, pack_rows
 
-PANEL_COLUMNS = 64  # of native/linear.h
 _DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # enum dtype of native/attention.h
 LIMITS = "float32, or bfloat16 with an even number of input features"
 
@@ -42,6 +47,7 @@ class LinearCall(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
         ("weight", ctypes.c_void_p),
+        ("code", ctypes.POINTER(CodeArrays)),
         ("in_strips", ctypes.c_int64),
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -70,6 +76,7 @@ class LinearCall(ctypes.Structure):
             raise ValueError(f"bias: must come from pad_bias, got {list(bias.shape)} {bias.dtype}")
         return cls(
             weight=weight.data.data_ptr(),
+            code=weight.code and ctypes.pointer(weight.code.arrays),
             in_strips=weight.in_strips,
             scales=None if weight.scales is None else weight.scales.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
@@ -77,21 +84,6 @@ class LinearCall(ctypes.Structure):
             columns=weight.columns,
             dtype=_DTYPES[weight.dtype],
         )
-
-
-class _PackCall(ctypes.Structure):
-    """`struct pack_call` of native/linear.c."""
-
-    _fields_ = [
-        ("packed", ctypes.c_void_p),
-        ("in_strips", ctypes.c_int64),
-        ("rows", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("steps", ctypes.c_int64),
-        ("first_column", ctypes.c_int64),
-        ("next_panel", ctypes.c_int64),
-    ]
 
 
 def supports(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -109,17 +101,23 @@ class PackedWeight:
     """The weight [columns, depth] of a linear layer, or of several with the same input, in panels."""
 
     # [panels, words, 64] int32: a float32, a pair of bfloat16 or four int8; zeros after the last column. In strips a
-    # panel is [4, words, 16], which matrix registers read.
+    # panel is [4, words, 16], which matrix registers read. Coded: [panels, words, 48].
     data: torch.Tensor
     columns: int  # output features
     depth: int  # input features
     dtype: torch.dtype  # of what it is multiplied with, and of the weights unless they are int8
     in_strips: bool
     scales: torch.Tensor | None = None  # [panels * 64] float32 of int8 weights
+    code: WeightCode | None = None
 
     @classmethod
     def pack(
-        cls, parts: Iterable[torch.Tensor], columns: int | None = None, *, int8: bool = False
+        cls,
+        parts: Iterable[torch.Tensor],
+        columns: int | None = None,
+        *,
+        int8: bool = False,
+        coded: bool = True,
     ) -> PackedWeight:
         """Pack weights below each other.
 
@@ -131,80 +129,43 @@ class PackedWeight:
             Of all parts; may be left out where `parts` is one tensor.
         int8
             Store bfloat16 weights, of a depth that is a multiple of 4, in 8 bits.
+        coded
+            Store bfloat16 weights in 12 bits where that is without loss; what matrix registers read is not coded.
 
         Raises
         ------
         ValueError
             Parts that do not fit each other or that `supports` refuses.
         """
-        library = native_library.load()
-        packed, done = None, 0
+        target, dtype, depth, done = None, None, 0, 0
         for part in parts:
-            if packed is None:
+            if target is None:
                 columns = part.shape[0] if columns is None else columns
-                packed = cls._empty(columns, part, int8)
-            if part.shape[1:] != (packed.depth,) or part.dtype != packed.dtype:
+                dtype, depth = part.dtype, part.shape[1]
+                _check_weight(part, int8)
+                is_coded = coded and dtype == torch.bfloat16 and not int8 and not _in_strips(dtype)
+                target = Coder(columns, depth) if is_coded else _Panels(columns, part, int8)
+            if part.shape[1:] != (depth,) or part.dtype != dtype:
                 raise ValueError(
-                    f"parts: must be [columns, {packed.depth}] {packed.dtype}, got {list(part.shape)} {part.dtype}"
+                    f"parts: must be [columns, {depth}] {dtype}, got {list(part.shape)} {part.dtype}"
                 )
-            if done + part.shape[0] > packed.columns:
-                raise ValueError(f"parts: must have {packed.columns} columns in all, got more")
-            rows = packed._quantize(part, done) if int8 else part
-            if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % 4:
-                rows = rows.contiguous()
-            call = _PackCall(
-                packed=packed.data.data_ptr(),
-                in_strips=packed.in_strips,
-                rows=rows.data_ptr(),
-                row_stride=rows.stride(0) * rows.element_size(),
-                columns=part.shape[0],
-                steps=packed.data.shape[1],
-                first_column=done,
-            )
-            library.functions.quire_pack(
-                ctypes.byref(call), library.parallel, torch.get_num_threads()
-            )
             done += part.shape[0]
-        if packed is None or done != packed.columns:
+            if done > columns:
+                raise ValueError(f"parts: must have {columns} columns in all, got more")
+            target.add(_aligned(part))
+        if target is None or done != columns:
             raise ValueError(f"parts: must have {columns} columns in all, got {done}")
-        return packed
-
-    @classmethod
-    def _empty(cls, columns: int, like: torch.Tensor, int8: bool) -> PackedWeight:
-        depth = like.shape[1]
-        if not supports(depth, like.dtype, like.device):
-            raise ValueError(
-                f"weight: must be {LIMITS}, on the CPU, with the compiled library; got {list(like.shape)} "
-                f"{like.dtype} on {like.device}"
-            )
-        if int8 and (like.dtype != torch.bfloat16 or depth % 4):
-            raise ValueError(
-                f"int8: needs torch.bfloat16 and a multiple of 4 input features, got {like.dtype} and {depth}"
-            )
-        words = depth // 4 if int8 else depth * like.element_size() // 4
-        data = torch.empty(-(-columns // PANEL_COLUMNS), words, PANEL_COLUMNS, dtype=torch.int32)
-        ask_for_huge_pages(data)
-        if columns % PANEL_COLUMNS:
-            data[-1].zero_()
-        scales = torch.zeros(len(data) * PANEL_COLUMNS) if int8 else None
-        has_matrix_registers = native_library.load().best_isa == native_library.ISAS.index(
-            "amx_bf16"
-        )
-        in_strips = has_matrix_registers and like.dtype == torch.bfloat16 and not int8
-        return cls(data, columns, depth, like.dtype, in_strips, scales)
-
-    def _quantize(self, part: torch.Tensor, first_column: int) -> torch.Tensor:
-        """[columns of the part, depth] int8, and its scales."""
-        part = part.float()
-        scales = part.abs().amax(dim=1) / 127.0
-        self.scales[first_column : first_column + len(part)] = scales
-        # A column of zeros has the scale 0; any divisor will do.
-        return (part / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8)
+        if isinstance(target, _Panels):
+            return cls(target.data, columns, depth, dtype, target.in_strips, target.scales)
+        data, code, is_smaller = target.finish()
+        packed = cls(data, columns, depth, dtype, in_strips=False, code=code)
+        return packed if is_smaller else cls.pack([packed.unpack()], coded=False)
 
     @property
     def num_bytes(self) -> int:
         """Bytes in memory, those after the last column included."""
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        beside = 0 if self.scales is None else self.scales.nbytes
+        return self.data.nbytes + beside + (0 if self.code is None else self.code.num_bytes)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The weight's rows `ids`, as an embedding looks them up: [*ids.shape, depth].
@@ -219,6 +180,7 @@ class PackedWeight:
         out = torch.empty(*ids.shape, self.depth, dtype=stored)
         outside = native_library.load().functions.quire_unpack_rows(
             self.data.data_ptr(),
+            self.code and ctypes.byref(self.code.arrays),
             self.in_strips,
             self.data.shape[1],
             self.columns,
@@ -242,6 +204,63 @@ class PackedWeight:
         padded = torch.zeros(self.data.shape[0] * PANEL_COLUMNS)
         padded[: self.columns] = bias
         return padded
+
+
+def _check_weight(like: torch.Tensor, int8: bool) -> None:
+    depth = like.shape[1]
+    if not supports(depth, like.dtype, like.device):
+        raise ValueError(
+            f"weight: must be {LIMITS}, on the CPU, with the compiled library; got {list(like.shape)} "
+            f"{like.dtype} on {like.device}"
+        )
+    if int8 and (like.dtype != torch.bfloat16 or depth % 4):
+        raise ValueError(
+            f"int8: needs torch.bfloat16 and a multiple of 4 input features, got {like.dtype} and {depth}"
+        )
+
+
+def _in_strips(dtype: torch.dtype) -> bool:
+    """Whether the best instructions for it are those of matrix registers."""
+    best = native_library.ISAS[native_library.load().best_isa]
+    return best == "amx_bf16" and dtype == torch.bfloat16
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """As the library reads them: contiguous, 4-byte aligned."""
+    if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % 4:
+        return rows.contiguous()
+    return rows
+
+
+class _Panels:
+    """A weight that comes in parts and is not coded."""
+
+    def __init__(self, columns: int, like: torch.Tensor, int8: bool):
+        depth = like.shape[1]
+        words = depth // 4 if int8 else depth * like.element_size() // 4
+        self.data = torch.empty(
+            -(-columns // PANEL_COLUMNS), words, PANEL_COLUMNS, dtype=torch.int32
+        )
+        ask_for_huge_pages(self.data)
+        if columns % PANEL_COLUMNS:
+            self.data[-1].zero_()
+        self.scales = torch.zeros(len(self.data) * PANEL_COLUMNS) if int8 else None
+        self.in_strips = _in_strips(like.dtype) and not int8
+        self._done = 0
+
+    def add(self, rows: torch.Tensor) -> None:
+        """The next columns."""
+        levels = rows if self.scales is None else self._quantize(rows)
+        pack_rows(self.data, levels, self._done, self.in_strips)
+        self._done += len(rows)
+
+    def _quantize(self, part: torch.Tensor) -> torch.Tensor:
+        """[columns of the part, depth] int8, and its scales."""
+        part = part.float()
+        scales = part.abs().amax(dim=1) / 127.0
+        self.scales[self._done : self._done + len(part)] = scales
+        # A column of zeros has the scale 0; any divisor will do.
+        return (part / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8)
 
 
 def packed_linear(

@@ -17,7 +17,7 @@ import torch
 
 from quire.kernels.compiled import open_library
 
-ABI = 15  # QUIRE_ABI of native/attention.h
+ABI = 16  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of native/attention.c
 
 
@@ -84,8 +84,12 @@ def load() -> NativeLibrary | None:
     functions.quire_pack_bytes.restype = ctypes.c_int64
     functions.quire_pack.restype = None
     functions.quire_pack.argtypes = functions.quire_scatter.argtypes
+    functions.quire_code_bytes.restype = ctypes.c_int64
+    functions.quire_code_panels.restype = None
+    functions.quire_code_panels.argtypes = functions.quire_scatter.argtypes
     functions.quire_unpack_rows.restype = ctypes.c_int64
     functions.quire_unpack_rows.argtypes = [
+        ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_int64,
         ctypes.c_int64,

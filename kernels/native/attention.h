@@ -11,7 +11,7 @@
 
 #include "team.h"
 
-#define QUIRE_ABI 15
+#define QUIRE_ABI 16
 
 enum {
     RUN = 8,                     /* tokens that lie together in every page: block sizes are multiples of it */

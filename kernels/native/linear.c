@@ -5,11 +5,10 @@
 #include "linear.h"
 
 enum {
-    BLOCK_STEPS = 16,           /* a cache line of a source row */
     TWO_CHUNKS_BYTES = 48 << 10, /* of a first-level cache: one chunk, and of the next what has come when it is begun */
 };
 
-/* Mirrored in `quire/kernels/cpu_linear.py`, as linear_call is. */
+/* Mirrored in `quire/kernels/weight_panels.py`. */
 struct pack_call {
     uint32_t *packed;        /* [panels, steps, PANEL_COLUMNS], or in strips, as linear_call has it */
     int64_t in_strips;
@@ -20,7 +19,7 @@ struct pack_call {
     int64_t next_panel;      /* counter of the threads; set by the library */
 };
 
-/* The part's columns of one panel after the other, in squares that stay in the first-level cache. */
+/* The part's columns of one panel after the other. */
 static void pack_worker(void *argument) {
     struct pack_call *c = argument;
     int64_t end_column = c->first_column + c->columns;
@@ -29,17 +28,8 @@ static void pack_worker(void *argument) {
         int64_t first = panel * PANEL_COLUMNS, begin = first < c->first_column ? c->first_column : first;
         int64_t end = first + PANEL_COLUMNS < end_column ? first + PANEL_COLUMNS : end_column;
         if (begin >= end) return;
-        uint32_t *to = c->packed + panel * c->steps * PANEL_COLUMNS;
-        for (int64_t step = 0; step < c->steps; step += BLOCK_STEPS) {
-            int64_t count = c->steps - step < BLOCK_STEPS ? c->steps - step : BLOCK_STEPS;
-            for (int64_t column = begin; column < end; column++) {
-                uint32_t line[BLOCK_STEPS];
-                const char *row = c->rows + (column - c->first_column) * c->row_stride;
-                memcpy(line, row + step * 4, (size_t)count * 4);
-                struct place at = linear_place(c->in_strips, c->steps, column - first);
-                for (int64_t s = 0; s < count; s++) to[at.begin + (step + s) * at.step] = line[s];
-            }
-        }
+        const char *rows = c->rows + (begin - c->first_column) * c->row_stride;
+        linear_pack_panel(c->packed + panel * c->steps * PANEL_COLUMNS, c->in_strips, c->steps, rows, c->row_stride, begin - first, end - first);
     }
 }
 
@@ -53,9 +43,25 @@ void quire_pack(struct pack_call *call, parallel_function *parallel, int64_t num
     team_run(pack_worker, call, parallel, num_threads);
 }
 
+static void decode_column(struct reader r, int64_t steps, int64_t column, uint32_t *row) {
+    const int64_t place = code_place(column / LANES, column % LANES * 2); /* the second of the pair is beside it */
+    for (; r.step < steps; r.step++, r.now += CODED_STEP_BYTES) {
+        uint32_t high[2], low[2];
+        const int is_apart = r.step == *r.apart;
+        for (int i = 0; i < 2; i++) {
+            const uint8_t numbers = r.now[(place + i) % NUMBER_BYTES];
+            high[i] = is_apart ? r.high[place + i] : r.table[place < NUMBER_BYTES ? numbers & 15 : numbers >> 4];
+            low[i] = r.now[NUMBER_BYTES + place + i];
+        }
+        row[r.step] = low[0] | high[0] << 8 | low[1] << 16 | high[1] << 24;
+        r.apart += is_apart;
+        r.high += is_apart ? STEP_WEIGHTS : 0;
+    }
+}
+
 /* rows[i] = the weight's row ids[i]; `rows` [count, steps] of 32 bits, contiguous. Returns how many ids are not between 0 and `columns` - 1,
  * whose rows stay as they are. */
-int64_t quire_unpack_rows(const uint32_t *packed, int64_t in_strips, int64_t steps, int64_t columns, const int64_t *ids, int64_t count,
+int64_t quire_unpack_rows(const char *packed, const struct weight_code *code, int64_t in_strips, int64_t steps, int64_t columns, const int64_t *ids, int64_t count,
                           uint32_t *rows) {
     int64_t outside = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -63,8 +69,12 @@ int64_t quire_unpack_rows(const uint32_t *packed, int64_t in_strips, int64_t ste
             outside++;
             continue;
         }
+        if (code) {
+            decode_column(read_panel(code, packed, steps, ids[i] / PANEL_COLUMNS), steps, ids[i] % PANEL_COLUMNS, rows + i * steps);
+            continue;
+        }
         struct place at = linear_place(in_strips, steps, ids[i] % PANEL_COLUMNS);
-        const uint32_t *from = packed + ids[i] / PANEL_COLUMNS * steps * PANEL_COLUMNS + at.begin;
+        const uint32_t *from = (const uint32_t *)packed + ids[i] / PANEL_COLUMNS * steps * PANEL_COLUMNS + at.begin;
         for (int64_t step = 0; step < steps; step++) rows[i * steps + step] = from[step * at.step];
     }
     return outside;

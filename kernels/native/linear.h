@@ -7,8 +7,10 @@
 #define QUIRE_LINEAR_H
 
 #include <stdint.h>
+#include <string.h>
 
 #include "attention.h" /* enum dtype, LANES */
+#include "linear_code.h"
 #include "team.h"
 
 enum {
@@ -24,8 +26,9 @@ struct linear_call {
     int64_t x_stride;       /* bytes between rows */
     char *out;              /* [rows, columns], rows contiguous, dtype of x */
     int64_t out_stride;     /* bytes between rows */
-    const uint32_t *weight; /* [panels, steps, PANEL_COLUMNS]; of int8: [panels, steps / 2, PANEL_COLUMNS] */
-    int64_t in_strips;      /* whether a panel is [strips, steps, LANES] instead; not of int8 */
+    const char *weight;     /* [panels, steps, PANEL_COLUMNS] of 32 bits; of int8: [panels, steps / 2, PANEL_COLUMNS] */
+    const struct weight_code *code; /* panels are [steps, CODED_STEP_BYTES] of bfloat16; or NULL */
+    int64_t in_strips;      /* whether a panel is [strips, steps, LANES] instead; not of int8, nor coded */
     const float *scales;    /* [panels * PANEL_COLUMNS] of int8 weights; NULL: weights of the dtype of x */
     const float *bias;      /* [panels * PANEL_COLUMNS] or NULL */
     const char *residual;   /* [rows, columns], rows contiguous, dtype of x; may be `out`; or NULL */
@@ -40,6 +43,11 @@ static inline int64_t linear_row_blocks(const struct linear_call *c) { return (c
 
 static inline int64_t linear_panels(const struct linear_call *c) { return (c->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
 
+/* Of a panel as it is stored, or of its first steps where it is not in strips. */
+static inline int64_t linear_panel_bytes(const struct linear_call *c, int64_t steps) {
+    return c->code ? steps * CODED_STEP_BYTES : steps / (c->scales ? 2 : 1) * PANEL_COLUMNS * 4;
+}
+
 /* Where a column of a panel of `steps` steps begins, and the distance of its steps. */
 struct place {
     int64_t begin, step;
@@ -48,6 +56,20 @@ struct place {
 static inline struct place linear_place(int64_t in_strips, int64_t steps, int64_t column) {
     if (in_strips) return (struct place){column / LANES * steps * LANES + column % LANES, LANES};
     return (struct place){column, PANEL_COLUMNS};
+}
+
+/* Columns `begin` to `end` - 1 of a panel, from as many rows, in squares that stay in the first-level cache. */
+static inline void linear_pack_panel(uint32_t *panel, int64_t in_strips, int64_t steps, const char *rows, int64_t row_stride, int64_t begin, int64_t end) {
+    enum { BLOCK_STEPS = 16 }; /* a cache line of a source row */
+    for (int64_t step = 0; step < steps; step += BLOCK_STEPS) {
+        int64_t count = steps - step < BLOCK_STEPS ? steps - step : BLOCK_STEPS;
+        for (int64_t column = begin; column < end; column++) {
+            uint32_t line[BLOCK_STEPS];
+            memcpy(line, rows + (column - begin) * row_stride + step * 4, (size_t)count * 4);
+            struct place at = linear_place(in_strips, steps, column);
+            for (int64_t s = 0; s < count; s++) panel[at.begin + (step + s) * at.step] = line[s];
+        }
+    }
 }
 
 /* A step of the sum over depth has 32 bits: one float32, or a pair of bfloat16. Weights in int8 have two steps in

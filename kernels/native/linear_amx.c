@@ -232,6 +232,7 @@ FN void multiply_steps(struct multiplier *m, const struct product *p, int64_t ro
 
 FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t rows, int dtype) {
     (void)dtype;
+    if (p->reader) decode_chunk(p->pairs, p->reader, p->steps);
     int64_t turns = p->steps / REGISTER_ROWS, rest = p->steps % REGISTER_ROWS;
     if (p->call->in_strips && rows <= DEEP_ROWS) {
         if (turns) multiply_deep(m, p, rows, 0, turns, REGISTER_ROWS);

@@ -51,18 +51,38 @@ FN void begin_multiplying(struct multiplier *m) { (void)m; }
 FN void end_multiplying(struct multiplier *m) { (void)m; }
 
 FN int64_t chunk_steps(const struct linear_call *c, int64_t rows) {
-    const int is_streamed = rows <= STREAM_ROWS && c->dtype == BFLOAT16 && !c->scales && !c->in_strips;
+    const int is_streamed = rows <= STREAM_ROWS && c->dtype == BFLOAT16 && !c->scales && !c->code && !c->in_strips;
     return is_streamed ? STREAM_CHUNKS * CHUNK : CHUNK;
 }
 
+/* Where a tile's weights come from. */
+enum source {
+    FROM_PAIRS,
+    FROM_CODE,  /* all columns */
+    KEEP_PAIRS, /* the same, and the pairs are kept for the tiles after it */
+};
+
+/* A step's weights, 32 bits a lane. */
+FN void load_step(v16 w[MAX_VECTORS], const struct product *p, const float *weight, struct reader *reader, int64_t step, int vectors, int source) {
+#if MAX_VECTORS == 4
+    if (source != FROM_PAIRS) {
+        read_step(w, reader);
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS && source == KEEP_PAIRS; v++) v_store(p->pairs + step * PANEL_COLUMNS + v * LANES, w[v]);
+        return;
+    }
+#else
+    (void)reader, (void)source;
+#endif
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) w[v] = v_load(weight + step * p->step + v * LANES);
+}
+
 /* sum[r][v] += one step of `rows` rows and `vectors` vectors of columns. */
-FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, const float *const x[BLOCK_ROWS],
+FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const v16 w[MAX_VECTORS], const float *const x[BLOCK_ROWS],
                       int64_t step, int rows, int vectors, int dtype) {
-    v16 w[MAX_VECTORS];
 #if DOT_BF16
     (void)dtype;
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) w[v] = v_load(weight + v * LANES);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)x[r])[step]);
@@ -73,16 +93,14 @@ FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, con
     const int halves = dtype == BFLOAT16 ? 2 : 1;
 #pragma GCC unroll 2
     for (int half = 0; half < halves; half++) {
+        v16 factor[MAX_VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
-            w[v] = v_load(weight + v * LANES);
-            if (dtype == BFLOAT16) w[v] = half ? v_bfloat_high(w[v]) : v_bfloat_low(w[v]);
-        }
+        for (int v = 0; v < vectors; v++) factor[v] = dtype != BFLOAT16 ? w[v] : half ? v_bfloat_high(w[v]) : v_bfloat_low(w[v]);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             v16 element = v_set1(x[r][halves * step + half]);
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) sum[r][v] = v_fma(element, w[v], sum[r][v]);
+            for (int v = 0; v < vectors; v++) sum[r][v] = v_fma(element, factor[v], sum[r][v]);
         }
     }
 #endif
@@ -97,6 +115,17 @@ struct prefetch {
     int is_near;       /* nothing of the next chunk: what comes NEAR_BYTES after what is read, or for one row ALONE_BYTES */
 };
 
+/* What a tile reads of all columns after this step, so many bytes later; `level` is a number. */
+#define ASK_NEAR(bytes, level) \
+    if (source == FROM_PAIRS) { \
+        ASK_LINES(weight + step * p->step, vectors, bytes, level) \
+    } else { \
+        ASK_LINES(reader.now, CODED_STEP_BYTES / CACHE_LINE, bytes, level) \
+    }
+#define ASK_LINES(begin, lines, bytes, level) \
+    _Pragma("GCC unroll 4") for (int i = 0; i < lines; i++) \
+        __builtin_prefetch((const char *)(begin) + i * CACHE_LINE + (bytes), 0, level);
+
 FN void ask_for(const struct prefetch *prefetch, const char *line) {
     if (FOLLOWS_CACHE && prefetch->is_first)
         __builtin_prefetch(line, 0, 3);
@@ -107,9 +136,11 @@ FN void ask_for(const struct prefetch *prefetch, const char *line) {
 /* One register tile over a chunk; `weight` is its first column's. Few lines are asked for with the first steps, many spread over
  * all of them, because after a burst the memory would rest. */
 FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const float *weight, int64_t row, int vector,
-                      int rows, int vectors, int dtype) {
-    v16 sum[BLOCK_ROWS][MAX_VECTORS];
+                      int rows, int vectors, int dtype, int source) {
+    v16 sum[BLOCK_ROWS][MAX_VECTORS], w[MAX_VECTORS];
     const float *x[BLOCK_ROWS];
+    struct reader reader = {0};
+    if (source != FROM_PAIRS) reader = *p->reader;
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         x[r] = (const float *)(p->x + (row + r) * p->x_stride);
@@ -120,30 +151,35 @@ FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const 
     prefetch->done += vectors;
     const char *ahead_end = prefetch->begin + prefetch->lines * prefetch->done / prefetch->all * CACHE_LINE;
     int64_t lines = (ahead_end - ahead) / CACHE_LINE, step = 0, due = 0;
+#define MULTIPLY_STEP \
+    load_step(w, p, weight, &reader, step, vectors, source); \
+    multiply_step(sum, w, x, step, rows, vectors, dtype);
     if (FOLLOWS_CACHE && rows == 1 && prefetch->is_near) {
         for (; step < p->steps; step++) {
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) __builtin_prefetch((const char *)(weight + step * p->step + v * LANES) + ALONE_BYTES, 0, 2);
-            multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
+            ASK_NEAR(ALONE_BYTES, 2)
+            MULTIPLY_STEP
         }
     } else if (FOLLOWS_CACHE && prefetch->is_near) {
         for (; step < p->steps; step++) {
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) __builtin_prefetch((const char *)(weight + step * p->step + v * LANES) + NEAR_BYTES, 0, 3);
-            multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
+            ASK_NEAR(NEAR_BYTES, 3)
+            MULTIPLY_STEP
         }
     } else if (lines <= p->steps) {
         for (; step < lines; step++, ahead += CACHE_LINE) {
             ask_for(prefetch, ahead);
-            multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
+            MULTIPLY_STEP
         }
-        for (; step < p->steps; step++) multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
+        for (; step < p->steps; step++) {
+            MULTIPLY_STEP
+        }
     } else {
         for (; step < p->steps; step++) {
             for (due += lines; due >= p->steps; due -= p->steps, ahead += CACHE_LINE) ask_for(prefetch, ahead);
-            multiply_step(sum, weight + step * p->step, x, step, rows, vectors, dtype);
+            MULTIPLY_STEP
         }
     }
+#undef MULTIPLY_STEP
+    if (source != FROM_PAIRS) *p->reader = reader;
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 4
@@ -159,7 +195,7 @@ FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const 
 FN void multiply_columns(const struct product *p, struct prefetch *prefetch, int64_t rows, int first, int vectors, int dtype,
                          int out_dtype) {
     const int most = dtype == BFLOAT16 ? PAIR_ROWS : BLOCK_ROWS;
-    const int is_complete = p->is_last && first + vectors == PANEL_VECTORS;
+    const int is_complete = p->is_last && first + vectors == PANEL_VECTORS, is_coded = p->reader != NULL;
     int64_t tiles = (rows + most - 1) / most, row = 0;
     for (int64_t tile = 0; tile < tiles; tile++) {
         int64_t height = (rows - row + tiles - tile - 1) / (tiles - tile);
@@ -168,8 +204,14 @@ FN void multiply_columns(const struct product *p, struct prefetch *prefetch, int
     case count: \
         if (count <= most) { \
             const int wide = VECTORS_OF(count) < vectors ? VECTORS_OF(count) : vectors; \
-            for (int v = 0; v < vectors; v += wide) \
-                multiply_tile(p, prefetch, p->weight + v * LANES, row, first + v, count, wide, dtype); \
+            if (wide == PANEL_VECTORS && is_coded && tiles == 1) { \
+                multiply_tile(p, prefetch, NULL, row, 0, count, PANEL_VECTORS, dtype, FROM_CODE); \
+            } else if (DOT_BF16 && wide == PANEL_VECTORS && is_coded && tile == 0) { \
+                multiply_tile(p, prefetch, NULL, row, 0, count, PANEL_VECTORS, dtype, KEEP_PAIRS); \
+            } else { \
+                for (int v = 0; v < vectors; v += wide) \
+                    multiply_tile(p, prefetch, p->weight + v * LANES, row, first + v, count, wide, dtype, FROM_PAIRS); \
+            } \
         } \
         break;
         switch (height) {
@@ -231,8 +273,11 @@ FN void multiply_streams(const struct product *p, int rows, int out_dtype) {
                 for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
                     for (int v = 0; v < wide; v++) sum[r][v] = is_new ? v_set1(0.0f) : v_load(kept + r * PANEL_COLUMNS + v * LANES);
-                for (int64_t step = first; step < end; step++)
-                    multiply_step(sum, p->weight + step * p->step + vector * LANES, x, step, rows, wide, BFLOAT16);
+                for (int64_t step = first; step < end; step++) {
+                    v16 w[MAX_VECTORS];
+                    load_step(w, p, p->weight + vector * LANES, NULL, step, wide, FROM_PAIRS);
+                    multiply_step(sum, w, x, step, rows, wide, BFLOAT16);
+                }
 #pragma GCC unroll 2
                 for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -287,15 +332,23 @@ FN void multiply_widened(struct multiplier *m, const struct product *pairs, stru
 }
 #endif
 
-FN void multiply_chunk(struct multiplier *m, const struct product *p, int64_t rows, int dtype) {
+FN void multiply_chunk(struct multiplier *m, const struct product *as_read, int64_t rows, int dtype) {
     const int is_wide = WIDE_ROWS && dtype == BFLOAT16 && rows >= WIDE_ROWS;
     const int most = dtype == BFLOAT16 && !is_wide ? PAIR_ROWS : BLOCK_ROWS;
+    const int64_t tiles = (rows + most - 1) / most;
+    const int is_decoded_in_registers = !is_wide && MAX_VECTORS == PANEL_VECTORS && VECTORS_OF((rows + tiles - 1) / tiles) == PANEL_VECTORS &&
+                                        (DOT_BF16 || tiles == 1);
+    struct product chunk = *as_read, *p = &chunk;
+    if (p->reader && !is_decoded_in_registers) {
+        decode_chunk(p->pairs, p->reader, p->steps);
+        p->reader = NULL;
+    }
     const int goes_further = FOLLOWS_CACHE && p->ahead && !p->call->holds_two_chunks;
     struct prefetch prefetch = {.begin = p->ahead + (goes_further ? FURTHER_BYTES : 0),
                                 .lines = rows < AHEAD_FROM ? 0 : p->ahead_lines,
-                                .all = (rows + most - 1) / most * PANEL_VECTORS,
+                                .all = tiles * PANEL_VECTORS,
                                 .is_first = FOLLOWS_CACHE && p->call->holds_two_chunks,
-                                .is_near = FOLLOWS_CACHE && (p->call->holds_two_chunks ? rows > 1 && rows < AHEAD_FROM : rows == 1)};
+                                .is_near = FOLLOWS_CACHE && (p->call->holds_two_chunks ? rows > 1 && rows < AHEAD_FROM : rows == 1 && !p->reader)};
 #if !DOT_BF16
     if (dtype == BFLOAT16) {
         struct product widened = widen_x(m, p, rows);

@@ -11,6 +11,8 @@
  * second-level cache. 128 steps of the panel (32 KiB) at a time serve all of its rows; while they compute, the next 32 KiB
  * are on their way. So with few rows the product runs at the speed of the memory, with many at that of the multipliers.
  *
+ * Coded weights (linear_code.h) have the bits of those that are not, and are decoded a chunk at a time, for few rows in registers.
+ *
  * Weights in int8 are widened to pairs of bfloat16, which hold them exactly, 32 KiB at a time; the sums are multiplied
  * by their columns' scales at the end, then come the bias, then the residual, then one rounding.
  *
@@ -20,12 +22,14 @@
  */
 #include "row_part.h"
 
-enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, LINES_PER_STEP = PANEL_COLUMNS * 4 / 64 };
+enum { PANEL_VECTORS = PANEL_COLUMNS / LANES };
 
 struct product {
     const struct linear_call *call;
     const float *weight;      /* the panel's chunk, 32 bits a step and column */
     int64_t step, strip;      /* distance of a column's steps, and of vectors of columns, in it */
+    struct reader *reader;    /* of a coded chunk, not yet in `pairs`, which is where `weight` points; or NULL */
+    float *pairs;             /* [steps][PANEL_COLUMNS] */
     const char *ahead;        /* the chunk after it as it is stored, or its first strip */
     const char *x;            /* of the chunk's first step */
     int64_t x_stride;         /* bytes between rows of it */
@@ -107,32 +111,71 @@ FN void join_strips(uint32_t *pairs, const uint32_t *strips, int64_t strip, int6
             v_store((float *)(pairs + step * PANEL_COLUMNS + v * LANES), v_load((const float *)(strips + v * strip + step * LANES)));
 }
 
+/* The next step of a coded panel. */
+FN void read_step(v16 pairs[PANEL_VECTORS], struct reader *r) {
+    v_bytes high[2];
+    if (r->step == *r->apart) {
+        high[0] = v_load_bytes(r->high);
+        high[1] = v_load_bytes(r->high + STEP_WEIGHTS / 2);
+        r->high += STEP_WEIGHTS;
+        r->apart++;
+    } else {
+        const v_bytes table = v_repeat_bytes(r->table), numbers = v_load_bytes(r->now);
+        high[0] = v_look_up(table, v_lower_halves(numbers));
+        high[1] = v_look_up(table, v_upper_halves(numbers));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        const v_bytes low = v_load_bytes(r->now + NUMBER_BYTES + i * (STEP_WEIGHTS / 2));
+        pairs[2 * i] = v_interleave_first(low, high[i]);
+        pairs[2 * i + 1] = v_interleave_last(low, high[i]);
+    }
+    r->now += CODED_STEP_BYTES;
+    r->step++;
+}
+
+/* `steps` steps of pairs from a coded panel. */
+FN void decode_chunk(float *pairs, struct reader *reader, int64_t steps) {
+    struct reader r = *reader;
+    for (int64_t step = 0; step < steps; step++, pairs += PANEL_COLUMNS) {
+        v16 read[PANEL_VECTORS];
+        read_step(read, &r);
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++) v_store(pairs + v * LANES, read[v]);
+    }
+    *reader = r;
+}
+
 FN void multiply_unit(struct multiplier *m, const struct linear_call *c, int64_t unit, int64_t next, int64_t panels, float *total, uint32_t *pairs, int dtype) {
     int64_t panel = unit % panels, row = unit / panels * c->unit_rows;
     int64_t rows = c->rows - row < c->unit_rows ? c->rows - row : c->unit_rows, chunk = chunk_steps(c, rows);
-    int64_t steps_per_word = c->scales ? 2 : 1, panel_words = c->steps / steps_per_word * PANEL_COLUMNS;
-    int64_t step_words = c->in_strips ? LANES : PANEL_COLUMNS, strip = c->in_strips ? c->steps * LANES : LANES;
-    const uint32_t *weight = c->weight + panel * panel_words;
-    const int is_stored = !c->scales && (READS_STRIPS || !c->in_strips); /* as it is multiplied */
+    int64_t panel_bytes = linear_panel_bytes(c, c->steps), strip = c->in_strips ? c->steps * LANES : LANES;
+    const char *weight = c->weight + panel * panel_bytes;
+    const int is_stored = !c->scales && !c->code && (READS_STRIPS || !c->in_strips); /* as it is multiplied */
+    struct reader reader = {0};
+    if (c->code) reader = read_panel(c->code, c->weight, c->steps, panel);
     for (int64_t first = 0; first < c->steps; first += chunk) {
         int64_t steps = c->steps - first < chunk ? c->steps - first : chunk;
-        const uint32_t *now = weight + first / steps_per_word * step_words, *ahead = NULL;
+        int64_t chunk_bytes = c->in_strips ? chunk * LANES * 4 : linear_panel_bytes(c, chunk);
+        const char *now = weight + first / chunk * chunk_bytes, *ahead = NULL;
         if (first + chunk < c->steps) {
-            ahead = now + chunk / steps_per_word * step_words;
+            ahead = now + chunk_bytes;
         } else if (next >= 0) {
-            ahead = c->weight + next % panels * panel_words;
+            ahead = c->weight + next % panels * panel_bytes;
         }
-        if (c->scales) widen_chunk(pairs, now, steps);
-        if (!READS_STRIPS && c->in_strips) join_strips(pairs, now, strip, steps);
+        if (c->scales) widen_chunk(pairs, (const uint32_t *)now, steps);
+        if (!READS_STRIPS && c->in_strips) join_strips(pairs, (const uint32_t *)now, strip, steps);
         struct product p = {.call = c,
-                            .weight = (const float *)(is_stored ? now : pairs),
-                            .step = is_stored ? step_words : PANEL_COLUMNS,
+                            .weight = is_stored ? (const float *)now : (const float *)pairs,
+                            .step = is_stored && c->in_strips ? LANES : PANEL_COLUMNS,
                             .strip = is_stored ? strip : LANES,
-                            .ahead = (const char *)ahead,
+                            .reader = c->code ? &reader : NULL,
+                            .pairs = (float *)pairs,
+                            .ahead = ahead,
                             .x = c->x + row * c->x_stride + first * 4,
                             .x_stride = c->x_stride,
                             .total = total,
-                            .ahead_lines = ahead && (READS_STRIPS || !c->in_strips) ? chunk / steps_per_word * LINES_PER_STEP : 0,
+                            .ahead_lines = ahead && (READS_STRIPS || !c->in_strips) ? linear_panel_bytes(c, chunk) / CACHE_LINE : 0,
                             .steps = steps,
                             .is_first = first == 0,
                             .is_last = first + chunk >= c->steps,

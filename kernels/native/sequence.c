@@ -90,8 +90,8 @@ static void warm_next(struct warming *w, const struct run *run, const struct sta
     const struct linear_call *c = stage->product;
     const struct range *own = &c->team->ranges[quire_place % c->team->num_ranges];
     const int64_t first = __atomic_load_n(&own->next, __ATOMIC_RELAXED); /* the stage may have begun by now */
-    const int64_t panel_bytes = c->steps / (c->scales ? 2 : 1) * PANEL_COLUMNS * 4, bytes = (own->end - first) * panel_bytes;
-    w->line = (const char *)c->weight + first * panel_bytes;
+    const int64_t panel_bytes = linear_panel_bytes(c, c->steps), bytes = (own->end - first) * panel_bytes;
+    w->line = c->weight + first * panel_bytes;
     w->end = w->line + (bytes < WARM_BYTES ? bytes : WARM_BYTES);
 }
 

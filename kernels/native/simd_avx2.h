@@ -81,6 +81,37 @@ FN v16 v_bfloat_high(v16 x) {
     return v_pair(_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask));
 }
 
+typedef struct {
+    __m256i a, b;
+} v_bytes; /* 64 */
+
+FN v_bytes v_bytes_of(__m256i a, __m256i b) {
+    v_bytes x = {a, b};
+    return x;
+}
+FN v_bytes v_load_bytes(const uint8_t *p) {
+    return v_bytes_of(_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32)));
+}
+/* 16 bytes four times. */
+FN v_bytes v_repeat_bytes(const uint8_t *p) {
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    return v_bytes_of(twice, twice);
+}
+FN v_bytes v_lower_halves(v_bytes x) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return v_bytes_of(_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask));
+}
+FN v_bytes v_upper_halves(v_bytes x) { return v_lower_halves(v_bytes_of(_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4))); }
+/* table[i % 16], of repeated bytes, for each i < 16. */
+FN v_bytes v_look_up(v_bytes table, v_bytes i) { return v_bytes_of(_mm256_shuffle_epi8(table.a, i.a), _mm256_shuffle_epi8(table.b, i.b)); }
+/* Of each 16 bytes the first 8, or the last 8, as the low bytes and the high bytes of 8 numbers. */
+FN v16 v_interleave_first(v_bytes low, v_bytes high) {
+    return v_pair(_mm256_castsi256_ps(_mm256_unpacklo_epi8(low.a, high.a)), _mm256_castsi256_ps(_mm256_unpacklo_epi8(low.b, high.b)));
+}
+FN v16 v_interleave_last(v_bytes low, v_bytes high) {
+    return v_pair(_mm256_castsi256_ps(_mm256_unpackhi_epi8(low.a, high.a)), _mm256_castsi256_ps(_mm256_unpackhi_epi8(low.b, high.b)));
+}
+
 FN __m256 v_byte_pair_half(__m256 x, int first) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i low = _mm256_srai_epi32(_mm256_slli_epi32(bits, 24 - 8 * first), 24);

@@ -45,6 +45,19 @@ FN v16 v_bfloat_high(v16 x) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xffff0000)));
 }
 
+typedef __m512i v_bytes; /* 64 */
+
+FN v_bytes v_load_bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
+/* 16 bytes four times. */
+FN v_bytes v_repeat_bytes(const uint8_t *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)); }
+FN v_bytes v_lower_halves(v_bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+FN v_bytes v_upper_halves(v_bytes x) { return v_lower_halves(_mm512_srli_epi16(x, 4)); }
+/* table[i % 16], of repeated bytes, for each i < 16. */
+FN v_bytes v_look_up(v_bytes table, v_bytes i) { return _mm512_shuffle_epi8(table, i); }
+/* Of each 16 bytes the first 8, or the last 8, as the low bytes and the high bytes of 8 numbers. */
+FN v16 v_interleave_first(v_bytes low, v_bytes high) { return _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high)); }
+FN v16 v_interleave_last(v_bytes low, v_bytes high) { return _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high)); }
+
 /* Bytes `first` and `first` + 1 of each lane, signed, as a pair of bfloat16. */
 FN v16 v_byte_pair(v16 x, int first) {
     __m512i bits = _mm512_castps_si512(x);

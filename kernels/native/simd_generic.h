@@ -63,6 +63,46 @@ FN v16 v_keep(v16 x, int begin, int end, v16 fill) {
 FN v16 v_bfloat_low(v16 x) { return (v16)((v16_mask)x << 16); }
 FN v16 v_bfloat_high(v16 x) { return (v16)((v16_mask)x & (int32_t)0xffff0000); }
 
+typedef struct {
+    uint8_t at[64];
+} v_bytes;
+
+FN v_bytes v_load_bytes(const uint8_t *p) {
+    v_bytes x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+/* 16 bytes four times. */
+FN v_bytes v_repeat_bytes(const uint8_t *p) {
+    v_bytes x;
+    for (int i = 0; i < 64; i++) x.at[i] = p[i % 16];
+    return x;
+}
+FN v_bytes v_lower_halves(v_bytes x) {
+    for (int i = 0; i < 64; i++) x.at[i] &= 15;
+    return x;
+}
+FN v_bytes v_upper_halves(v_bytes x) {
+    for (int i = 0; i < 64; i++) x.at[i] >>= 4;
+    return x;
+}
+/* table[i % 16], of repeated bytes, for each i < 16. */
+FN v_bytes v_look_up(v_bytes table, v_bytes i) {
+    for (int j = 0; j < 64; j++) i.at[j] = table.at[i.at[j]];
+    return i;
+}
+FN v16 v_interleave(v_bytes low, v_bytes high, int begin) {
+    v16_mask x;
+    for (int lane = 0; lane < 16; lane++) {
+        const int i = lane / 4 * 16 + begin + lane % 4 * 2;
+        x[lane] = (int32_t)(low.at[i] | (uint32_t)high.at[i] << 8 | (uint32_t)low.at[i + 1] << 16 | (uint32_t)high.at[i + 1] << 24);
+    }
+    return (v16)x;
+}
+/* Of each 16 bytes the first 8, or the last 8, as the low bytes and the high bytes of 8 numbers. */
+FN v16 v_interleave_first(v_bytes low, v_bytes high) { return v_interleave(low, high, 0); }
+FN v16 v_interleave_last(v_bytes low, v_bytes high) { return v_interleave(low, high, 8); }
+
 /* Bytes `first` and `first` + 1 of each lane, signed, as a pair of bfloat16. */
 FN v16 v_byte_pair(v16 x, int first) {
     v16_mask bits = (v16_mask)x;

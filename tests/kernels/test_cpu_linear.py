@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import cpu_linear, native_library
+from quire.kernels import cpu_linear, native_library, weight_panels
 from quire.kernels.cpu_attention import has_native
 from quire.kernels.cpu_linear import PackedWeight, packed_linear
 
@@ -223,4 +223,4 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
 def test_structures_have_the_size_that_c_gives_them():
     functions = native_library.load().functions
     assert ctypes.sizeof(cpu_linear.LinearCall) == functions.quire_linear_bytes()
-    assert ctypes.sizeof(cpu_linear._PackCall) == functions.quire_pack_bytes()
+    assert ctypes.sizeof(weight_panels.PackCall) == functions.quire_pack_bytes()

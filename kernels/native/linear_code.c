@@ -1,0 +1,105 @@
+/* Entry point that writes the weights of panels in numbers. */
+#include "linear_code.h"
+
+#include <string.h>
+
+#include "linear.h"
+
+enum {
+    NO_NUMBER = TABLE_BYTES,
+    SAMPLED_STEPS = 128, /* at least, from which a panel's values are chosen: some 20 of each that is as rare as one in 1000 */
+};
+
+/* Mirrored in `quire/kernels/weight_code.py`. */
+struct code_call {
+    const char *rows;      /* [panels * PANEL_COLUMNS, steps] pairs of bfloat16; NULL: the one panel is packed in `scratch` */
+    int64_t row_stride;    /* bytes */
+    int64_t first_panel, panels, steps;
+    uint8_t *tables;       /* this and the next four are those of all of the weight's panels, as weight_code has them */
+    int64_t *first;
+    uint8_t *coded;        /* [.., steps, CODED_STEP_BYTES] */
+    int32_t *apart;        /* with room for all steps, and for -1 after those of a panel */
+    uint8_t *high;         /* with room for as many */
+    int64_t used;          /* of `apart` and `high`, by this call's panels too when it returns */
+    uint32_t *scratch;     /* [threads, steps, PANEL_COLUMNS + 1] */
+    int64_t joined;        /* threads that have begun; set by the library, as the next */
+    int64_t next_panel;
+};
+
+/* The high bytes that are most frequent, in all steps or evenly spread ones. */
+static void choose_table(const uint8_t *weights, int64_t steps, uint8_t table[TABLE_BYTES]) {
+    uint32_t counts[4][256] = {{0}}; /* four, because one would wait for itself where values repeat */
+    const int64_t stride = steps > SAMPLED_STEPS ? steps / SAMPLED_STEPS : 1;
+    for (int64_t step = 0; step < steps; step += stride) {
+        const uint8_t *of_step = weights + step * STEP_WEIGHTS * 2;
+        for (int64_t i = 0; i < STEP_WEIGHTS; i += 4)
+            for (int j = 0; j < 4; j++) counts[j][of_step[2 * (i + j) + 1]]++;
+    }
+    for (int value = 0; value < 256; value++) counts[0][value] += counts[1][value] + counts[2][value] + counts[3][value];
+    for (int number = 0; number < TABLE_BYTES; number++) {
+        int best = 0;
+        for (int value = 1; value < 256; value++)
+            if (counts[0][value] > counts[0][best]) best = value;
+        table[number] = (uint8_t)best;
+        counts[0][best] = 0;
+    }
+}
+
+static void split_step(const uint8_t *weights, uint8_t low[STEP_WEIGHTS], uint8_t high[STEP_WEIGHTS]) {
+    for (int64_t eight = 0; eight < STEP_WEIGHTS / 8; eight++) {
+        const int64_t place = code_place(eight / 4, eight % 4 * 8);
+        for (int i = 0; i < 8; i++) {
+            low[place + i] = weights[16 * eight + 2 * i];
+            high[place + i] = weights[16 * eight + 2 * i + 1];
+        }
+    }
+}
+
+/* Write a panel's steps, and the numbers of those that are apart; returns how many. */
+static int64_t code_panel(const uint8_t *weights, int64_t steps, const uint8_t table[TABLE_BYTES], uint8_t *coded, int32_t *apart) {
+    uint8_t numbers[256], high[STEP_WEIGHTS];
+    memset(numbers, NO_NUMBER, sizeof numbers);
+    for (int number = 0; number < TABLE_BYTES; number++) numbers[table[number]] = (uint8_t)number;
+    int64_t num_apart = 0;
+    for (int64_t step = 0; step < steps; step++, weights += STEP_WEIGHTS * 2, coded += CODED_STEP_BYTES) {
+        split_step(weights, coded + NUMBER_BYTES, high);
+        int all = 0;
+        for (int i = 0; i < NUMBER_BYTES; i++) {
+            const int lower = numbers[high[i]], upper = numbers[high[NUMBER_BYTES + i]];
+            all |= lower | upper;
+            coded[i] = (uint8_t)(lower | upper << 4);
+        }
+        if (all >= NO_NUMBER) apart[num_apart++] = (int32_t)step;
+    }
+    return num_apart;
+}
+
+static void code_worker(void *argument) {
+    struct code_call *c = argument;
+    uint32_t *pairs = c->scratch + __atomic_fetch_add(&c->joined, 1, __ATOMIC_RELAXED) * c->steps * (PANEL_COLUMNS + 1);
+    const uint8_t *weights = (const uint8_t *)pairs;
+    int32_t *apart = (int32_t *)(pairs + c->steps * PANEL_COLUMNS);
+    for (int64_t i; (i = __atomic_fetch_add(&c->next_panel, 1, __ATOMIC_RELAXED)) < c->panels;) {
+        const int64_t panel = c->first_panel + i;
+        if (c->rows) linear_pack_panel(pairs, 0, c->steps, c->rows + i * PANEL_COLUMNS * c->row_stride, c->row_stride, 0, PANEL_COLUMNS);
+        uint8_t *table = c->tables + panel * TABLE_BYTES;
+        choose_table(weights, c->steps, table);
+        const int64_t num_apart = code_panel(weights, c->steps, table, c->coded + panel * c->steps * CODED_STEP_BYTES, apart);
+        const int64_t first = __atomic_fetch_add(&c->used, num_apart + 1, __ATOMIC_RELAXED);
+        c->first[panel] = first;
+        for (int64_t j = 0; j < num_apart; j++) {
+            uint8_t low[STEP_WEIGHTS];
+            split_step(weights + apart[j] * STEP_WEIGHTS * 2, low, c->high + (first + j) * STEP_WEIGHTS);
+        }
+        memcpy(c->apart + first, apart, (size_t)num_apart * sizeof *apart);
+        c->apart[first + num_apart] = -1;
+    }
+}
+
+int64_t quire_code_bytes(void) { return sizeof(struct code_call); }
+
+/* `parallel` as in quire_attention. */
+void quire_code_panels(struct code_call *call, parallel_function *parallel, int64_t num_threads) {
+    call->next_panel = call->joined = 0;
+    team_run(code_worker, call, parallel, num_threads);
+}
