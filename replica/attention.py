@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import AttentionInterface
 
 from quire.kernels.cpu_sequence import LayerStep, Selection, Workspace
 from quire.kernels.paged_attention import PagedAttention, Plan
 from quire.replica.kv_pool import KVPool
+from quire.replica.transformers_models import AttentionInterface
 
 ATTENTION_NAME = "quire_paged"
 

@@ -70,6 +70,7 @@ TORCH_MODULES = {
     "quire.replica.step_outputs",
     "quire.replica.tiles",
     "quire.replica.token_counts",
+    "quire.replica.transformers_models",
     "quire.replica.weights",
 }
 # transformers loads torch and triton when one of its models is imported.
