@@ -54,7 +54,8 @@ def measure(
         torch.randn(COLUMNS, DEPTH, generator=generator).to(dtype) / 32 for _ in range(LAYERS)
     ]
     packed = [PackedWeight.pack([weight]) for weight in weights]
-    uncoded = [PackedWeight.pack([weight], coded=False) for weight in weights]
+    is_coded = packed[0].code is not None
+    uncoded = [PackedWeight.pack([weight], coded=False) for weight in weights if is_coded]
     num_bytes = sum(weight.nbytes for weight in weights)
     source, target = torch.ones(num_bytes // 8), torch.ones(num_bytes // 8)
     bars = []
@@ -65,7 +66,7 @@ def measure(
             "torch": lambda x=x: [F.linear(x, weight) for weight in weights],
             "copy": lambda: target.copy_(source),
         }
-        if packed[0].code is not None:
+        if is_coded:
             candidates["uncoded"] = lambda x=x: [packed_linear(x, weight) for weight in uncoded]
         if dtype == torch.float32:
             heights = probe(weights[0])

@@ -1,4 +1,5 @@
-"""What no engine can beat on this machine: time at the measured memory bandwidth and the measured rate of products.
+"""What no engine can beat on this machine that has every weight in its own number format: time at the measured memory
+bandwidth and the measured rate of products. One that holds weights in fewer bits, as Quire on the CPU, may.
 
 A step reads every weight and every cached key and value that a query sees once, and does the multiplications that
 the model's shape asks for; it takes at least as long as the slower of the two. The floor of a workload is the sum

@@ -10,8 +10,8 @@ exist once.
     weight = PackedWeight.pack([w_q, w_k, w_v], 4096)      # once; columns of all parts
     out = packed_linear(x, weight)
 
-Weights in bfloat16 are stored in 12 bits each where these can hold them (`weight_code.py`), which changes no bit of a
-result: three quarters of the bytes.
+Weights in bfloat16 are stored in 12 bits each, without loss, where nearly all can be (`weight_code.py`): three quarters
+of the bytes, and every bit of a result is as without.
 
 With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale), one scale for each output feature, the
 largest |w| over 127: half the bytes. Activations and sums are as without.
@@ -35,6 +35,7 @@ from quire.kernels.weight_code import CodeArrays, Coder, WeightCode
 from quire.kernels.weight_panels import PANEL_COLUMNS, pack_rows
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # enum dtype of native/attention.h
+_DECODED_COLUMNS = 1024  # in memory at once, of a weight that is not worth being coded
 LIMITS = "float32, or bfloat16 with an even number of input features"
 
 
@@ -130,7 +131,7 @@ class PackedWeight:
         int8
             Store bfloat16 weights, of a depth that is a multiple of 4, in 8 bits.
         coded
-            Store bfloat16 weights in 12 bits where that is without loss; what matrix registers read is not coded.
+            Store bfloat16 weights in 12 bits where that saves a tenth; what matrix registers read is not coded.
 
         Raises
         ------
@@ -157,9 +158,14 @@ class PackedWeight:
             raise ValueError(f"parts: must have {columns} columns in all, got {done}")
         if isinstance(target, _Panels):
             return cls(target.data, columns, depth, dtype, target.in_strips, target.scales)
-        data, code, is_smaller = target.finish()
-        packed = cls(data, columns, depth, dtype, in_strips=False, code=code)
-        return packed if is_smaller else cls.pack([packed.unpack()], coded=False)
+        saves = target.finish()
+        packed = cls(target.coded, columns, depth, dtype, in_strips=False, code=target.code)
+        if saves:
+            return packed
+        columns_at_once = range(0, columns, _DECODED_COLUMNS)
+        ids = torch.arange(columns)
+        again = (packed.rows(ids[first : first + _DECODED_COLUMNS]) for first in columns_at_once)
+        return cls.pack(again, columns, coded=False)
 
     @property
     def num_bytes(self) -> int:

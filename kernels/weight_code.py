@@ -11,7 +11,7 @@ of such 128 where weights are normally distributed.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -64,8 +64,8 @@ class WeightCode:
     tables: torch.Tensor  # [panels, 16] uint8
     first: torch.Tensor  # [panels] int64: where a panel's entries of the next two begin
     apart: torch.Tensor  # [entries] int32: a panel's steps that are written out, in order, then -1
-    high: torch.Tensor  # [entries, 128] uint8: their high bytes
-    arrays: CodeArrays  # addresses of these
+    high: torch.Tensor  # [entries, 128] uint8: their high bytes; nothing beside a -1
+    arrays: CodeArrays = field(compare=False, repr=False)  # addresses of these
 
     @classmethod
     def of(
@@ -82,7 +82,9 @@ class WeightCode:
 
 
 class Coder:
-    """Codes a weight that comes in parts, panel by panel from the second-level cache: it is never whole in 16 bits.
+    """Codes a weight that comes in parts, panel by panel from the second-level cache.
+
+    `coded` are its panels, [panels, steps, 48] int32, `code` what belongs to them.
 
     Parameters
     ----------
@@ -99,7 +101,7 @@ class Coder:
         ask_for_huge_pages(self.coded)
         # Room for all steps; what is not written takes no memory.
         entries = panels * (self._steps + 1)
-        self._code = WeightCode.of(
+        self.code = WeightCode.of(
             torch.empty(panels, _TABLE_BYTES, dtype=torch.uint8),
             torch.empty(panels, dtype=torch.int64),
             torch.empty(entries, dtype=torch.int32),
@@ -124,16 +126,19 @@ class Coder:
             self._run(rows[head : head + whole], self._scratch, threads)
         self._add_to_edge(rows[head + whole :])
 
-    def finish(self) -> tuple[torch.Tensor, WeightCode, bool]:
-        """[panels, steps, 48] int32, what belongs to them, and whether that is a tenth less than uncoded."""
+    def finish(self) -> bool:
+        """After the last columns: `coded` and `code` are complete. Returns whether a tenth of the bytes is saved."""
         if self._done % PANEL_COLUMNS:
             self._run(None, self._edge, 1)
-        code, used = self._code, self._used
-        code = WeightCode.of(
+        beside = self._used * (_STEP_WEIGHTS + 4) + len(self.coded) * (_TABLE_BYTES + 8)
+        uncoded = self.coded.nbytes // _STEP_BYTES * 2 * _STEP_WEIGHTS
+        if self.coded.nbytes + beside > _MOST * uncoded:
+            return False
+        code, used = self.code, self._used
+        self.code = WeightCode.of(
             code.tables, code.first, code.apart[:used].clone(), code.high[:used].clone()
         )
-        uncoded = self.coded.nbytes // _STEP_BYTES * 2 * _STEP_WEIGHTS
-        return self.coded, code, self.coded.nbytes + code.num_bytes <= _MOST * uncoded
+        return True
 
     def _add_to_edge(self, rows: torch.Tensor) -> None:
         if not len(rows):
@@ -152,7 +157,7 @@ class Coder:
         """Code whole panels, of the edge where rows is None."""
         library = native_library.load()
         panels = 1 if rows is None else len(rows) // PANEL_COLUMNS
-        code = self._code.arrays
+        code = self.code.arrays
         call = CodeCall(
             rows=None if rows is None else rows.data_ptr(),
             row_stride=0 if rows is None else rows.stride(0) * rows.element_size(),

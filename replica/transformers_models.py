@@ -1,7 +1,8 @@
 """What transformers' models import, without Triton where there is no GPU to use it.
 
 `transformers.modeling_utils` imports `torch._dynamo`, and that looks for Triton: on a CPU 66 MB of a compiler for GPUs,
-which nothing calls. Whoever imports Triton by name afterwards gets it.
+which nothing calls. Whoever imports Triton by name afterwards gets it; torch itself remembers that there was none, and
+goes without it in this process (`torch.utils._triton`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _without(module: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del sys.modules[module]
+        sys.modules.pop(module, None)
 
 
 with contextlib.nullcontext() if torch.cuda.is_available() else _without("triton"):

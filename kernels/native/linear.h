@@ -15,7 +15,7 @@
 
 enum {
     PANEL_COLUMNS = 64, /* of the output, that lie together */
-    CHUNK = 128,        /* steps that are summed before they join the total: 32 KiB of weights */
+    CHUNK = 128,        /* steps that are summed before they join the total: 32 KiB of weights in 32 bits a step */
     MAX_UNIT_ROWS = 128,
     MAX_TALL_UNIT_ROWS = 256, /* where matrix registers multiply, which are done with 128 before the next chunk is there */
     TALL_UNIT_STEPS = 512,    /* up to this depth, where 256 rows are 512 KiB: more of x leaves the second-level cache before the next panel comes */
@@ -43,7 +43,7 @@ static inline int64_t linear_row_blocks(const struct linear_call *c) { return (c
 
 static inline int64_t linear_panels(const struct linear_call *c) { return (c->columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
 
-/* Of a panel as it is stored, or of its first steps where it is not in strips. */
+/* Of so many steps of a panel, as they are stored. */
 static inline int64_t linear_panel_bytes(const struct linear_call *c, int64_t steps) {
     return c->code ? steps * CODED_STEP_BYTES : steps / (c->scales ? 2 : 1) * PANEL_COLUMNS * 4;
 }

@@ -1,8 +1,9 @@
 /* A packed product in vector registers; included once per instruction set.
  *
  * A chunk of a panel serves all rows of a unit, a register tile of up to BLOCK_ROWS rows x MAX_VECTORS vectors of columns
- * after the other; each prefetches its share of the next chunk. Up to STREAM_ROWS rows of bfloat16 read several chunks side by side
- * instead, and nothing is asked for ahead:
+ * after the other; each prefetches its share of the next chunk. Coded weights are decoded in registers where a tile has all columns, and kept
+ * as pairs where others follow it (DOT_BF16); else the chunk is decoded first. Up to STREAM_ROWS rows of bfloat16 that is not coded read several
+ * chunks side by side instead, and nothing is asked for ahead:
  *
  *     panel  | chunk 0 | chunk 1 | chunk 2 | chunk 3 | ...          STREAM_STEPS steps at each arrow, then the next of each
  *              ^         ^         ^         ^
@@ -57,32 +58,22 @@ FN int64_t chunk_steps(const struct linear_call *c, int64_t rows) {
 
 /* Where a tile's weights come from. */
 enum source {
-    FROM_PAIRS,
+    AS_THEY_LIE,
     FROM_CODE,  /* all columns */
     KEEP_PAIRS, /* the same, and the pairs are kept for the tiles after it */
 };
 
-/* A step's weights, 32 bits a lane. */
-FN void load_step(v16 w[MAX_VECTORS], const struct product *p, const float *weight, struct reader *reader, int64_t step, int vectors, int source) {
-#if MAX_VECTORS == 4
-    if (source != FROM_PAIRS) {
-        read_step(w, reader);
-#pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS && source == KEEP_PAIRS; v++) v_store(p->pairs + step * PANEL_COLUMNS + v * LANES, w[v]);
-        return;
-    }
-#else
-    (void)reader, (void)source;
-#endif
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) w[v] = v_load(weight + step * p->step + v * LANES);
-}
+/* A step's weights, 32 bits a lane: those that were decoded, or from where they lie. */
+#define STEP_WEIGHT(v) (decoded ? decoded[v] : v_load(weight + (v) * LANES))
 
 /* sum[r][v] += one step of `rows` rows and `vectors` vectors of columns. */
-FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const v16 w[MAX_VECTORS], const float *const x[BLOCK_ROWS],
+FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const float *weight, const v16 *decoded, const float *const x[BLOCK_ROWS],
                       int64_t step, int rows, int vectors, int dtype) {
+    v16 w[MAX_VECTORS];
 #if DOT_BF16
     (void)dtype;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) w[v] = STEP_WEIGHT(v);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)x[r])[step]);
@@ -93,14 +84,16 @@ FN void multiply_step(v16 sum[BLOCK_ROWS][MAX_VECTORS], const v16 w[MAX_VECTORS]
     const int halves = dtype == BFLOAT16 ? 2 : 1;
 #pragma GCC unroll 2
     for (int half = 0; half < halves; half++) {
-        v16 factor[MAX_VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) factor[v] = dtype != BFLOAT16 ? w[v] : half ? v_bfloat_high(w[v]) : v_bfloat_low(w[v]);
+        for (int v = 0; v < vectors; v++) {
+            w[v] = STEP_WEIGHT(v);
+            if (dtype == BFLOAT16) w[v] = half ? v_bfloat_high(w[v]) : v_bfloat_low(w[v]);
+        }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             v16 element = v_set1(x[r][halves * step + half]);
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) sum[r][v] = v_fma(element, factor[v], sum[r][v]);
+            for (int v = 0; v < vectors; v++) sum[r][v] = v_fma(element, w[v], sum[r][v]);
         }
     }
 #endif
@@ -112,16 +105,10 @@ struct prefetch {
     int64_t lines;     /* in all */
     int64_t done, all; /* tiles, by the vectors of their columns */
     int is_first;      /* to the first-level cache, whatever AHEAD_LEVEL is */
-    int is_near;       /* nothing of the next chunk: what comes NEAR_BYTES after what is read, or for one row ALONE_BYTES */
+    int is_near;       /* nothing of the next chunk: what comes NEAR_BYTES after what is read, or ALONE_BYTES for one row of weights that are not coded */
 };
 
-/* What a tile reads of all columns after this step, so many bytes later; `level` is a number. */
-#define ASK_NEAR(bytes, level) \
-    if (source == FROM_PAIRS) { \
-        ASK_LINES(weight + step * p->step, vectors, bytes, level) \
-    } else { \
-        ASK_LINES(reader.now, CODED_STEP_BYTES / CACHE_LINE, bytes, level) \
-    }
+/* So many bytes after what a step reads; `level` is a number. */
 #define ASK_LINES(begin, lines, bytes, level) \
     _Pragma("GCC unroll 4") for (int i = 0; i < lines; i++) \
         __builtin_prefetch((const char *)(begin) + i * CACHE_LINE + (bytes), 0, level);
@@ -137,10 +124,11 @@ FN void ask_for(const struct prefetch *prefetch, const char *line) {
  * all of them, because after a burst the memory would rest. */
 FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const float *weight, int64_t row, int vector,
                       int rows, int vectors, int dtype, int source) {
-    v16 sum[BLOCK_ROWS][MAX_VECTORS], w[MAX_VECTORS];
+    v16 sum[BLOCK_ROWS][MAX_VECTORS];
     const float *x[BLOCK_ROWS];
+    const int is_coded = source != AS_THEY_LIE;
     struct reader reader = {0};
-    if (source != FROM_PAIRS) reader = *p->reader;
+    if (is_coded) reader = *p->reader;
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         x[r] = (const float *)(p->x + (row + r) * p->x_stride);
@@ -152,16 +140,22 @@ FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const 
     const char *ahead_end = prefetch->begin + prefetch->lines * prefetch->done / prefetch->all * CACHE_LINE;
     int64_t lines = (ahead_end - ahead) / CACHE_LINE, step = 0, due = 0;
 #define MULTIPLY_STEP \
-    load_step(w, p, weight, &reader, step, vectors, source); \
-    multiply_step(sum, w, x, step, rows, vectors, dtype);
+    v16 decoded[PANEL_VECTORS]; \
+    if (is_coded) read_step(decoded, &reader); \
+    if (source == KEEP_PAIRS) store_step(p->pairs + step * PANEL_COLUMNS, decoded); \
+    multiply_step(sum, weight + step * p->step, is_coded ? decoded : NULL, x, step, rows, vectors, dtype);
     if (FOLLOWS_CACHE && rows == 1 && prefetch->is_near) {
         for (; step < p->steps; step++) {
-            ASK_NEAR(ALONE_BYTES, 2)
+            ASK_LINES(weight + step * p->step, vectors, ALONE_BYTES, 2)
             MULTIPLY_STEP
         }
     } else if (FOLLOWS_CACHE && prefetch->is_near) {
         for (; step < p->steps; step++) {
-            ASK_NEAR(NEAR_BYTES, 3)
+            if (is_coded) {
+                ASK_LINES(reader.now, CODED_STEP_BYTES / CACHE_LINE, NEAR_BYTES, 3)
+            } else {
+                ASK_LINES(weight + step * p->step, vectors, NEAR_BYTES, 3)
+            }
             MULTIPLY_STEP
         }
     } else if (lines <= p->steps) {
@@ -179,7 +173,7 @@ FN void multiply_tile(const struct product *p, struct prefetch *prefetch, const 
         }
     }
 #undef MULTIPLY_STEP
-    if (source != FROM_PAIRS) *p->reader = reader;
+    if (is_coded) *p->reader = reader;
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 4
@@ -205,12 +199,12 @@ FN void multiply_columns(const struct product *p, struct prefetch *prefetch, int
         if (count <= most) { \
             const int wide = VECTORS_OF(count) < vectors ? VECTORS_OF(count) : vectors; \
             if (wide == PANEL_VECTORS && is_coded && tiles == 1) { \
-                multiply_tile(p, prefetch, NULL, row, 0, count, PANEL_VECTORS, dtype, FROM_CODE); \
+                multiply_tile(p, prefetch, p->weight, row, 0, count, PANEL_VECTORS, dtype, FROM_CODE); \
             } else if (DOT_BF16 && wide == PANEL_VECTORS && is_coded && tile == 0) { \
-                multiply_tile(p, prefetch, NULL, row, 0, count, PANEL_VECTORS, dtype, KEEP_PAIRS); \
+                multiply_tile(p, prefetch, p->weight, row, 0, count, PANEL_VECTORS, dtype, KEEP_PAIRS); \
             } else { \
                 for (int v = 0; v < vectors; v += wide) \
-                    multiply_tile(p, prefetch, p->weight + v * LANES, row, first + v, count, wide, dtype, FROM_PAIRS); \
+                    multiply_tile(p, prefetch, p->weight + v * LANES, row, first + v, count, wide, dtype, AS_THEY_LIE); \
             } \
         } \
         break;
@@ -273,11 +267,8 @@ FN void multiply_streams(const struct product *p, int rows, int out_dtype) {
                 for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
                     for (int v = 0; v < wide; v++) sum[r][v] = is_new ? v_set1(0.0f) : v_load(kept + r * PANEL_COLUMNS + v * LANES);
-                for (int64_t step = first; step < end; step++) {
-                    v16 w[MAX_VECTORS];
-                    load_step(w, p, p->weight + vector * LANES, NULL, step, wide, FROM_PAIRS);
-                    multiply_step(sum, w, x, step, rows, wide, BFLOAT16);
-                }
+                for (int64_t step = first; step < end; step++)
+                    multiply_step(sum, p->weight + step * p->step + vector * LANES, NULL, x, step, rows, wide, BFLOAT16);
 #pragma GCC unroll 2
                 for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -347,7 +338,7 @@ FN void multiply_chunk(struct multiplier *m, const struct product *as_read, int6
     struct prefetch prefetch = {.begin = p->ahead + (goes_further ? FURTHER_BYTES : 0),
                                 .lines = rows < AHEAD_FROM ? 0 : p->ahead_lines,
                                 .all = tiles * PANEL_VECTORS,
-                                .is_first = FOLLOWS_CACHE && p->call->holds_two_chunks,
+                                .is_first = FOLLOWS_CACHE && p->call->holds_two_chunks && !p->call->code, /* else pairs lie there */
                                 .is_near = FOLLOWS_CACHE && (p->call->holds_two_chunks ? rows > 1 && rows < AHEAD_FROM : rows == 1 && !p->reader)};
 #if !DOT_BF16
     if (dtype == BFLOAT16) {

@@ -8,8 +8,8 @@
  *     in strips, for matrix registers:  panel 0   | step 0: w[0] .. w[15] | step 1: .. | ... | step 0: w[16] .. w[31] | ...
  *
  * A unit of work is a panel and up to unit_rows rows; all panels come before the next rows, whose x then lies in the
- * second-level cache. 128 steps of the panel (32 KiB) at a time serve all of its rows; while they compute, the next 32 KiB
- * are on their way. So with few rows the product runs at the speed of the memory, with many at that of the multipliers.
+ * second-level cache. 128 steps of the panel (32 KiB, 24 of coded weights) at a time serve all of its rows; while they compute, the next
+ * ones are on their way. So with few rows the product runs at the speed of the memory, with many at that of the multipliers.
  *
  * Coded weights (linear_code.h) have the bits of those that are not, and are decoded a chunk at a time, for few rows in registers.
  *
@@ -134,14 +134,18 @@ FN void read_step(v16 pairs[PANEL_VECTORS], struct reader *r) {
     r->step++;
 }
 
+FN void store_step(float *pairs, const v16 decoded[PANEL_VECTORS]) {
+#pragma GCC unroll 4
+    for (int v = 0; v < PANEL_VECTORS; v++) v_store(pairs + v * LANES, decoded[v]);
+}
+
 /* `steps` steps of pairs from a coded panel. */
 FN void decode_chunk(float *pairs, struct reader *reader, int64_t steps) {
     struct reader r = *reader;
     for (int64_t step = 0; step < steps; step++, pairs += PANEL_COLUMNS) {
         v16 read[PANEL_VECTORS];
         read_step(read, &r);
-#pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS; v++) v_store(pairs + v * LANES, read[v]);
+        store_step(pairs, read);
     }
     *reader = r;
 }

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import cpu_linear, native_library, weight_code
@@ -60,28 +60,41 @@ def test_weights_of_all_bit_patterns_stay_as_they_are():
     assert same_bits(packed.unpack(), w)
 
 
-def test_every_bit_pattern_comes_back_from_beside_the_panels():
-    """One of them in each step, the others zeros: nearly all steps of a panel are written out."""
-    w = torch.zeros(64 * 40, 2 * 2**11, dtype=torch.bfloat16)
+def scattered(values, panels, seed=0):
+    """Zeros, and in each step of each panel one of the values somewhere: [64 panels, 2 steps]."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = len(values) // panels
+    w = torch.zeros(64 * panels, 2 * steps, dtype=torch.bfloat16)
+    for panel, of_panel in enumerate(values.split(steps)):
+        column = torch.randint(0, 64, (steps,), generator=generator) + 64 * panel
+        depth = 2 * torch.arange(steps) + torch.randint(0, 2, (steps,), generator=generator)
+        w[column, depth] = of_panel
+    return w
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_every_bit_pattern_comes_back_by_its_number_or_from_beside_the_panels(is_shuffled):
     patterns = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
-    generator = torch.Generator().manual_seed(0)
-    for panel in range(32):  # 2048 steps each; the last 8 panels keep the whole small enough
-        column = torch.randint(0, 64, (2**11,), generator=generator) + 64 * panel
-        depth = 2 * torch.arange(2**11) + torch.randint(0, 2, (2**11,), generator=generator)
-        w[column, depth] = patterns[2**11 * panel : 2**11 * (panel + 1)]
-    found = PackedWeight.pack([w])
-    # A panel's patterns have 8 high bytes, which the 16 numbers stand for: nothing is apart but what was not sampled.
-    assert found.code is not None and len(found.code.high) < 40 + 16 * 32
-    assert same_bits(found.unpack(), w)
-    shuffled = patterns[torch.randperm(2**16, generator=generator)]
-    for panel in range(32):
-        column = torch.randint(0, 64, (2**11,), generator=generator) + 64 * panel
-        depth = 2 * torch.arange(2**11) + torch.randint(0, 2, (2**11,), generator=generator)
-        w[64 * panel : 64 * panel + 64] = 0
-        w[column, depth] = shuffled[2**11 * panel : 2**11 * (panel + 1)]
-    w = torch.cat([w, torch.zeros(64 * 300, w.shape[1], dtype=torch.bfloat16)])
+    if is_shuffled:
+        patterns = patterns[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
+    w = scattered(patterns, 32)
+    if is_shuffled:  # else written out as it is: nearly all steps are apart
+        w = torch.cat([w, torch.zeros(64 * 300, w.shape[1], dtype=torch.bfloat16)])
     packed = PackedWeight.pack([w])
-    assert packed.code is not None and len(packed.code.high) > 50_000
+    assert packed.code is not None
+    apart = len(packed.code.high) - len(w) // 64
+    # In order a panel has 8 high bytes, all of which have a number but those that were not sampled.
+    assert apart > 50_000 if is_shuffled else apart < 16 * 32
+    assert same_bits(packed.unpack(), w)
+
+
+def test_what_is_not_worth_it_is_decoded_again_in_pieces():
+    w = scattered(
+        torch.arange(2**16).to(torch.int16).view(torch.bfloat16)[torch.randperm(2**16)], 32
+    )
+    w = torch.cat([w[:1500], w[:77]])
+    packed = PackedWeight.pack(iter(w.split([100, 1000, 477])), 1577)
+    assert packed.code is None and len(packed.data) == 25
     assert same_bits(packed.unpack(), w)
 
 
@@ -116,14 +129,16 @@ def test_whatever_the_weights_are_they_come_back_and_multiply_alike(
     sizes, depth, values, frequent, rows, seed
 ):
     generator = torch.Generator().manual_seed(seed)
-    # The rarer ones are there often enough to be apart, seldom enough to be coded.
-    weight = torch.tensor([2.0**-i if i < 16 else 2.0**-16 for i in range(len(values))])
-    weight[frequent:] *= 1e-3
+    # The rarer ones are seldom enough for the whole to be coded, and more than the numbers are apart.
+    weight = torch.where(torch.arange(len(values)) < frequent, 1.0, 1e-3)
     drawn = torch.multinomial(weight, sum(sizes) * depth, replacement=True, generator=generator)
     w = torch.tensor(values, dtype=torch.int16)[drawn].view(torch.bfloat16)
     w = w.view(sum(sizes), depth)
     coded = PackedWeight.pack(iter(w.split(sizes)), sum(sizes))
     plain = PackedWeight.pack([w], coded=False)
+    event(
+        f"coded: {coded.code is not None}, apart: {coded.code is not None and len(coded.code.high) > len(coded.data)}"
+    )
     assert same_bits(coded.unpack(), w)
     ids = torch.randint(0, sum(sizes), (7,), generator=generator)
     assert same_bits(coded.rows(ids), w[ids])
@@ -132,8 +147,9 @@ def test_whatever_the_weights_are_they_come_back_and_multiply_alike(
     assert same_bits(out, expected)
 
 
-def test_threads_code_and_multiply_alike():
-    w = with_outliers(1000, 600, 0.001)
+@pytest.mark.parametrize("columns", [1000, 70])
+def test_threads_code_and_multiply_alike(columns):
+    w = with_outliers(columns, 600, 0.001)
     x = normal(3, 600, seed=1)
     before = torch.get_num_threads()
     try:
@@ -158,12 +174,14 @@ def test_other_weights_are_not_coded():
 def test_a_tenth_must_be_saved():
     """A step with a weight apart takes 320 bytes instead of 192: from some 30% of them on the weight stays as it is."""
     for share, is_coded in ((0.25, True), (0.35, False)):
-        w = torch.zeros(64, 2000, dtype=torch.bfloat16)
-        # Sixteen values for the table, and in a share of the steps one of many others.
-        w[:, :32] = torch.tensor([4.0**i for i in range(16)]).repeat(2)
+        w = torch.tensor([4.0**i for i in range(16)]).bfloat16().repeat(64, 125)
         steps = math.floor(1000 * share)
-        w[0, 40 : 40 + 2 * steps : 2] = torch.tensor([-(4.0 ** (i % 60)) for i in range(steps)])
-        assert (PackedWeight.pack([w]).code is not None) == is_coded, share
+        chosen = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:steps]
+        w[0, 2 * chosen] = torch.tensor([-(4.0 ** (i % 60)) for i in range(steps)]).bfloat16()
+        packed = PackedWeight.pack([w])
+        assert (packed.code is not None) == is_coded, share
+        if is_coded:
+            assert len(packed.code.high) == steps + 1
 
 
 def test_the_structures_are_those_of_the_library():
