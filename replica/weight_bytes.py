@@ -1,6 +1,6 @@
 """Bytes that a checkpoint's weights take on the device, from its headers alone: before anything is loaded.
 
-On the CPU at most: bfloat16 may be packed in 12 bits (`kernels/weight_code.py`), which only the weights themselves tell.
+On the CPU at most: bfloat16 may be packed in 12 bits (`kernels/weight_code.py`), which only the weights can tell.
 
 Which tensors are weights of linear layers is told by their names and shapes, as the served architectures have them:
 matrices called `X.weight`, but embeddings, the output head, experts (stacked when loaded) and the routers in front of
