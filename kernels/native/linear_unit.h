@@ -114,7 +114,7 @@ FN void join_strips(uint32_t *pairs, const uint32_t *strips, int64_t strip, int6
 /* The next step of a coded panel. */
 FN void read_step(v16 pairs[PANEL_VECTORS], struct reader *r) {
     v_bytes high[2];
-    if (r->step == *r->apart) {
+    if (__builtin_expect(r->step == *r->apart, 0)) { /* said, 12 to 24 rows are 1 to 2% faster (Zen 4) */
         high[0] = v_load_bytes(r->high);
         high[1] = v_load_bytes(r->high + STEP_WEIGHTS / 2);
         r->high += STEP_WEIGHTS;
