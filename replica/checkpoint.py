@@ -7,6 +7,7 @@ another tensor.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -20,6 +21,9 @@ _DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# What a fingerprint reads of a weight file beside its header: 1 MiB, spread over the file.
+_SAMPLES = 256
+_SAMPLE_BYTES = 4096
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _HUB_FILES = ("*.json", "tokenizer*", "*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -69,6 +73,32 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision!r}" if revision else ""
         raise CheckpointError(f"model {model!r}{at} could not be downloaded: {error}") from error
+
+
+def weights_revision(folder: Path) -> str:
+    """What tells a checkpoint's weights from others of the same name: the commit of a download, else a fingerprint.
+
+    The fingerprint covers config.json, the name, size and header of each weight file, and `_SAMPLES` pieces of its
+    data, so that two fine-tunes of one model differ. It does not cover the folder's path.
+
+    Parameters
+    ----------
+    folder
+        As `resolve_checkpoint` returned it, weights included.
+    """
+    if folder.parent.name == "snapshots":  # the hub's cache: snapshots/<commit>
+        return folder.name
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(length))
+            for sample in range(_SAMPLES):
+                stream.seek(8 + length + (size - 8 - length) * sample // _SAMPLES)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def check_files(folder: Path, *, weights: bool = True) -> None:

@@ -97,7 +97,7 @@ class EngineConfig:
     """What the engine runs with; every value is decided."""
 
     model_name: str  # identity of the weights in routing and cache keys
-    revision: str
+    revision: str  # of the weights: `checkpoint.weights_revision`
     device: str  # cpu | cuda
     dtype: str  # float32 | bfloat16 | float16
     vocab_size: int

@@ -23,7 +23,7 @@ import torch
 from quire.kernels import cpu_attention, cpu_attention_native, fp8_linear, native_library
 from quire.kernels.cpu_attention_torch import PREFILL_ROWS
 from quire.kernels.cpu_sequence import workspace_columns
-from quire.replica.checkpoint import count_parameters
+from quire.replica.checkpoint import count_parameters, weights_revision
 from quire.replica.config import (
     ASYNC_BATCHING,
     CUDA_GRAPHS,
@@ -244,7 +244,7 @@ def resolve(
             )
     return EngineConfig(
         model_name=args.model,
-        revision=args.revision or "",
+        revision=weights_revision(folder),
         device=device,
         dtype=dtype,
         vocab_size=spec.vocab_size,

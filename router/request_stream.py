@@ -105,6 +105,7 @@ class RequestStream:
         self._sampling = sampling
         self._hashes = hashes
         self._eos_token_ids = frozenset(hello.eos_token_ids)
+        self._weights = hello.weights  # of every replica that it runs on
         self._detokenizer = detokenizer
         self._stop = StopMatcher(request.stop, request.include_stop_str_in_output)
         self._arrived_s = arrived_s
@@ -226,6 +227,7 @@ class RequestStream:
             now,
             self._request.session,
             self._failed_on | self._full,
+            self._weights,
         )
         if self._refused is not None and not (self._full | self._failed_on).isdisjoint(
             fleet.replicas
@@ -235,9 +237,10 @@ class RequestStream:
             # Better a replica that failed this request once than none at all: all of them in turn.
             self._failed_on.clear()
         if not len(fleet):
-            raise Unavailable(
-                "no replica is ready to serve the model", retry_after_s=NO_REPLICA_RETRY_S
-            )
+            problem = "no replica is ready to serve the model"
+            if service.table.is_mixed:
+                problem = "no replica is left with the weights that the request began with"
+            raise Unavailable(problem, retry_after_s=NO_REPLICA_RETRY_S)
         return service.policy.choose(self._asked(num_prompt_tokens), fleet, now, service.rng)
 
     def _asked(self, num_prompt_tokens: int) -> RouteRequest:

@@ -26,6 +26,7 @@ import numpy as np
 
 from quire.protos.errors import (
     ContextLengthExceeded,
+    InvalidRequest,
     ModelNotFound,
     Overloaded,
     Unavailable,
@@ -186,22 +187,28 @@ class RouterService:
                 field="model",
             )
         params.check(request, self.facts.limits)
-        hello = self._hello()
+        candidates = self._candidates(request)
         self.gate.check(request.tenant, request.priority)
-        prompt_ids = await self._prompt_ids(request, hello)
+        prompt_ids = await self._prompt_ids(request, candidates[0])
         self._check_prompt_len(len(prompt_ids))
-        sampling = params.resolve(
-            _with_seed(request),
-            self.facts.defaults,
-            num_prompt_tokens=len(prompt_ids),
-            max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
-            vocab_size=hello.vocab_size,
-            limits=self.facts.limits,
-            rng=self.rng,
-            bad_word_ids=self._tokenizer.tokenizer.bad_word_ids(request.bad_words),
-        )
-        hashes = prefix_hashes(self._hasher(hello, request.tenant), prompt_ids)
-        origin = self._origin(request, prompt_ids, hashes, sampling, hello)
+        for hello in candidates:
+            sampling = params.resolve(
+                _with_seed(request),
+                self.facts.defaults,
+                num_prompt_tokens=len(prompt_ids),
+                max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
+                vocab_size=hello.vocab_size,
+                limits=self.facts.limits,
+                rng=self.rng,
+                bad_word_ids=self._tokenizer.tokenizer.bad_word_ids(request.bad_words),
+            )
+            hashes = prefix_hashes(self._hasher(hello, request.tenant), prompt_ids)
+            try:
+                origin = self._origin(request, prompt_ids, hashes, sampling, hello)
+                break
+            except InvalidRequest:
+                if hello is candidates[-1]:
+                    raise
         context = () if request.messages else prompt_ids[-16:].tolist()
         streams: list[RequestStream] = []
         lead: RequestStream | None = None
@@ -327,6 +334,20 @@ class RouterService:
                 last = seen
                 yield statuses
             await asyncio.sleep(period_s)
+
+    def _candidates(self, request: GenerationRequest) -> list[Hello]:
+        """Replicas that stand for the weights with which the request may run; at least one.
+
+        During an update replicas differ in their weights. A new request draws from all replicas, so that old and new
+        ones share the load; a resumed one has to find the weights that it began with.
+        """
+        first = self._hello()
+        if not self.table.is_mixed:
+            return [first]
+        hellos = list(self.transport.hellos.values())
+        if request.resume_from is None:
+            return [self.rng.choice(hellos)]
+        return list({hello.weights: hello for hello in hellos}.values())
 
     def _hello(self) -> Hello:
         for hello in self.transport.hellos.values():

@@ -16,6 +16,7 @@ from quire.replica.checkpoint import (
     count_parameters,
     resolve_checkpoint,
     weight_files,
+    weights_revision,
 )
 from quire.replica.loader import load_model
 from quire.replica.spec import CheckpointError, ModelSpec
@@ -88,6 +89,19 @@ def test_a_failed_download_names_model_and_revision(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(CheckpointError, match=r"'owner/name' at revision 'v1'.*no route"):
         resolve_checkpoint("owner/name", "v1")
+
+
+def test_weights_are_told_apart_by_commit_or_by_content(zoo, copy, tmp_path):
+    original = weights_revision(zoo("llama"))
+    assert weights_revision(copy) == original  # not by where they lie
+    tensors = load_file(copy / "model.safetensors")
+    name = max(tensors, key=lambda name: tensors[name].numel())
+    tensors[name][-1, -1] += 1.0
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    assert weights_revision(copy) != original
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    downloaded = shutil.copytree(zoo("llama"), tmp_path / "models--a--b" / "snapshots" / commit)
+    assert weights_revision(downloaded) == commit
 
 
 def test_code_that_is_never_read_does_not_matter(copy):
