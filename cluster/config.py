@@ -546,6 +546,11 @@ class RouterArgs(_Section):
         description="Seconds without a finished step after which a replica that has work no longer "
         "counts for /ready. /health is about the router's process alone.",
     )
+    special_tokens_in_messages: bool = Field(
+        False,
+        description="Whether special tokens in the text of a message count as such. By default only those that the "
+        "chat template writes do, so that a message cannot begin a turn of its own.",
+    )
     tokenizer_threads: int = Field(
         2, ge=1, le=64, description="Threads that tokenise prompts, off the event loop."
     )
