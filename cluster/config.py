@@ -9,13 +9,15 @@ ray nor torch.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -27,6 +29,8 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 EMBEDDED_MODEL = "embedded"
+# A path on the node that reads it; a leading ~ is the home of the user who runs Quire.
+_Path = Annotated[str, AfterValidator(os.path.expanduser)]
 _HF_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -503,7 +507,7 @@ class RouterArgs(_Section):
         description="Last decisions that each router remembers for GET /v1/router/explain; each takes "
         "32 to 170 bytes per replica.",
     )
-    decision_log_folder: str | None = Field(
+    decision_log_folder: _Path | None = Field(
         None,
         min_length=1,
         description="Folder on the router's node to which each router writes its decisions, one JSON "
@@ -661,7 +665,7 @@ class RouterResources(_Section):
 class AppConfig(_Section):
     """Arguments of one Quire application, which serves one model."""
 
-    model: str = Field(
+    model: _Path = Field(
         EMBEDDED_MODEL,
         min_length=1,
         description="What to serve: 'embedded' (the small model inside the package), a checkpoint "
@@ -680,7 +684,7 @@ class AppConfig(_Section):
         description="Name that requests give as `model`. Default: the id, or the folder's own "
         "name.",
     )
-    chat_template: str | None = Field(
+    chat_template: _Path | None = Field(
         None,
         min_length=1,
         description="Path to a Jinja file with the chat template. Default: the checkpoint's.",
@@ -738,7 +742,7 @@ class AppConfig(_Section):
     @property
     def is_folder(self) -> bool:
         """Whether `model` is a path; a relative one is written with a leading './' or '../'."""
-        return self.model.startswith(("/", "./", "../", "~"))
+        return self.model.startswith(("/", "./", "../"))
 
     @property
     def max_replicas(self) -> int:

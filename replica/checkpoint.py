@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,12 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool
         from quire.replica.embedded import CHECKPOINT
 
         folder = Path(CHECKPOINT)
-    elif Path(model).is_dir():
-        folder = Path(model)
+    elif (path := Path(model).expanduser()).is_dir():
+        folder = path
+    elif model.startswith(("/", "./", "../", "~")):
+        raise CheckpointError(
+            f"model {model!r}: there is no folder {path.absolute()} on node {platform.node()!r}"
+        )
     elif _HUB_ID.fullmatch(model):
         folder = _download(model, revision, weights)
     else:

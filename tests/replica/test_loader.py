@@ -66,6 +66,16 @@ def test_a_folder_resolves_and_an_unknown_name_is_refused(zoo):
         resolve_checkpoint("no such")
 
 
+def test_a_path_is_named_as_it_was_looked_for(copy, monkeypatch):
+    monkeypatch.setenv("HOME", str(copy.parent))
+    assert resolve_checkpoint(f"~/{copy.name}") == copy
+    monkeypatch.chdir(copy.parent)
+    assert resolve_checkpoint(f"./{copy.name}").samefile(copy)
+    for name in ("./gone", "~/gone", f"{copy.parent}/gone"):
+        with pytest.raises(CheckpointError, match=f"no folder {copy.parent}/.*gone on node '.+'"):
+            resolve_checkpoint(name)
+
+
 def test_a_hub_id_is_downloaded_without_code_or_pickles(zoo, monkeypatch):
     calls = []
 
