@@ -119,6 +119,8 @@ class CudaDevice:
         self.synchronize()
         if self.no_graphs_because is not None:
             return
+        if hasattr(torch.accelerator, "empty_host_cache"):  # newer than torch 2.11
+            torch.accelerator.empty_host_cache()
         try:
             torch.cuda.empty_cache()
         except RuntimeError as error:

@@ -63,8 +63,7 @@ class FakeCuda:
         self.sync_debug_mode: int | str = 0
         self.is_capturing = False
         self.is_unended = False  # for torch's allocator a capture is under way
-        self.end_error: Exception | None = None  # of the next end of a capture
-        self.has_stale_error = False
+        self.is_invalidated = False  # the capture that is under way
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         outer = self
@@ -80,8 +79,8 @@ class FakeCuda:
             def capture_end(self) -> None:
                 outer.calls.append(("end",))
                 outer.is_capturing = False
-                if outer.end_error is not None:
-                    raise outer.end_error
+                if outer.is_invalidated:
+                    raise RuntimeError("the capture was invalidated")
                 outer.is_unended = False
 
             def replay(self) -> None:
@@ -106,6 +105,12 @@ class FakeCuda:
         )
         for name, replacement in replaced.items():
             monkeypatch.setattr(torch.cuda, name, replacement)
+        monkeypatch.setattr(
+            torch.accelerator,
+            "empty_host_cache",
+            lambda: self.calls.append(("empty_host_cache",)),
+            raising=False,
+        )
 
     def _set_sync_debug_mode(self, mode: int | str) -> None:
         self.sync_debug_mode = mode
@@ -118,7 +123,7 @@ class FakeCuda:
     def item(self) -> float:
         """As `Tensor.item` of a tensor on the device."""
         if self.is_capturing:
-            self.end_error = RuntimeError("the capture was invalidated")
+            self.is_invalidated = True
             raise RuntimeError("operation not permitted when stream is capturing")
         if self.sync_debug_mode == "error":
             raise RuntimeError("called a synchronizing CUDA operation")

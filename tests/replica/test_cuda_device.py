@@ -161,8 +161,9 @@ def test_after_a_capture_that_cuda_refuses_to_end_there_is_no_other_and_the_cach
     with pytest.raises(RuntimeError, match="a step of 8 rows cannot be captured: a step of 6 rows"):
         device.capture(lambda: None, name="a step of 8 rows")
     assert cuda.names.count("begin") == begun
-    device.trim()  # would fail torch's assertion
-    assert "empty_cache" not in cuda.names
+    device.trim()  # `empty_cache` would fail torch's assertion
+    assert not {"empty_cache", "empty_host_cache"} & set(cuda.names)
+    assert caplog.records == [record]
     device.replay(graph)
     device.release(graph)
     assert cuda.names[-2:] == ["replay", "reset"]
@@ -184,6 +185,15 @@ def test_another_device_of_the_process_finds_out_before_it_captures(cuda, device
     second = CudaDevice(torch.device("cpu"))
     second.trim()
     assert "another capture" in second.no_graphs_because
+
+
+def test_trim_gives_back_what_is_kept_of_the_device_and_of_the_host(cuda, device, monkeypatch):
+    """As the staging buffers that the weights were read through."""
+    device.trim()
+    assert cuda.names == ["synchronize", "empty_host_cache", "empty_cache"]
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache")  # torch 2.11 has none
+    device.trim()
+    assert cuda.names[3:] == ["synchronize", "empty_cache"]
 
 
 def test_an_error_of_trim_that_is_not_about_captures_is_raised(cuda, device, monkeypatch):
