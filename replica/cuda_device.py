@@ -24,8 +24,8 @@ from quire.replica.pinned_memory import HostMapping
 logger = logging.getLogger(__name__)
 
 
-# Below this size torch's own pinned allocator serves: its rounding up to a power of two wastes less than as much again,
-# and a mapping of its own would cost each small ring a driver call and whole pages.
+# Smaller rings come from torch's own pinned allocator: rounding up to a power of two wastes less than 1 MiB for each, and
+# a mapping for each would take whole pages and a call of the driver.
 _LEAST_REGISTERED_BYTES = 1 << 20
 
 
@@ -119,9 +119,9 @@ class CudaDevice:
         self.synchronize()
         if self.no_graphs_because is not None:
             return
-        if hasattr(torch.accelerator, "empty_host_cache"):  # newer than torch 2.11
-            torch.accelerator.empty_host_cache()
         try:
+            if hasattr(torch.accelerator, "empty_host_cache"):  # newer than torch 2.11
+                torch.accelerator.empty_host_cache()
             torch.cuda.empty_cache()
         except RuntimeError as error:
             # Of an allocator for which a capture has not ended: another device object of this process left it so.

@@ -87,10 +87,9 @@ class Device(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Memory of the device that is free for every process; what this one keeps for reuse is not.
+        """Memory of the device that any process can take. Memory that this process keeps for reuse is not free.
 
-        The difference of two readings is what was taken in between only if `trim` came before both, or if what is
-        kept for reuse is to count.
+        A difference of two readings counts that memory too, unless `trim` comes before both.
 
         Raises
         ------

@@ -43,9 +43,9 @@ class _Restore(NamedTuple):
 class HostPool:
     """Owns the host tier's memory; who may use which block is `HostTier`'s affair.
 
-    Allocated once. Beside a CPU pool the memory is an anonymous mapping, whose pages are backed when they are first
-    written; beside a GPU it is pinned, so that a copy is one DMA. Where the system refuses to pin it, copies are slower
-    and hold up the engine; they are measured, and `copy_speed.py` computes again what is then faster to compute.
+    Allocated once. For a pool on the CPU the memory is an anonymous mapping, whose pages are backed when they are first
+    written; for one on a GPU it is pinned, so that a copy is one DMA. Where the system refuses to pin it, copies are
+    slower and hold up the engine. They are measured, so `copy_speed.py` has blocks computed again where that is faster.
 
     Parameters
     ----------

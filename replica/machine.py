@@ -13,7 +13,7 @@ def available_bytes(device: str, root: Path = Path("/")) -> int:
     if device == "cuda":
         import torch  # the other questions are asked without it
 
-        # What an earlier engine of this process left with torch for reuse is available too.
+        # Memory that torch keeps for reuse, as after an earlier engine of this process, is available too.
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + unused
     fields = dict(

@@ -64,7 +64,7 @@ class HostMapping:
             -1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.MAP_PRIVATE
         )
         if hasattr(mmap, "MADV_DONTFORK"):
-            # After a fork the parent's next write could move its page, while the device goes on with the old one.
+            # After a fork the parent's next write could move its page, while the device still uses the old one.
             self._memory.madvise(mmap.MADV_DONTFORK)
         # The tensor refers to this object, and so do its views. Unlike a mapping, it runs its finaliser before the
         # memory is unmapped.

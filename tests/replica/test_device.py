@@ -123,6 +123,16 @@ def test_a_large_piece_of_pinned_memory_is_exact_and_copied_while_the_host_goes_
 
 
 @pytest.mark.gpu
+def test_an_error_that_cuda_returned_is_not_raised_by_the_next_kernel():
+    device = open_device("cuda")
+    host = device.pinned((1 << 21,), torch.uint8)
+    assert int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), 4096, 0))  # it is registered
+    device._forget_last_error()
+    x = device.empty((4,), torch.float32).fill_(1.0)
+    assert x.tolist() == [1.0] * 4
+
+
+@pytest.mark.gpu
 def test_a_rehearsal_refuses_what_makes_the_host_wait_and_a_capture_works_afterwards():
     device = open_device("cuda")
     x = device.empty((4,), torch.float32)
