@@ -24,8 +24,8 @@ from quire.replica.pinned_memory import HostMapping
 logger = logging.getLogger(__name__)
 
 
-# Smaller rings come from torch's own pinned allocator: rounding up to a power of two wastes less than 1 MiB for each, and
-# a mapping for each would take whole pages and a call of the driver.
+# Smaller rings come from torch's own pinned allocator: rounding up to a power of two wastes less than 1 MiB for each,
+# and a mapping for each would take whole pages and a call of the driver.
 _LEAST_REGISTERED_BYTES = 1 << 20
 
 
