@@ -53,6 +53,7 @@ TORCH_MODULES = {
     "quire.replica.logprobs",
     "quire.replica.output_head",
     "quire.replica.fixed_step",
+    "quire.replica.pinned_memory",
     "quire.replica.placement",
     "quire.replica.probe",
     "quire.replica.device_table",

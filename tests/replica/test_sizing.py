@@ -267,6 +267,13 @@ def test_a_step_is_in_flight_by_default_only_beside_a_device_that_queues(
     assert found == {"auto": by_default, "on": True, "off": False}
 
 
+def test_memory_of_a_gpu_that_torch_keeps_for_reuse_is_available(monkeypatch):
+    monkeypatch.setattr(sizing.torch.cuda, "mem_get_info", lambda: (3 * GIB, 8 * GIB))
+    monkeypatch.setattr(sizing.torch.cuda, "memory_reserved", lambda: 4 * GIB)
+    monkeypatch.setattr(sizing.torch.cuda, "memory_allocated", lambda: 1 * GIB)
+    assert available_bytes("cuda") == 6 * GIB
+
+
 def test_a_length_left_open_is_cut_to_the_cache(spec):
     assert resolve(EngineArgs(device="cpu", num_blocks=4), spec).max_model_len == 4 * 32
 
