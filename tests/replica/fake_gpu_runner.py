@@ -7,6 +7,7 @@ if no kernel said what not to specialise on; the last job, for it is not undone)
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -204,14 +205,14 @@ def serve(gpu: FakeGpu, model: Harness, rows: int, changes: dict[str, Any]) -> S
 
 
 def specialise_everything() -> None:
-    """Take back what the kernels' decorators say."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("quire.kernels."):
-            for kernel in vars(module).values():
-                if isinstance(kernel, triton.JITFunction):
-                    for parameter in kernel.params:
-                        parameter.do_not_specialize = False
-                        parameter.do_not_specialize_on_alignment = False
+    """Take back what the decorators of kernels say that every step launches."""
+    for name in ("attention_decode", "attention_prefill", "prefill_plan", "kv_write", "sampling"):
+        module = importlib.import_module(f"quire.kernels.{name}")
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.JITFunction):
+                for parameter in kernel.params:
+                    parameter.do_not_specialize = False
+                    parameter.do_not_specialize_on_alignment = False
 
 
 def main(jobs: Path, out: Path) -> None:

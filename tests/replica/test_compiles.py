@@ -16,10 +16,12 @@ import fake_gpu_runner
 import model_zoo
 import pytest
 
+from quire.kernels.tuning import SHARED_BYTES
 from quire.replica.spec import ARCHITECTURES, ModelSpec
 
-# Heads that the kernels serve.
+# Heads that the kernels serve; as few layers as show every kind.
 SHAPE = dict(head_dim=64, intermediate_size=96)
+LAYERS = {"gemma3": 5, "smollm3": 4}
 # A child process serves those of one tuple: one for each served architecture, and two that mix kinds of layers.
 MODELS = (
     ("llama", "qwen2", "qwen2_mixed"),
@@ -49,7 +51,11 @@ def wide_zoo(tmp_path_factory):
 
     def get(name: str) -> Path:
         path = root / name
-        return path if path.exists() else model_zoo.build(name, root, **SHAPE)
+        return (
+            path
+            if path.exists()
+            else model_zoo.build(name, root, **SHAPE, num_hidden_layers=LAYERS.get(name, 2))
+        )
 
     return get
 
@@ -101,10 +107,10 @@ def test_nothing_compiles_after_warm_up(names, wide_zoo, tmp_path):
     assert late_ones(jobs, run(jobs, tmp_path)) == {}
 
 
-def test_nothing_compiles_whatever_the_engine_is_configured_to(wide_zoo, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_nothing_compiles_whatever_the_engine_is_configured_to(name, wide_zoo, tmp_path):
     jobs = [
         dict(name=f"{name}, {setting}", path=str(wide_zoo(name)), **options)
-        for name in ("llama", "gemma3")
         for setting, options in MORE_SETTINGS.items()
     ]
     assert late_ones(jobs, run(jobs, tmp_path)) == {}
@@ -112,7 +118,7 @@ def test_nothing_compiles_whatever_the_engine_is_configured_to(wide_zoo, tmp_pat
 
 def test_it_shows_where_kernels_specialise_on_what_varies(wide_zoo, tmp_path):
     """With what the decorators rule out, the same requests do compile: these are the arguments that vary."""
-    job = dict(name="all", path=str(wide_zoo("gemma3")), specialises_everything=True)
+    job = dict(name="all", path=str(wide_zoo("gemma2")), specialises_everything=True)
     job |= SETTINGS["no graphs"]
     late = run([job], tmp_path)["all"]["late"]
     named = {(line.split(":")[0], word) for line in late for word in line.split()}
@@ -123,6 +129,17 @@ def test_it_shows_where_kernels_specialise_on_what_varies(wide_zoo, tmp_path):
         ("_prefill_kernel", "num_tiles_ptr"),
         ("_kv_write_kernel", "slots_ptr"),
     } <= named, late
+
+
+@pytest.mark.slow
+def test_what_a_served_llama_asks_for_compiles_for_a_gpu_and_fits_it(wide_zoo, tmp_path):
+    job = dict(name="all", path=str(wide_zoo("llama")), compiles=True) | SETTINGS["graphs"]
+    served = run([job], tmp_path)["all"]
+    assert late_ones([job], {"all": served}) == {}
+    for variant in served["variants"]:
+        assert variant["registers"] > 0, variant
+        assert variant["stack_bytes"] == 0, variant
+        assert variant["shared_bytes"] <= SHARED_BYTES["sm_90"], variant
 
 
 def test_every_served_architecture_is_among_the_models(wide_zoo):
