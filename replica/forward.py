@@ -80,7 +80,7 @@ class Forward:
         [T, hidden size], as `logits` takes them; of tokens that are not selected, anything.
         """
         metadata = (cu_q, kv_len, block_tables)
-        if cu_q.device.type == "cpu":
+        if self._attentions[0].backend == "cpu":
             metadata = tuple(x.numpy().astype(np.int64) for x in metadata)
         context = StepContext(
             self._pool,
