@@ -26,7 +26,8 @@ from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavail
 from quire.protos.flight import FlightRecorder
 from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
-from quire.replica.grammar import GrammarCompiler, GrammarState
+from quire.replica.grammar import GrammarCompiler
+from quire.replica.grammar_state import GrammarState
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.request import FinishReason, Request, validate

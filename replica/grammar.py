@@ -11,8 +11,7 @@
  each step: mask (before sampling, the forward may still run) ──▶ sample ──▶ advance with the token
 ```
 
-A matcher lives as long as its request and has taken in exactly the request's output tokens, so a soft reset changes
-nothing; a request that comes from another replica replays what was emitted there. llguidance does the parsing.
+A request that comes from another replica replays what was emitted there. llguidance does the parsing.
 
 Two lanes, because a compiler cannot be interrupted and shared: a grammar that takes seconds waits for others of its
 kind, not in front of those that take milliseconds.
@@ -29,20 +28,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from quire.protos.errors import InvalidRequest, Overloaded, QuireError, UnsupportedField
 from quire.protos.wire import Grammar
 from quire.replica import grammar_source
 from quire.replica.grammar_judge import Budget, GrammarJudge, Outcome, Verdict
 from quire.replica.grammar_lane import GrammarLane
 from quire.replica.grammar_queue import WaitingGrammar
+from quire.replica.grammar_state import CompiledGrammar, GrammarState
 
 try:
-    import llguidance.numpy
     from llguidance import LLMatcher, LLTokenizer
 except ModuleNotFoundError:  # an environment that only measures: grammars are refused
-    llguidance = None
+    pass
 
 # Of a judgement. Grammars in use need 0.02 to 0.15 s, most of it for masks of a large vocabulary.
 QUICK = Budget(cpu_s=0.25, wall_s=1.5, nice=0)
@@ -50,77 +47,12 @@ SLOW = Budget(cpu_s=2.0, wall_s=8.0, nice=10)
 MAX_WAIT_S = 10.0
 # A request that comes from another replica has begun its answer, and many may come at once.
 MAX_MOVED_WAIT_S = 60.0
-# Compiled grammars that are kept for the next request with the same text.
-MAX_KNOWN_BYTES = 32 << 20
-_GOOD_BYTES = 64 << 10  # least cost of one
-_REFUSED_BYTES = 4 << 10
+MAX_VERDICTS = 4096  # texts whose verdict is remembered
+# Compiled grammars that are kept without a request: at most 20 MB each, see `grammar_source.MAX_LEXER_STATES`.
+MAX_RECENT = 4
 _MAX_INLINE_REPLAY = 256  # tokens; takes less than a millisecond
 
-OnDone = Callable[["GrammarState | QuireError"], None]
-
-
-class GrammarState:
-    """Where one request's output is in its grammar.
-
-    Parameters
-    ----------
-    start
-        The grammar's matcher before any token; shared, never changed.
-    vocab_size
-        Columns of the logits.
-    emitted_ids
-        Output so far.
-
-    Raises
-    ------
-    ValueError
-        The output is not in the grammar.
-    """
-
-    def __init__(self, start: LLMatcher, vocab_size: int, emitted_ids: Sequence[int]):
-        self._start = start
-        self._num_words = -(-vocab_size // 32)
-        self._taken_ids = list(emitted_ids)
-        self._matcher = self._replayed()
-        if self._matcher.is_error():
-            raise ValueError(f"the {len(emitted_ids)} tokens already generated do not match it")
-
-    def mask(self) -> np.ndarray:
-        """[ceil(vocab / 32)] int32, bit i of word w set: id 32 * w + i may come next.
-
-        All zero when the matcher has failed, which it does when a step exceeds its limits: better no token
-        than a wrong one.
-        """
-        had_failed = self._matcher.is_error()
-        packed = self._fill()
-        if self._matcher.is_error() and not had_failed:
-            # Lexer states add up over a long output. A new matcher has only those of the tokens themselves.
-            self._matcher = self._replayed()
-            packed = self._fill()
-        if self._matcher.is_error():
-            packed[:] = 0
-        return packed[0]
-
-    def advance(self, token_id: int) -> bool:
-        """Take in a sampled token; returns whether the output is complete: nothing can follow it."""
-        self._taken_ids.append(token_id)
-        self._matcher.consume_token(token_id)
-        return self._matcher.is_stopped() and not self._matcher.is_error()
-
-    @property
-    def error(self) -> str:
-        """Why the matcher has failed; empty when it has not."""
-        return grammar_source.message_of(self._matcher.get_error())
-
-    def _replayed(self) -> LLMatcher:
-        matcher = self._start.deep_copy()
-        matcher.consume_tokens(self._taken_ids)
-        return matcher
-
-    def _fill(self) -> np.ndarray:
-        packed = np.zeros((1, self._num_words), np.int32)
-        llguidance.numpy.fill_next_token_bitmask(self._matcher, packed, 0)
-        return packed
+OnDone = Callable[[GrammarState | QuireError], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +71,10 @@ class _Waiter:
         return MAX_MOVED_WAIT_S if self.is_moved else MAX_WAIT_S
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What became of a grammar's text: a matcher before any token, or why there is none."""
-
-    start: LLMatcher | None
-    refusal: str
-    num_bytes: int
-
-
 class GrammarCompiler:
     """Makes the matchers of one checkpoint.
 
-    Owns two lanes, each with a thread and a judging process of its own, and the compiled grammars. Threads and
+    Owns two lanes, each with a thread and a judging process of its own, and what is known of texts. Threads and
     processes start with the first grammar that needs them.
 
     Parameters
@@ -179,8 +102,14 @@ class GrammarCompiler:
         self._json_white_space = json_white_space
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()  # the last one used is the last
-        self._known_lock = threading.Lock()
+        self._lock = threading.Lock()
+        # By text: why it was refused; empty when it passed. The newest is the last.
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()
+        # By tenant and text: those that requests use, and those used last, for the next ones.
+        self._compiled: weakref.WeakValueDictionary[tuple[str, bytes], CompiledGrammar] = (
+            weakref.WeakValueDictionary()
+        )
+        self._recent: OrderedDict[tuple[str, bytes], CompiledGrammar] = OrderedDict()
         self._quick = self._lane("quire-grammar-quick", QUICK)
         self._slow = self._lane("quire-grammar-slow", SLOW)
         # A thread that the interpreter's end stops inside the library would end the process with SIGABRT.
@@ -208,9 +137,11 @@ class GrammarCompiler:
             raise _unsupported(grammar, "llguidance is not installed here")
         waiter = _Waiter(grammar, emitted_ids, on_done)
         key = _key(grammar)
-        known = self._look_up(key)
-        if known is not None and len(emitted_ids) <= _MAX_INLINE_REPLAY:
-            on_done(self._outcome(known, waiter))
+        compiled = self._look_up(tenant, key)
+        with self._lock:
+            refusal = self._refusals.get(key, "")
+        if refusal or (compiled is not None and len(emitted_ids) <= _MAX_INLINE_REPLAY):
+            on_done(self._outcome(compiled, refusal, waiter))
             return
         until_s = time.monotonic() + waiter.max_wait_s
         self._quick.push(tenant, key, [(until_s, waiter)], is_bounded=not waiter.is_moved)
@@ -231,13 +162,12 @@ class GrammarCompiler:
         """Answer all who wait for a grammar, or pass them on to the slow lane."""
         waiters = [waiter for _, waiter in waiting.waiters]
         try:
-            known = self._look_up(waiting.key)
-            if known is None:
-                known = self._settle(lane, waiting.key, waiters[0].grammar)
-            if known is None:
+            refusal = self._refusal(lane, waiting.key, waiters[0].grammar)
+            if refusal is None:
                 is_bounded = not any(waiter.is_moved for waiter in waiters)
                 self._slow.push(tenant, waiting.key, waiting.waiters, is_bounded=is_bounded)
                 return
+            compiled = None if refusal else self._compile(tenant, waiting.key, waiters[0].grammar)
         except Exception as error:  # a lost answer would be a request that hangs
             if not isinstance(error, QuireError):
                 error = QuireError(f"the grammar could not be judged: {error}")
@@ -245,70 +175,81 @@ class GrammarCompiler:
                 waiter.on_done(error)
             return
         for waiter in waiters:
-            waiter.on_done(self._outcome(known, waiter))
+            waiter.on_done(self._outcome(compiled, refusal, waiter))
 
-    def _settle(self, lane: GrammarLane[_Waiter], key: bytes, grammar: Grammar) -> _Known | None:
-        """Judge a grammar, compile it if that is safe, and remember; None: it needs more than the quick lane gives.
+    def _refusal(self, lane: GrammarLane[_Waiter], key: bytes, grammar: Grammar) -> str | None:
+        """Why a grammar is refused, empty when it is not; None: to say it takes more than the quick lane gives.
 
         Raises
         ------
         QuireError
-            It cannot be said: nothing to remember.
+            It cannot be said now: nothing to remember.
         """
-        tokenizer = self._load(grammar)
+        self._load(grammar)
+        with self._lock:
+            if key in self._refusals:
+                return self._refusals[key]
         verdict = lane.judge.judge(grammar.kind, grammar.text)
-        if verdict.outcome in (Outcome.SLOW, Outcome.LATE) and lane is self._quick:
-            return None
-        if verdict.outcome == Outcome.LATE:
-            raise Overloaded(
-                "the machine is too busy to judge the grammar; "
-                f"{grammar.field}: at most {SLOW.wall_s:g} s, got more",
-                field=grammar.field,
-                retry_after_s=SLOW.wall_s,
+        match verdict.outcome:
+            case Outcome.SLOW | Outcome.LATE if lane is self._quick:
+                return None
+            case Outcome.LATE:
+                raise Overloaded(
+                    "the machine is too busy to judge the grammar; "
+                    f"{grammar.field}: at most {SLOW.wall_s:g} s, got more",
+                    field=grammar.field,
+                    retry_after_s=SLOW.wall_s,
+                )
+            case Outcome.UNUSABLE:
+                raise _unsupported(grammar, f"the tokenizer cannot be used: {verdict.message}")
+        self._remember_refusal(key, _refusal_of(verdict))
+        return _refusal_of(verdict)
+
+    def _compile(self, tenant: str, key: bytes, grammar: Grammar) -> CompiledGrammar:
+        """Compile a grammar that has passed; once for all of a tenant's requests that overlap."""
+        compiled = self._look_up(tenant, key)
+        if compiled is None:
+            tokenizer = self._load(grammar)
+            source = grammar_source.to_source(grammar.kind, grammar.text, self._json_white_space)
+            limits = grammar_source.limits()
+            compiled = CompiledGrammar(
+                lambda: LLMatcher(tokenizer, source, log_level=0, limits=limits)
             )
-        if verdict.outcome == Outcome.UNUSABLE:
-            raise _unsupported(grammar, f"the tokenizer cannot be used: {verdict.message}")
-        if verdict.outcome == Outcome.GOOD:
-            known = self._compile(tokenizer, grammar, verdict)
-        else:
-            known = _Known(None, _refusal(verdict), _REFUSED_BYTES)
-        self._remember(key, known)
-        return known
+            with self._lock:
+                self._compiled[tenant, key] = compiled
+                self._recent[tenant, key] = compiled
+                while len(self._recent) > MAX_RECENT:
+                    self._recent.popitem(last=False)
+        return compiled
 
-    def _compile(self, tokenizer: LLTokenizer, grammar: Grammar, verdict: Verdict) -> _Known:
-        source = grammar_source.to_source(grammar.kind, grammar.text, self._json_white_space)
-        start = LLMatcher(tokenizer, source, log_level=0, limits=grammar_source.limits())
-        if start.is_error():
-            return _Known(None, grammar_source.message_of(start.get_error()), _REFUSED_BYTES)
-        return _Known(start, "", max(_GOOD_BYTES, verdict.num_bytes))
-
-    def _outcome(self, known: _Known, waiter: _Waiter) -> GrammarState | QuireError:
+    def _outcome(
+        self, compiled: CompiledGrammar | None, refusal: str, waiter: _Waiter
+    ) -> GrammarState | QuireError:
         field = waiter.grammar.field
-        if known.start is None:
+        refusal = refusal or compiled.error
+        if refusal:
             return InvalidRequest(
-                f"the grammar is not valid or too complex; {field}: {known.refusal}", field=field
+                f"the grammar is not valid or too complex; {field}: {refusal}", field=field
             )
         try:
-            return GrammarState(known.start, self._vocab_size, waiter.emitted_ids)
+            return GrammarState(compiled, self._vocab_size, waiter.emitted_ids)
         except ValueError as error:
             return InvalidRequest(
                 f"the request cannot continue in its grammar; {field}: {error}", field=field
             )
 
-    def _look_up(self, key: bytes) -> _Known | None:
-        with self._known_lock:
-            known = self._known.get(key)
-            if known is not None:
-                self._known.move_to_end(key)
-            return known
+    def _look_up(self, tenant: str, key: bytes) -> CompiledGrammar | None:
+        with self._lock:
+            compiled = self._compiled.get((tenant, key))
+            if (tenant, key) in self._recent:
+                self._recent.move_to_end((tenant, key))
+            return compiled
 
-    def _remember(self, key: bytes, known: _Known) -> None:
-        with self._known_lock:
-            self._known[key] = known
-            num_bytes = sum(one.num_bytes for one in self._known.values())
-            while num_bytes > MAX_KNOWN_BYTES:
-                _, oldest = self._known.popitem(last=False)
-                num_bytes -= oldest.num_bytes
+    def _remember_refusal(self, key: bytes, refusal: str) -> None:
+        with self._lock:
+            self._refusals[key] = refusal
+            while len(self._refusals) > MAX_VERDICTS:
+                self._refusals.popitem(last=False)
 
     def _load(self, grammar: Grammar) -> LLTokenizer:
         with self._tokenizer_lock:
@@ -331,8 +272,10 @@ def _key(grammar: Grammar) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def _refusal(verdict: Verdict) -> str:
+def _refusal_of(verdict: Verdict) -> str:
     match verdict.outcome:
+        case Outcome.GOOD:
+            return ""
         case Outcome.SLOW:
             return f"at most {SLOW.cpu_s:g} s of processor time to compile, got more"
         case Outcome.LARGE:
@@ -340,7 +283,7 @@ def _refusal(verdict: Verdict) -> str:
         case Outcome.CRASH:
             return f"the compiler crashes with it ({verdict.message})"
         case _:
-            return verdict.message
+            return verdict.message or "no reason is given"
 
 
 def _unsupported(grammar: Grammar, message: str) -> UnsupportedField:

@@ -36,7 +36,6 @@ _STACK_BYTES = 4 << 20
 _NUM_WALKS = 4
 _WALK_LEN = 16
 _WALKS_CPU_S = 0.05
-_TRIVIAL = 'start: "a" | "b"'
 
 
 def main() -> None:
@@ -161,9 +160,6 @@ def _limit(cpu_s: float, wall_s: float, memory_bytes: int) -> None:
 
 
 def _judge(tokenizer: LLTokenizer, job: dict[str, Any]) -> dict[str, Any]:
-    trivial = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(_TRIVIAL), log_level=0)
-    _walk(trivial, random.Random(0))
-    before_bytes = _peak_bytes()  # with the code that every grammar runs
     try:
         source = to_source(job["kind"], job["text"], job["json_white_space"])
     except ValueError as error:
@@ -171,17 +167,16 @@ def _judge(tokenizer: LLTokenizer, job: dict[str, Any]) -> dict[str, Any]:
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits(of_judge=True))
     if matcher.is_error():
         return {"outcome": "invalid", "message": message_of(matcher.get_error())}
-    num_bytes = max(0, _peak_bytes() - before_bytes)
     until_s = time.process_time() + _WALKS_CPU_S
     for seed in range(_NUM_WALKS):
         walker = matcher.deep_copy()
         _walk(walker, random.Random(seed), until_s)
         if walker.is_error():
             return {"outcome": "invalid", "message": message_of(walker.get_error())}
-    return {"outcome": "good", "num_bytes": num_bytes}
+    return {"outcome": "good"}
 
 
-def _walk(matcher: LLMatcher, rng: random.Random, until_s: float = float("inf")) -> None:
+def _walk(matcher: LLMatcher, rng: random.Random, until_s: float) -> None:
     """Compute masks along random tokens."""
     for _ in range(_WALK_LEN):
         mask = matcher.compute_bitmask()
@@ -200,12 +195,6 @@ def _random_id(mask: bytes, rng: random.Random) -> int:
     bits = turned[skipped]
     bit = rng.choice([i for i in range(8) if bits >> i & 1])
     return (start + skipped) % len(mask) * 8 + bit
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has had."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 if __name__ == "__main__":

@@ -39,17 +39,10 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer of a judge.
-
-    Parameters
-    ----------
-    num_bytes
-        What the compiled grammar takes.
-    """
+    """The answer of a judge, and why."""
 
     outcome: Outcome
     message: str = ""
-    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ _JSON_OPTIONS = {
     "any": {"whitespace_flexible": True},
 }
 
-# Lexer states take about 0.5 kB each: at most 20 MB a request. A string of 1,000 characters of a vocabulary of
-# 128,000 tokens needs about 10,000; `GrammarState` starts again with an empty lexer when a longer one has used them up.
+# Lexer states take about 0.5 kB each: at most 20 MB a text. A string of 1,000 characters needs about 10,000 with a
+# vocabulary of 128,000 tokens; `grammar_state.py` begins with an empty lexer when this one is full.
 MAX_LEXER_STATES = 30_000
 # Of one mask; 7 a microsecond. Grammars in use need less than 50,000.
 STEP_LEXER_FUEL = 100_000
