@@ -195,7 +195,3 @@ def _random_id(mask: bytes, rng: random.Random) -> int:
     bits = turned[skipped]
     bit = rng.choice([i for i in range(8) if bits >> i & 1])
     return (start + skipped) % len(mask) * 8 + bit
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,7 @@ interrupt. So each grammar is first compiled in a child that can be killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +23,14 @@ from typing import Any
 from quire.protos.errors import EngineError
 
 _START_S = 60.0  # for Python, llguidance and a tokenizer of 200,000 tokens on a busy machine
+_END_S = 1.0
+# Ray changes sys.path of its workers, which a new interpreter would not have.
+_MAIN = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])["path"]
+from quire.replica.grammar_child import main
+main()
+"""
 _ANSWER_MARGIN_S = 5.0  # beyond the child's wall clock
 
 
@@ -137,21 +146,15 @@ class GrammarJudge:
 
     def _start(self) -> _Process:
         ours, theirs = socket.socketpair()
-        options = json.dumps({**self._options, "fd": theirs.fileno()})
-        # Ray changes sys.path of its workers, which a new interpreter would not have.
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
+        options = json.dumps({**self._options, "fd": theirs.fileno(), "path": sys.path})
         with self._lock, theirs:
             if self._is_closed:
                 ours.close()
                 raise EngineError("the engine is closed")
             popen = subprocess.Popen(
-                [sys.executable, "-m", "quire.replica.grammar_child", options],
+                [sys.executable, "-c", _MAIN, options],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=environment,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # a terminal's Ctrl-C is not for it
             )
@@ -163,11 +166,16 @@ class GrammarJudge:
             process, self._process = self._process, None
         if process is None:
             return
-        try:  # with the child that it has forked
-            os.killpg(process.popen.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            process.popen.kill()
-        process.popen.wait()
+        with contextlib.suppress(OSError):
+            process.connection.shutdown(
+                socket.SHUT_RDWR
+            )  # it ends, and the child that it has forked
+        try:
+            process.popen.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.killpg(process.popen.pid, signal.SIGKILL)
+            process.popen.wait()
         # A thread that reads now finds the end, and lets go of `lines`.
         process.lines.close()
         process.connection.close()

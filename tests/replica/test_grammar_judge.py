@@ -50,9 +50,9 @@ HOSTILE = {
     ),
     "a schema in a grammar": ("lark", f"start: %json {patterns(24)}"),
     "a large divisor": ("json_schema", '{"type": "integer", "multipleOf": 999983}'),
-    "5,000 properties": (
+    "1,500 properties": (
         "json_schema",
-        json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(5000)}}),
+        json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(1500)}}),
     ),
     "a product of alternatives": ("json_schema", json.dumps({"allOf": OPTIONAL})),
     "rules that double": (
@@ -116,6 +116,13 @@ def children(pid: int) -> set[int]:
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
     return found - {pid}
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def wait_for(condition, timeout_s: float = 10.0) -> None:
@@ -213,8 +220,7 @@ def test_no_process_is_left_after_close_even_while_it_judges():
     wait_for(lambda: children(judge))
     family = children(judge) | {judge}
     compiler.close()
-    wait_for(lambda: not family & children(1) | family & children(os.getpid()), 5)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in family - {judge})
+    assert not any(Path(f"/proc/{pid}").exists() for pid in family), "not even a zombie"
     assert compiler._quick.judge.pid is None
 
 
@@ -252,14 +258,7 @@ def test_the_judge_dies_with_its_parent_and_loads_neither_torch_nor_ray():
         wait_for(lambda: children(told["pid"]))  # it judges
         family = children(told["pid"]) | {told["pid"]}
         parent.kill()
-    wait_for(lambda: not any(_runs(pid) for pid in family), 3)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_for(lambda: not any(runs(pid) for pid in family), 3)
 
 
 def test_the_address_space_is_measured_without_proc():
