@@ -3,7 +3,7 @@
 ```
  submit ──▶ known text? ──yes──────────────────────────────────────┐
                │ no                                                ▼
-               ├──▶ quick lane: judge within 0.25 s ──good──▶ compile here, remember ──▶ copy, replay ──▶ scheduler
+               ├──▶ quick lane: judge within 0.2 s  ──good──▶ compile here, remember ──▶ copy, replay ──▶ scheduler
                │         │ not done                               ▲
                │         ▼                                        │
                └     slow lane: judge within 2 s ─────good────────┘      otherwise: refused by name, remembered
@@ -42,8 +42,8 @@ except ModuleNotFoundError:  # an environment that only measures: grammars are r
     pass
 
 # Of a judgement. Grammars in use need 0.02 to 0.15 s, most of it for masks of a large vocabulary.
-QUICK = Budget(cpu_s=0.25, wall_s=1.5, nice=0)
-SLOW = Budget(cpu_s=2.0, wall_s=8.0, nice=10)
+QUICK = Budget(cpu_s=0.2, wall_s=0.8, nice=0)
+SLOW = Budget(cpu_s=2.0, wall_s=8.0, nice=5)
 MAX_WAIT_S = 10.0
 # A request that comes from another replica has begun its answer, and many may come at once.
 MAX_MOVED_WAIT_S = 60.0
