@@ -245,6 +245,22 @@ def test_a_grammar_that_exceeds_its_limits_while_it_is_served_ends_its_own_reque
     assert "failed at output index" in error.message
 
 
+def test_a_mask_that_takes_too_much_is_given_up(compiler):
+    """The third mask after 200 letters would build 30,000 states and take 0.1 s, more with each token."""
+    from tokenizers import Tokenizer
+
+    letters = [chr(97 + i) for i in range(26)]
+    words = (f"[{letters[i % 26]}{letters[i // 26]}].{{{60 + i}}}x{i}" for i in range(300))
+    grammar = Grammar("regex", f"[ab]{{200}}.*({'|'.join(words)}).*", "f")
+    a = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json")).token_to_id("a")
+    state = compiled(compiler, grammar, [a] * 200)
+    for _ in range(4):
+        if not allowed(state):
+            break
+        assert not state.advance(a + 1)
+    assert "too many expressions" in state.error
+
+
 def test_the_lexer_states_of_a_long_output_do_not_end_it(compiler):
     """About 250 new states a token: 30,000 are used up after 120 tokens."""
     state = compiled(compiler, Grammar("regex", ".*(a.{30}b|b.{40}c|c.{50}d|e.{35}f).*", "f"), [])

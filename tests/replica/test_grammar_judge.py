@@ -233,18 +233,15 @@ def test_a_judge_that_was_killed_is_replaced(compiler):
 
 
 PARENT = """
-import json, queue, sys, time
-from quire.protos.wire import Grammar
+import json, sys, threading, time
 from quire.replica.embedded import CHECKPOINT
-from quire.replica.grammar import GrammarCompiler
-compiler = GrammarCompiler(CHECKPOINT / "tokenizer.json", 1024, (0, 2))
-told = queue.Queue()
-compiler.submit(Grammar("choice", '["a"]', "f"), [], told.put)
-told.get(timeout=60)
-pid = compiler._quick.judge.pid
-modules = sorted({line.split("/")[-1] for line in open(f"/proc/{pid}/maps") if "/" in line})
-compiler.submit(Grammar("json_schema", sys.argv[1], "f"), [], told.put)
-print(json.dumps({"pid": pid, "maps": "".join(modules)}), flush=True)
+from quire.replica.grammar_judge import Budget, GrammarJudge
+patient = Budget(cpu_s=30, wall_s=60, nice=0)
+judge = GrammarJudge(CHECKPOINT / "tokenizer.json", 1024, (0, 2), "any", patient)
+judge.judge("choice", '["a"]')
+modules = sorted({line.split("/")[-1] for line in open(f"/proc/{judge.pid}/maps") if "/" in line})
+threading.Thread(target=judge.judge, args=("json_schema", sys.argv[1]), daemon=True).start()
+print(json.dumps({"pid": judge.pid, "maps": "".join(modules)}), flush=True)
 time.sleep(60)
 """
 
@@ -257,6 +254,8 @@ def test_the_judge_dies_with_its_parent_and_loads_neither_torch_nor_ray():
         assert "torch" not in told["maps"] and "_raylet" not in told["maps"]
         wait_for(lambda: children(told["pid"]))  # it judges
         family = children(told["pid"]) | {told["pid"]}
+        for pid in family - {told["pid"]}:
+            os.kill(pid, signal.SIGSTOP)  # no limit of its own ends it
         parent.kill()
     wait_for(lambda: not any(runs(pid) for pid in family), 3)
 
