@@ -1,12 +1,12 @@
 """Grammars: which tokens may come next so that the output stays in a language.
 
 ```
- submit ──▶ known text? ──yes──────────────────────────────────────┐
-               │ no                                                ▼
-               ├──▶ quick lane: judge within 0.2 s  ──good──▶ compile here, remember ──▶ copy, replay ──▶ scheduler
-               │         │ not done                               ▲
-               │         ▼                                        │
-               └     slow lane: judge within 2 s ─────good────────┘      otherwise: refused by name, remembered
+ submit ──▶ known text? ──yes────────────────────────────────────┐
+               │ no                                              ▼
+               └──▶ quick lane: judge within 0.2 s ──good──▶ compile here ──▶ copy, replay ──▶ scheduler
+                         │ not done                              ▲
+                         ▼                                       │
+                    slow lane: judge within 2 s ─────good────────┘      otherwise: refused by name, remembered
 
  each step: mask (before sampling, the forward may still run) ──▶ sample ──▶ advance with the token
 ```
@@ -19,6 +19,7 @@ kind, not in front of those that take milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import time
@@ -28,7 +29,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.protos.errors import InvalidRequest, Overloaded, QuireError, UnsupportedField
+from quire.protos.errors import (
+    InvalidRequest,
+    Overloaded,
+    QuireError,
+    Unavailable,
+    UnsupportedField,
+)
 from quire.protos.wire import Grammar
 from quire.replica import grammar_source
 from quire.replica.grammar_judge import Budget, GrammarJudge, Outcome, Verdict
@@ -68,7 +75,13 @@ class _Waiter:
 
     @property
     def max_wait_s(self) -> float:
+        """How long it may wait."""
         return MAX_MOVED_WAIT_S if self.is_moved else MAX_WAIT_S
+
+    def answer(self, outcome: GrammarState | QuireError) -> None:
+        """Call `on_done`, which must not end a lane's thread."""
+        with contextlib.suppress(Unavailable):  # the engine is closed
+            self.on_done(outcome)
 
 
 class GrammarCompiler:
@@ -168,14 +181,13 @@ class GrammarCompiler:
                 self._slow.push(tenant, waiting.key, waiting.waiters, is_bounded=is_bounded)
                 return
             compiled = None if refusal else self._compile(tenant, waiting.key, waiters[0].grammar)
+            outcomes = [self._outcome(compiled, refusal, waiter) for waiter in waiters]
         except Exception as error:  # a lost answer would be a request that hangs
             if not isinstance(error, QuireError):
                 error = QuireError(f"the grammar could not be judged: {error}")
-            for waiter in waiters:
-                waiter.on_done(error)
-            return
-        for waiter in waiters:
-            waiter.on_done(self._outcome(compiled, refusal, waiter))
+            outcomes = [error] * len(waiters)
+        for waiter, outcome in zip(waiters, outcomes, strict=True):
+            waiter.answer(outcome)
 
     def _refusal(self, lane: GrammarLane[_Waiter], key: bytes, grammar: Grammar) -> str | None:
         """Why a grammar is refused, empty when it is not; None: to say it takes more than the quick lane gives.
@@ -293,7 +305,7 @@ def _unsupported(grammar: Grammar, message: str) -> UnsupportedField:
 
 
 def _expire(waiter: _Waiter) -> None:
-    waiter.on_done(
+    waiter.answer(
         Overloaded(
             f"the grammar waited too long to be compiled; {waiter.grammar.field}: at most "
             f"{waiter.max_wait_s:g} s, got more",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.protos.errors import InvalidRequest, Overloaded, QuireError
+from quire.protos.errors import InvalidRequest, Overloaded, QuireError, Unavailable
 from quire.protos.wire import Grammar
 from quire.replica import grammar as module
 from quire.replica import grammar_child
@@ -291,3 +291,11 @@ def test_an_engine_that_is_closed_judges_nothing():
     compiler.close()
     with pytest.raises(QuireError, match="closed"):
         judge.judge("choice", '["a"]')
+
+
+def test_an_answer_that_the_engine_cannot_take_does_not_end_the_lane(compiler):
+    def closed(outcome) -> None:
+        raise Unavailable("the engine is closed")
+
+    compiler.submit(Grammar("choice", '["lost"]', FIELD), [], closed)
+    assert isinstance(ask(compiler, "choice", '["kept"]').get(timeout=10), GrammarState)
