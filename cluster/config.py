@@ -256,6 +256,12 @@ class EngineArgs(_Section):
         "auto: whatever is built like a known one, on a GPU or where the package was compiled. off: "
         "nothing.",
     )
+    json_white_space: Literal["one_space", "none", "any"] = Field(
+        "one_space",
+        description="White space in output that follows a JSON schema. one_space: at most one space after a comma and "
+        "a colon. none: none. any: all that JSON allows, as often as the model likes: small models then may write "
+        "nothing else. A schema can override it with x-guidance.",
+    )
     step_timeout_s: float = Field(
         10.0,
         ge=1,

@@ -28,6 +28,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 ASYNC_BATCHING = ("auto", "on", "off")
 CUDA_GRAPHS = ("auto", "on", "off")
 RESTORE = ("auto", "always")
+JSON_WHITE_SPACE = ("one_space", "none", "any")
 DEMOTION_ORDERS = ("lru", "most_recent")
 
 
@@ -70,6 +71,7 @@ class EngineArgs:
     num_threads: int | None = None
     weights: str = "auto"  # auto | int8 | fp8: of the linear layers but the output head, in memory
     kv_cache_dtype: str = "auto"  # auto | fp8: of keys and values in the cache; auto: dtype
+    json_white_space: str = "one_space"  # one_space | none | any: in the output of JSON schemas
     fuse: str = "auto"  # auto | off: whether modules give way to fused ones, see `fuse`
     step_timeout_s: float = 10.0  # what every step may take before it counts as hung
     # Another name for prefix_caching, as transformers has it.
@@ -133,6 +135,7 @@ class EngineConfig:
     weights: str = "auto"  # auto | int8 | fp8; fp8 also for a checkpoint that is stored so
     kv_cache_dtype: str = "auto"  # auto | fp8
     fuse: str = "auto"  # auto | off
+    json_white_space: str = "one_space"  # one of JSON_WHITE_SPACE, see `grammar_source`
     step_timeout_s: float = 10.0  # see `watchdog`
 
     def __post_init__(self) -> None:
@@ -153,6 +156,8 @@ class EngineConfig:
             parts.append(f"weights={self.weights}")
         if self.kv_cache_dtype != "auto":
             parts.append(f"kv_cache={self.kv_cache_dtype}")
+        if self.json_white_space != JSON_WHITE_SPACE[0]:
+            parts.append(f"json_white_space={self.json_white_space}")
         return ",".join(parts)
 
     @property
