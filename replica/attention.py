@@ -118,7 +118,7 @@ class StepContext:
         return self._write_rows[g]
 
     def rotation(self, tables: Tables, repeats: int) -> TokenRotation:
-        """The model's tables, `repeats` times side by side, for `quire.kernels.kv_write`; made when the first layer asks."""
+        """The model's tables, `repeats` times side by side, for `quire.kernels.kv_write`; made for the first layer."""
         for known, known_repeats, made in self._rotations:
             if known is tables and known_repeats == repeats:
                 return made
@@ -161,7 +161,9 @@ class StepContext:
             self.on_attend(layer, q, scaling, softcap, sinks)
         g = self.pool.group_of(layer)
         if self.attentions[g].backend == "triton" and q.stride()[1:] != (q.shape[2], 1):
-            q = q.contiguous()  # rotated by `chunk` and `cat`, transformers' [heads, T, head_dim] is in that order
+            q = (
+                q.contiguous()
+            )  # rotated by `chunk` and `cat`, transformers' [heads, T, head_dim] is in that order
         k_scale, v_scale = self.pool.scales(layer)
         return self.attentions[g](
             q,

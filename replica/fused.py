@@ -204,8 +204,8 @@ class AttentionFacts:
     scaling: float
     softcap: float | None
     sinks: torch.Tensor | None  # [heads]
-    # How often the rotation's tables [T, n] lie side by side in a head's rotary dimensions. On a GPU also 2, for a model
-    # whose tables hold the angles of one half, and 0: the layer does not rotate.
+    # How often the rotation's tables lie side by side in a head's rotary dimensions. On a GPU it may be 2, if the
+    # tables hold the angles of one half, or 0: the layer does not rotate.
     table_repeats: int = 1
 
 

@@ -1,35 +1,42 @@
-"""Every served architecture through the kernels of a GPU, in Triton's interpreter: the logits of the CPU's path."""
+"""Every served architecture on a GPU's path: its logits in Triton's interpreter, its captured steps without data."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import model_zoo
 import numpy as np
 import pytest
+import torch
 import triton
 from interpreted_runner import interpreted_runner
-from step_driver import Driver, make_runner
+from meta_device import MetaDevice, recorded_kernels, to_meta
+from step_driver import Driver, engine_config, make_runner
 
 from quire.kernels.interpreter import repair_interpreter
+from quire.replica.graph_key import GraphKey, GraphPart
+from quire.replica.kv_pool import KVPool
 from quire.replica.runner import Runner
 
 pytestmark = [
     pytest.mark.timeout(300),  # some 2 s a model on an idle core
-    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the kernels are not interpreted"),
+    pytest.mark.skipif(
+        not triton.knobs.runtime.interpret, reason="the kernels are not interpreted"
+    ),
 ]
-LENGTHS, CHUNK, STEPS = (11, 1, 3), 6, 2
+LENGTHS, CHUNK, STEPS = (7, 1, 3), 4, 2
 
 # The smallest shapes that the kernels take; windows that the prompts leave.
 CHANGES: dict[str, dict[str, Any]] = {
-    "qwen2_mixed": dict(sliding_window=6),
-    "mistral": dict(sliding_window=6),
-    "phi3": dict(sliding_window=6),
+    "qwen2_mixed": dict(sliding_window=4),
+    "mistral": dict(sliding_window=4),
+    "phi3": dict(sliding_window=4),
     "smollm3": dict(no_rope_layers=[1, 0]),
-    "gemma2": dict(sliding_window=6),
-    "gemma3": dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
-    "gpt_oss": dict(sliding_window=6),
+    "gemma2": dict(sliding_window=4),
+    "gemma3": dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    "gpt_oss": dict(sliding_window=4),
 }
 # What the structure allows on a GPU, and the lengths of the chains.
 WHOLE = dict(layers=2, norms=1, decoders=1), [2]
@@ -58,14 +65,39 @@ def generate(runner: Runner) -> tuple[list[list[int]], np.ndarray]:
     return tokens, np.stack([row for s in sequences for row in s.logits])
 
 
-@pytest.mark.parametrize("name", model_zoo.NAMES)
-def test_a_gpus_kernels_give_the_logits_of_the_cpus(name, tmp_path):
+@pytest.fixture(scope="module", params=model_zoo.NAMES)
+def served(request, tmp_path_factory) -> tuple[str, Path, Runner]:
+    """Name, checkpoint, and runner with the kernels of a GPU."""
     repair_interpreter()
-    path = build(name, tmp_path)
-    runner = interpreted_runner(path, dtype="float32")
+    path = build(request.param, tmp_path_factory.mktemp("zoo"))
+    return request.param, path, interpreted_runner(path, dtype="float32")
+
+
+def test_a_gpus_kernels_give_the_logits_of_the_cpus(served):
+    name, path, runner = served
     fused, chains = FUSED[name]
     assert (dict(runner.fused.fused), runner.fused.chains) == (fused, chains)
     tokens, logits = generate(runner)
     expected_tokens, expected = generate(make_runner(path, fuse="off"))
     assert tokens == expected_tokens
     assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+
+
+def test_captured_steps_need_nothing_of_the_host(served):
+    *_, interpreted = served
+    spec = interpreted.spec
+    config = engine_config(spec, dtype="bfloat16", deterministic=False, q_padding=16)
+    model = to_meta(interpreted.model, torch.bfloat16)
+    pool = KVPool(config.num_blocks, spec.groups, config.block_size, torch.bfloat16, "meta")
+    device = dict(device=MetaDevice(), attention_backend="triton")
+    with recorded_kernels():
+        runner = Runner(config, spec, model, pool, fused=interpreted.fused, **device)
+        graphs = runner.graphs
+        for part in GraphPart:
+            graphs.capture(GraphKey(4, part))
+            graphs.capture(GraphKey(4, part, 16, 64))
+    for key, cached in graphs._graphs.items():
+        kernels = Counter(cached.graph.launches)
+        assert kernels["_decode_kernel"] == spec.num_layers, key
+        assert kernels["_prefill_kernel"] == spec.num_layers * key.is_mixed, key
+        assert kernels["_sample_kernel"] == (key.part is GraphPart.WHOLE), key
