@@ -16,7 +16,7 @@ from quire.replica.request import Request
 from quire.replica.runner import Runner
 
 Q_PADDING = 6
-TOKENS, ROWS = (6, 12, 18, 24), (2, 4, 7)  # of steps of at most 24 tokens and 6 rows
+TOKENS, ROWS = (6, 12, 18, 24), (7,)  # of steps of at most 24 tokens and 6 rows
 
 
 def mixed_config(model: Harness, make=config_of, **changes: object) -> EngineConfig:
