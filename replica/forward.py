@@ -11,7 +11,7 @@ from torch import nn
 from quire.kernels.cpu_sequence import NormedProduct, Workspace
 from quire.kernels.paged_attention import PagedAttention
 from quire.replica.attention import StepContext
-from quire.replica.fused import FusedAttention, FusedNorm
+from quire.replica.fused import FusedAttention, FusedNorm, Product
 from quire.replica.fused_layer import FusedDecoder
 from quire.replica.kv_pool import KVPool
 from quire.replica.logprobs import StepPromptLogprobs, score_prompt
@@ -113,7 +113,7 @@ class Forward:
                     *module.named_parameters(recurse=False),
                     *module.named_buffers(recurse=False),
                 ]
-                if isinstance(module, (FusedNorm, FusedAttention)):
+                if isinstance(module, (FusedNorm, FusedAttention, Product)):
                     own += module.constants().items()
                 found |= {f"{prefix}.{name}": tensor for name, tensor in own}
         for g, attention in enumerate(self._attentions):

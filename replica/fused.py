@@ -71,6 +71,10 @@ class Product(nn.Module):
         self.packed = PackedWeight.pack([self.packed.unpack()], int8=True)
         return True
 
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What it reads and has not registered as a parameter."""
+        return {} if self.bias is None else {"bias": self.bias}
+
     def part(self) -> ProductPart | None:
         """For the compiled library; None where it is not packed."""
         return None if self.packed is None else ProductPart(self.packed, self.bias)

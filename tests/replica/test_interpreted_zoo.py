@@ -14,8 +14,11 @@ import triton
 from interpreted_runner import interpreted_runner
 from meta_device import MetaDevice, recorded_kernels, to_meta
 from step_driver import Driver, engine_config, make_runner
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from quire.kernels.interpreter import repair_interpreter
+from quire.replica.fused_layer import FusedLayer
 from quire.replica.graph_key import GraphKey, GraphPart
 from quire.replica.kv_pool import KVPool
 from quire.replica.runner import Runner
@@ -101,3 +104,50 @@ def test_captured_steps_need_nothing_of_the_host(served):
         assert kernels["_decode_kernel"] == spec.num_layers, key
         assert kernels["_prefill_kernel"] == spec.num_layers * key.is_mixed, key
         assert kernels["_sample_kernel"] == (key.part is GraphPart.WHOLE), key
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    repair_interpreter()
+    return build("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_a_chain_in_the_models_own_loop_has_the_bits_of_the_fused_decoder(llama):
+    runner = interpreted_runner(llama, dtype="bfloat16")
+    assert runner.fused.fused["decoders"] == 1 and runner.fused.chains == [2]
+    expected_tokens, expected = generate(runner)
+    own, *_ = runner.model.model._parts
+    runner._forward._decoder = own
+    tokens, logits = generate(runner)
+    assert tokens == expected_tokens and np.array_equal(logits, expected)
+    del own.layers[1]
+    with pytest.raises(RuntimeError, match="otherwise than when it was loaded"):
+        generate(runner)
+
+
+def test_no_addition_is_carried_past_what_the_model_does_between_layers(llama):
+    """A layer whose input the model doubles begins a chain: the layer before it adds its own residual."""
+
+    def double(module, args):
+        # The same layer before and after the fuse pass: its flag goes with it.
+        return (args[0] * 2.0, *args[1:]) if getattr(module, "doubles_input", False) else None
+
+    hook = nn.modules.module.register_module_forward_pre_hook(double)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LlamaDecoderLayer, "doubles_input", property(_is_layer_1), raising=False)
+            patch.setattr(FusedLayer, "doubles_input", property(_is_layer_1), raising=False)
+            runner = interpreted_runner(llama, dtype="float32")
+            assert runner.fused.chains == [1, 1] and "decoders" not in runner.fused.fused
+            tokens, logits = generate(runner)
+            expected_tokens, expected = generate(make_runner(llama, fuse="off"))
+    finally:
+        hook.remove()
+    assert tokens == expected_tokens
+    assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+
+
+def _is_layer_1(layer: nn.Module) -> bool:
+    if isinstance(layer, FusedLayer):
+        return layer.attention.facts.layer == 1
+    return layer.self_attn.layer_idx == 1
