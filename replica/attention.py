@@ -161,9 +161,8 @@ class StepContext:
             self.on_attend(layer, q, scaling, softcap, sinks)
         g = self.pool.group_of(layer)
         if self.attentions[g].backend == "triton" and q.stride()[1:] != (q.shape[2], 1):
-            q = (
-                q.contiguous()
-            )  # rotated by `chunk` and `cat`, transformers' [heads, T, head_dim] is in that order
+            # transformers' [heads, T, head_dim], in that order where the model rotates by `chunk` and `cat`.
+            q = q.contiguous()
         k_scale, v_scale = self.pool.scales(layer)
         return self.attentions[g](
             q,

@@ -55,7 +55,7 @@ class FusedLayer(nn.Module):
         self._sequence: tuple[KVPool, LayerSequence | None] | None = None
         # This layer, and those that the model then calls with the result of the one before them; not its children.
         self._chain: tuple[FusedLayer, ...] = (self,)
-        # What the model makes of its result, it makes of each token by itself: what nobody reads may be left out.
+        # The model treats each token of its result by itself, so tokens that are not read may be left out.
         self.is_last = False
         self._stack: LayerStack | None = None
 

@@ -101,7 +101,7 @@ class MixedShapes:
         return min(multiple, self.max_tokens)
 
     def serves(self, key: GraphKey, num_rows: int, num_tokens: int, kv_len: int) -> bool:
-        """Whether a graph holds a step and its own padding, and computes little beside."""
+        """Whether a graph holds a step and its own padding, and wastes little."""
         return (
             self.fits(key, num_rows, num_tokens, kv_len)
             and key.num_tokens - num_tokens < max(self.q_padding, CHEAP_TOKENS)
@@ -112,7 +112,7 @@ class MixedShapes:
         """What to capture at start, largest first: of the longest rows, one that `serves` each step of few tokens."""
         tokens = {self.max_graph_tokens}
         size = self.q_padding
-        most = max(self.q_padding, CHEAP_TOKENS // self.q_padding * self.q_padding)  # apart
+        most = max(self.q_padding, CHEAP_TOKENS // self.q_padding * self.q_padding)
         while size < self.max_graph_tokens:
             tokens.add(size)
             size += min(size, most)

@@ -120,9 +120,6 @@ def test_a_chain_in_the_models_own_loop_has_the_bits_of_the_fused_decoder(llama)
     runner._forward._decoder = own
     tokens, logits = generate(runner)
     assert tokens == expected_tokens and np.array_equal(logits, expected)
-    del own.layers[1]
-    with pytest.raises(RuntimeError, match="otherwise than when it was loaded"):
-        generate(runner)
 
 
 def test_no_addition_is_carried_past_what_the_model_does_between_layers(llama):
