@@ -290,9 +290,9 @@ class EngineArgs(_Section):
     )
     q_padding: int | None = Field(
         None,
-        ge=4,
-        description="Replay steps with prefill too, their tokens padded to multiples of this many. None: they run "
-        "kernel by kernel.",
+        ge=0,
+        description="Replay steps with prefill too, of at most 1024 tokens, padded to multiples of this many; at least "
+        "4. 0: they run kernel by kernel. None: 256 on a GPU where cuda_graphs is not off, else 0.",
     )
     kv_padding: int | None = Field(
         None,

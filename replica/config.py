@@ -55,9 +55,8 @@ class EngineArgs:
     async_batching: str = "auto"  # auto | on | off: plan a step while another runs; auto: on a GPU
     cuda_graphs: str = "auto"  # auto | on | off: replay decode steps; auto: where that is possible
     max_cached_graphs: int = 32
-    q_padding: int | None = (
-        None  # tokens that mixed steps are padded to; None: they are not captured
-    )
+    # Tokens to whose multiples mixed steps are padded; 0: they are not captured; None: 256 on a GPU
+    q_padding: int | None = None
     kv_padding: int | None = None  # the same of their longest row; None: to the longest possible
     check_graphs: bool = False  # for debugging: compare a graph's addresses before each replay
     nvtx: bool = False  # ranges for a profiler of a GPU: the loop's parts, and what is queued
@@ -120,7 +119,7 @@ class EngineConfig:
     async_batching: bool = False  # launch a step before the one before it is collected
     cuda_graphs: str = "auto"  # auto | on | off
     max_cached_graphs: int = 32
-    q_padding: int | None = None  # tokens; see `mixed_shapes`
+    q_padding: int | None = None  # tokens; see `mixed_shapes`; None: mixed steps are not captured
     kv_padding: int | None = None
     check_graphs: bool = False
     nvtx: bool = False

@@ -44,6 +44,7 @@ TORCH_MODULES = {
     "quire.replica.fp8",
     "quire.replica.fuse",
     "quire.replica.fused",
+    "quire.replica.fused_layer",
     "quire.replica.host_pool",
     "quire.replica.kv_pool",
     "quire.replica.kv_scales",

@@ -420,6 +420,7 @@ MOVED = {
     "a table of the model": "decoder.rotary_emb.inv_freq",
     "a fused norm's weight": "decoder.norm.weight",
     "a fused norm of heads": "decoder.layers.0.attention.q_norm",
+    "a fused product's bias": "decoder.layers.0.attention.qkv.bias",
 }
 
 
@@ -447,6 +448,9 @@ def test_the_guard_names_the_buffer_that_has_moved(harness, what, caplog):
             decoder.rotary_emb.inv_freq = decoder.rotary_emb.inv_freq.clone()
         elif what == "a fused norm's weight":
             decoder.norm.weight = moved(decoder.norm.weight)
+        elif what == "a fused product's bias":
+            qkv = decoder.layers[0].attention.qkv
+            qkv.bias = qkv.bias.clone()
         else:
             attention = decoder.layers[0].attention
             attention.norms = tuple(map(moved, attention.norms))
@@ -454,7 +458,7 @@ def test_the_guard_names_the_buffer_that_has_moved(harness, what, caplog):
     def moved(norm: NormWeight) -> NormWeight:
         return dataclasses.replace(norm, weight=norm.weight.clone())
 
-    model = harness("qwen3")
+    model = harness("qwen2" if "bias" in what else "qwen3")
     config = config_of(model.spec, check_graphs=True, fuse=fuse)
     told = model.serve(config, FakeDevice(0), plain(), plans_ahead=False, prepare=prepare)
     assert "error" in {reason for _, _, reason, _ in told.values()}
