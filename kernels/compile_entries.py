@@ -11,7 +11,6 @@ import triton
 from quire.kernels import (
     activation,
     batch_prep,
-    block_copy,
     fp8_rows,
     kv_write,
     log_probs,
@@ -205,7 +204,6 @@ def _batch(arch: str) -> Iterator[Entry]:
     block = dict(BLOCK=batch_prep.BLOCK)
     rows = _pointers("i32", "rows", "cu_q")
     columns = _pointers("i32", "positions", "kv_len", "batch_tables", "num_computed", "tables")
-    copied = _pointers("i64", "target", "source")
     for name, kernel, types, constants, num_warps in (
         (
             "prepare",
@@ -227,13 +225,6 @@ def _batch(arch: str) -> Iterator[Entry]:
             _pointers("i32", "table", "rows", "columns", "values"),
             block,
             4,
-        ),
-        (
-            "copy_blocks",
-            block_copy._copy_blocks_kernel,
-            {**copied, **_pointers("i32", "pairs")},
-            dict(WORDS=1 << 18, BLOCK=block_copy.BLOCK_WORDS),
-            block_copy.NUM_WARPS,
         ),
     ):
         yield Entry(
