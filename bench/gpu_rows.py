@@ -8,11 +8,12 @@ import torch
 
 from quire.bench import report
 from quire.bench.gpu_session import Part, Point, Row, Session, significant, worst
-from quire.bench.gpu_shapes import BLOCK_SIZE, MODELS, Model, model_of
+from quire.bench.gpu_shapes import MODELS, Model, model_of
 from quire.bench.gpu_timing import Call
 from quire.kernels.activation import gelu_tanh_mul, silu_mul
 from quire.kernels.kv_write import write_kv
 from quire.kernels.norm import rms_norm
+from quire.kernels.tuning import BLOCK_SIZE
 
 TOKENS = (4096, 16384, 512)
 BAR_TOKENS = 4096  # norm, activation and KV write must reach their bars from here on

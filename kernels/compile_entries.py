@@ -20,7 +20,7 @@ from quire.kernels import (
     sampling,
 )
 from quire.kernels.offline_compile import Entry
-from quire.kernels.tuning import ARCHS, launch_options
+from quire.kernels.tuning import ARCHS, BLOCK_SIZE, launch_options
 
 VOCAB = 151_936  # Qwen3
 _EXACT = dict(enable_fp_fusion=False)  # as every wrapper asks
@@ -129,7 +129,7 @@ def _kv_write(arch: str) -> Iterator[Entry]:
             dict(
                 HEADS=32,
                 KV_HEADS=8,
-                BLOCK_SIZE=64,
+                BLOCK_SIZE=BLOCK_SIZE,
                 HEAD_BLOCK=kv_write.HEAD_BLOCK,
                 GEMMA=False,
                 FP8=fp8,
@@ -209,7 +209,7 @@ def _batch(arch: str) -> Iterator[Entry]:
             "prepare",
             batch_prep._prepare_kernel,
             {**rows, **columns, **_pointers("i64", "slots")},
-            dict(BLOCK_SIZE=64, **block),
+            dict(BLOCK_SIZE=BLOCK_SIZE, **block),
             4,
         ),
         (

@@ -75,6 +75,7 @@ def plan_prefill(
     window: int | None = None,
     chunk: int | None = None,
     min_query_tokens: int = 2,
+    max_rows: int | None = None,
     config: PrefillConfig | None = None,
     tiles: torch.Tensor | None = None,
 ) -> PrefillPlan:
@@ -91,8 +92,10 @@ def plan_prefill(
     min_query_tokens
         Rows with fewer query tokens are left out: 2 leaves decode rows to `decode_attention`; 1 serves them
         here too, so that a token's bits are the same whether it was decoded or prefilled again.
+    max_rows
+        Most rows of any batch, at most 4096: batches of one bound use one compiled planner. None: as many as here.
     tiles
-        [prefill_tiles(...) + 1, 2] int32 buffer; None allocates it.
+        [tokens // tokens of a tile + rows + 1, 2] int32 buffer; None allocates it.
 
     Raises
     ------
@@ -100,7 +103,9 @@ def plan_prefill(
         A shape, dtype or number that does not fit.
     """
     num_rows = checks.check_rows(cu_q, kv_len, cu_q.device)
-    checks.check_bounds("rows of kv_len", num_rows, 1, MAX_ROWS)
+    max_rows = num_rows if max_rows is None else max_rows
+    checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
+    checks.check_bounds("rows of kv_len", num_rows, 1, max_rows)
     checks.check_bounds("num_tokens", num_tokens, 0, 2**24)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, chunk)
     checks.check_bounds("min_query_tokens", min_query_tokens, 1, 2**24)
@@ -119,7 +124,7 @@ def plan_prefill(
     num_tiles = tiles[-1]
     _plan_prefill_kernel[(num_rows,)](
         tiles, num_tiles, cu_q, num_rows, min_query_tokens,
-        TILE_QUERIES=tile_queries, BLOCK_ROWS=block_rows(num_rows),
+        TILE_QUERIES=tile_queries, BLOCK_ROWS=block_rows(max_rows),
         **launch_options(device_arch(cu_q.device), 4),
     )  # fmt: skip
     return PrefillPlan(
