@@ -11,18 +11,13 @@ import torch
 from quire.bench import report
 from quire.bench.gpu_peers import decode_peers, paged_decode_peers, prefill_peers
 from quire.bench.gpu_session import Part, Point, Row, Session, describe, significant, worst
-from quire.bench.gpu_shapes import ATTENTION_MODELS, BLOCK_SIZE, LENGTHS, Model, model_of
+from quire.bench.gpu_shapes import ATTENTION_MODELS, LENGTHS, Model, model_of
 from quire.bench.gpu_timing import Call
 from quire.kernels.attention_decode import decode_attention
 from quire.kernels.attention_prefill import prefill_attention
-from quire.kernels.decode_plan import (
-    DecodePlan,
-    SharedPrefixes,
-    allocate_decode_workspace,
-    plan_decode,
-)
+from quire.kernels.decode_plan import DecodePlan, allocate_decode_workspace, plan_decode
 from quire.kernels.prefill_plan import plan_prefill
-from quire.kernels.tuning import decode_config, device_arch
+from quire.kernels.tuning import BLOCK_SIZE, decode_config, device_arch
 
 PeerMaker = Callable[[], dict[str, list[Call]]]
 
@@ -73,17 +68,19 @@ class _PagedRows:
         self.out = torch.empty_like(self.q)
         self.scale = model.head_dim**-0.5
 
-    def plan(
-        self, session: Session, model: Model, shared: SharedPrefixes | None = None
-    ) -> DecodePlan:
+    def plan(self, session: Session, model: Model, share_prefixes: bool = False) -> DecodePlan:
         """A plan with slots for every split."""
         arch = device_arch(session.device)
         split = decode_config(arch, model.head_dim, torch.bfloat16).split_tokens
         slots = sum(-(-length // split) for length in self.lengths)
         workspace = allocate_decode_workspace(
-            len(self.lengths), slots, model.heads, model.kv_heads, model.head_dim, session.device
+            len(self.lengths),
+            slots,
+            *(model.heads, model.kv_heads, model.head_dim),
+            session.device,
+            share_prefixes=share_prefixes,
         )
-        return plan_decode(workspace, self.cu_q, self.kv_len, shared)
+        return plan_decode(workspace, self.cu_q, self.kv_len, self.tables, BLOCK_SIZE)
 
     def calls(self, plan: DecodePlan) -> list[Call]:
         """One call a layer."""
@@ -241,14 +238,10 @@ def measure_shared(session: Session, point: Point) -> Row:
     rows = _PagedRows(session, model, [point["prefix"] + point["own"]] * batch)
     common = point["prefix"] // BLOCK_SIZE
     rows.tables[:, :common] = rows.tables[0, :common]
-    members = session.ids(range(batch))
-    shared = SharedPrefixes(
-        members, torch.full_like(members, point["prefix"]), session.ids([0, batch])
-    )
     spreads = session.timer.compare(
         {
             "apart": rows.calls(rows.plan(session, model)),
-            "shared": rows.calls(rows.plan(session, model, shared)),
+            "shared": rows.calls(rows.plan(session, model, share_prefixes=True)),
         }
     )
     apart, once = spreads["apart"].median, spreads["shared"].median

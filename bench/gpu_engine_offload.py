@@ -28,6 +28,7 @@ from quire.bench.gpu_crowd import Crowd, Crowds, Reading, random_prompts
 from quire.bench.gpu_engine_steps import DECODE_OPTIONS, EnginePart
 from quire.bench.gpu_models import SMALL, Checkpoint, checkpoint
 from quire.bench.gpu_session import Part, Point, Row, Session, significant, worst
+from quire.kernels.tuning import BLOCK_SIZE
 from quire.replica.cuda_device import CudaDevice
 from quire.replica.device import CpuDevice, Device
 from quire.replica.groups import LayerGroup, group_layers
@@ -36,7 +37,6 @@ from quire.replica.kv_pool import KVPool, block_elements
 from quire.replica.scheduler import Scheduler
 
 LINK_BYTES = 1 << 30
-BLOCK_SIZE = 32  # tokens, the engine's default
 ROUND_TRIP_BLOCKS = 512  # 2 GiB of an 8B model
 REPEATS = 3
 ROWS = 64

@@ -19,7 +19,7 @@ from quire.bench import report
 from quire.bench.gpu_session import NO_TIME, Part, Point, Row, Session, significant
 
 TESTS = report.ROOT / "tests" / "kernels"
-REHEARSED_TESTS = ("test_block_copy.py",)
+REHEARSED_TESTS = ("test_activation.py",)
 COPY_BYTES = 2 << 30
 GEMM_SIZE = 8192
 POLL_S = 0.2

@@ -8,18 +8,17 @@ import torch
 
 from quire.bench import report
 from quire.bench.gpu_session import Part, Point, Row, Session, significant, worst
-from quire.bench.gpu_shapes import BLOCK_SIZE, MODELS, Model, model_of
+from quire.bench.gpu_shapes import MODELS, Model, model_of
 from quire.bench.gpu_timing import Call
 from quire.kernels.activation import gelu_tanh_mul, silu_mul
-from quire.kernels.block_copy import copy_blocks
 from quire.kernels.kv_write import write_kv
 from quire.kernels.norm import rms_norm
+from quire.kernels.tuning import BLOCK_SIZE
 
 TOKENS = (4096, 16384, 512)
 BAR_TOKENS = 4096  # norm, activation and KV write must reach their bars from here on
 BAR_PERCENT = 85
 ROPE_POSITIONS = 8192
-COPIED_BLOCKS = 64
 
 
 def _tokens(rehearsal: bool) -> tuple[int, ...]:
@@ -152,22 +151,6 @@ def _kv_call(
     return partial(write_kv, q, k, v, cache[:, 0], cache[:, 1], slots, q_out=out, **options)
 
 
-def block_copy_points(rehearsal: bool) -> list[Point]:
-    """Whole blocks of a model, and one layer's part of them."""
-    if rehearsal:
-        return [{"block_kib": 16, "pairs": 2}]
-    return [{"block_kib": size, "pairs": COPIED_BLOCKS} for size in (8192, 7168, 256)]
-
-
-def measure_block_copy(session: Session, point: Point) -> Row:
-    """Every block is read and written once; the pairs are a random permutation of the pool."""
-    pairs, words = point["pairs"], point["block_kib"] * 512
-    pool = session.pool(2 * pairs * words).view(2 * pairs, words)
-    order = session.ids(torch.randperm(2 * pairs).view(pairs, 2))
-    num_bytes = 2 * pairs * point["block_kib"] * 1024
-    return _found(session, [partial(copy_blocks, pool, pool, order)], num_bytes)
-
-
 PARTS = (
     Part("kv_write", kv_write_points, measure_kv_write, partial(_bar, "gpu/kv_write_worst"), 15),
     Part("norm", norm_points, measure_norm, partial(_bar, "gpu/norm_worst"), 10),
@@ -178,5 +161,4 @@ PARTS = (
         partial(_bar, "gpu/activation_worst"),
         10,
     ),
-    Part("block_copy", block_copy_points, measure_block_copy, budget_s=10),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-BLOCK_SIZE = 64
 MAX_LEN = 131_072  # tokens of one request
 
 

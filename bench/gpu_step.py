@@ -9,7 +9,7 @@ import torch
 
 from quire.bench import report
 from quire.bench.gpu_session import Part, Point, Row, Session, significant, worst
-from quire.bench.gpu_shapes import BLOCK_SIZE, model_of
+from quire.bench.gpu_shapes import model_of
 from quire.bench.gpu_timing import Call
 from quire.kernels.batch_prep import apply_differences, gather_last_tokens, prepare_batch
 from quire.kernels.decode_plan import allocate_decode_workspace, plan_decode
@@ -18,6 +18,7 @@ from quire.kernels.matmul_fixed import matmul_fixed
 from quire.kernels.noise import noise_keys
 from quire.kernels.prefill_plan import plan_prefill
 from quire.kernels.sampling import DEFAULT_CONFIG, sample_tokens
+from quire.kernels.tuning import BLOCK_SIZE
 
 VOCAB = 151_936  # Qwen3
 SAMPLED_ROWS = 256
@@ -108,6 +109,7 @@ def step_points(rehearsal: bool) -> list[Point]:
         {"kernel": "gather_last_tokens", "rows": rows, "tokens": rows},
         {"kernel": "apply_differences", "rows": rows, "tokens": rows},
         {"kernel": "plan_decode", "rows": rows, "tokens": rows},
+        {"kernel": "plan_decode, half shared", "rows": rows, "tokens": rows},
         {"kernel": "plan_prefill", "rows": 1, "tokens": tokens},
     ]
 
@@ -126,6 +128,7 @@ def _step_call(session: Session, point: Point) -> Call:
     order = ids(torch.randperm(rows))
     cu_q = ids([i * tokens // rows for i in range(rows + 1)])
     kv_len = ids([width * BLOCK_SIZE] * rows)
+    tables = ids(torch.randperm(rows * width).view(rows, width))
     match point["kernel"]:
         case "prepare_batch":
             batch = dict(
@@ -134,7 +137,6 @@ def _step_call(session: Session, point: Point) -> Call:
                 slots=torch.zeros(tokens, dtype=torch.int64, device=device),
                 batch_tables=torch.zeros(rows, width, dtype=torch.int32, device=device),
             )
-            tables = ids(torch.randperm(rows * width).view(rows, width))
             computed = ids([0 if tokens > rows else 1000] * rows)
             return partial(prepare_batch, order, cu_q, computed, tables, BLOCK_SIZE, **batch)
         case "gather_last_tokens":
@@ -145,12 +147,18 @@ def _step_call(session: Session, point: Point) -> Call:
         case "apply_differences":
             table = torch.zeros(rows, width, dtype=torch.int32, device=device)
             return partial(apply_differences, table, order, ids([3] * rows), ids([5] * rows))
-        case "plan_decode":
+        case "plan_decode" | "plan_decode, half shared" as kernel:
+            if "shared" in kernel:
+                tables[:, : width // 2] = tables[0, : width // 2]
             slots = rows * width * BLOCK_SIZE // 256
             workspace = allocate_decode_workspace(
-                rows, slots, model.heads, model.kv_heads, model.head_dim, device
+                rows,
+                slots,
+                *(model.heads, model.kv_heads, model.head_dim),
+                device,
+                share_prefixes=True,
             )
-            return partial(plan_decode, workspace, cu_q, kv_len)
+            return partial(plan_decode, workspace, cu_q, kv_len, tables, BLOCK_SIZE)
     tiles = torch.empty(tokens + rows + 1, 2, dtype=torch.int32, device=device)
     heads = (model.heads, model.kv_heads, model.head_dim)
     return partial(plan_prefill, cu_q, kv_len, tokens, *heads, tiles=tiles)

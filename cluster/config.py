@@ -170,12 +170,12 @@ class EngineArgs(_Section):
 
     aliases: ClassVar[dict[str, str]] = {"allow_block_sharing": "prefix_caching"}
 
-    block_size: int = Field(
-        32,
+    block_size: int | None = Field(
+        None,
         ge=8,
         le=256,
         description="Tokens of KV cache in one block, the unit of allocation and of prefix reuse; "
-        "a power of two.",
+        "a power of two. Default: 64 on a GPU, 32 on a CPU.",
     )
     num_blocks: int | None = Field(
         None,
@@ -374,10 +374,10 @@ class EngineArgs(_Section):
 
     @field_validator("block_size")
     @classmethod
-    def _power_of_two(cls, value: int) -> int:
+    def _power_of_two(cls, value: int | None) -> int | None:
         # So that it divides the 64 tokens of a routing block or is a multiple of them
         # (protos/wire.py).
-        if value & (value - 1):
+        if value is not None and value & (value - 1):
             raise ValueError(f"must be a power of two from 8 to 256, got {value}")
         return value
 

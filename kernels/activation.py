@@ -16,11 +16,14 @@ Bytes a row: 3 n itemsize. Flops: about 10 n, an exponential and a division amon
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from quire.kernels.checks import check_bounds
+from quire.kernels.forms import KEPT_FORMS, Form, form_of
 from quire.kernels.row_checks import FLOATS, check_matrix
 
 BLOCK = 1024
@@ -76,20 +79,13 @@ def gelu_tanh_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> 
 
 
 def _gated(gate_up: torch.Tensor, out: torch.Tensor | None, gelu: bool) -> torch.Tensor:
-    check_matrix("gate_up", gate_up, (None, None), FLOATS, gate_up.device)
-    rows, columns = gate_up.shape
-    if columns % 2:
-        raise ValueError(f"gate_up: must have an even number of columns, got {columns}")
-    size = columns // 2
-    check_bounds("n", size, 1, 65535 * BLOCK)  # the grid's second axis
+    rows, size, strides = _checked(form_of(gate_up), form_of(out))
     out = gate_up.new_empty(rows, size) if out is None else out
-    check_matrix("out", out, (rows, size), (gate_up.dtype,), gate_up.device)
     if rows:
         _gated_kernel[(rows, triton.cdiv(size, BLOCK))](
             out,
             gate_up,
-            out.stride(0),
-            gate_up.stride(0),
+            *strides,
             SIZE=size,
             GELU=gelu,
             BLOCK=BLOCK,
@@ -97,3 +93,17 @@ def _gated(gate_up: torch.Tensor, out: torch.Tensor | None, gelu: bool) -> torch
             enable_fp_fusion=False,
         )
     return out
+
+
+@functools.lru_cache(KEPT_FORMS)
+def _checked(gate_up: Form, out: Form | None) -> tuple[int, int, tuple[int, int]]:
+    """Check the operands' forms; rows and n, and the strides of out and gate_up."""
+    check_matrix("gate_up", gate_up, (None, None), FLOATS, gate_up.device)
+    rows, columns = gate_up.shape
+    if columns % 2:
+        raise ValueError(f"gate_up: must have an even number of columns, got {columns}")
+    size = columns // 2
+    check_bounds("n", size, 1, 65535 * BLOCK)  # the grid's second axis
+    if out is not None:
+        check_matrix("out", out, (rows, size), (gate_up.dtype,), gate_up.device)
+    return rows, size, (size if out is None else out.stride(0), gate_up.stride(0))

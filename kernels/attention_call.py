@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -9,7 +10,8 @@ import torch
 import triton
 
 from quire.kernels import checks
-from quire.kernels.attention_tile import cache_operands, score_scale
+from quire.kernels.attention_tile import FP8_BITS, fp8_form, score_scale
+from quire.kernels.forms import KEPT_FORMS, Form, form_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class AttentionShape:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def group_pad(self) -> int:
+        """Lanes of a decode tile for the heads of a group, a power of two."""
+        return 1 << (self.group - 1).bit_length()
+
     def constants(self) -> dict[str, int]:
         """Compile-time arguments of the decode and prefill kernels."""
         return dict(
@@ -60,6 +67,16 @@ class AttentionOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchForm:
+    """What a call's forms fix of its launch."""
+
+    strides: tuple[
+        int, ...
+    ]  # of q, out, the block tables, and a block and a head of the caches, in elements
+    constants: dict[str, int | float]  # compile-time arguments of the decode and prefill kernels
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionCall:
     """Operands of one launch; `prepare_call` makes it."""
 
@@ -72,18 +89,7 @@ class AttentionCall:
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     qk_scale: float  # `quire.kernels.attention_tile.score_scale`
-    softcap: float  # 0: none
-    fp8: int  # how an element of the cache becomes an operand
-
-    def strides(self) -> tuple[int, ...]:
-        """Of q, out, the block tables, and a block and a head of the caches, in elements."""
-        tensors = (self.q, self.out, self.block_tables)
-        return *(x.stride(0) for x in tensors), *self.k_cache.stride()[:2]
-
-    def constants(self, shape: AttentionShape) -> dict[str, int | float]:
-        """Compile-time arguments of the decode and prefill kernels."""
-        own = dict(BLOCK_SIZE=self.k_cache.shape[2], SOFTCAP=self.softcap, FP8=self.fp8)
-        return shape.constants() | own
+    form: LaunchForm
 
 
 def prepare_call(
@@ -124,6 +130,34 @@ def prepare_call(
     ValueError
         A shape, dtype, stride, device or option that does not fit, with its bound.
     """
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    operands = (q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale, out, kv_len)
+    form = _checked(shape, scale, softcap, *map(form_of, operands))
+    if form.constants["FP8"] == FP8_BITS:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    qk_scale = score_scale(scale, softcap)
+    return AttentionCall(
+        out, q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale, qk_scale, form
+    )
+
+
+@functools.lru_cache(KEPT_FORMS)
+def _checked(
+    shape: AttentionShape,
+    scale: float,
+    softcap: float | None,
+    q: Form,
+    k_cache: Form,
+    v_cache: Form,
+    block_tables: Form,
+    sinks: Form | None,
+    k_scale: Form | None,
+    v_scale: Form | None,
+    out: Form,
+    kv_len: Form,
+) -> LaunchForm:
+    """Check the operands' forms against the plan's shape."""
     checks.check_attention(
         q,
         k_cache,
@@ -136,20 +170,11 @@ def prepare_call(
     )
     checks.check_options(q, k_cache, scale, softcap, sinks, k_scale, v_scale)
     checks.check_device("plan", kv_len, q.device)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     checks.check_out(out, q)
-    k_cache, v_cache, fp8 = cache_operands(k_cache, v_cache)
-    return AttentionCall(
-        out=out,
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_tables=block_tables,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        qk_scale=score_scale(scale, softcap),
-        softcap=softcap or 0.0,
-        fp8=fp8,
+    strides = (*(x.stride(0) for x in (q, out, block_tables)), *k_cache.strides[:2])
+    own = dict(
+        BLOCK_SIZE=k_cache.shape[2],
+        SOFTCAP=softcap or 0.0,
+        FP8=fp8_form(k_cache.dtype, k_cache.device),
     )
+    return LaunchForm(strides, shape.constants() | own)

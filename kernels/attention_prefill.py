@@ -181,14 +181,14 @@ def prefill_attention(
     shape, config = plan.shape, plan.config
     call = prepare_call(q, k_cache, v_cache, block_tables, scale, shape, plan.kv_len, **options)
     max_tiles = plan.tiles.shape[0]
-    if not len(q) or not max_tiles:
+    if not q.shape[0] or not max_tiles:
         return call.out
     # fmt: off
     _prefill_kernel[(max_tiles * shape.num_kv_heads,)](
         call.out, call.q, call.k_cache, call.v_cache, call.block_tables,
         plan.cu_q, plan.kv_len, plan.tiles, plan.num_tiles, call.sinks, call.k_scale, call.v_scale,
-        call.qk_scale, *call.strides(), BLOCK_M=config.block_m, TILE=config.tile_tokens,
-        **call.constants(shape),
+        call.qk_scale, *call.form.strides, BLOCK_M=config.block_m, TILE=config.tile_tokens,
+        **call.form.constants,
         **launch_options(device_arch(q.device), config.num_warps, config.num_stages),
     )
     # fmt: on

@@ -179,15 +179,11 @@ def head_scales(k_scale_ptr, v_scale_ptr, head, qk_scale):
     return qk_scale, v_scale
 
 
-def cache_operands(
-    k_cache: torch.Tensor, v_cache: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The caches as the kernels read them on their device, and the kernels' argument FP8."""
-    if k_cache.dtype != torch.float8_e4m3fn:
-        return k_cache, v_cache, FP8_NONE.value
-    if has_fp8_conversion(k_cache.device):
-        return k_cache, v_cache, FP8_NATIVE.value
-    return k_cache.view(torch.uint8), v_cache.view(torch.uint8), FP8_BITS.value
+def fp8_form(dtype: torch.dtype, device: torch.device) -> int:
+    """The kernels' argument FP8 for a cache: how they read it on its device."""
+    if dtype != torch.float8_e4m3fn:
+        return FP8_NONE.value
+    return (FP8_NATIVE if has_fp8_conversion(device) else FP8_BITS).value
 
 
 def score_scale(scale: float, softcap: float | None) -> float:

@@ -80,16 +80,11 @@ def check_local(window: int | None, chunk: int | None) -> None:
 def check_decode_config(config: DecodeConfig) -> None:
     """Raise unless a hand-made decode configuration is one that the kernels can run."""
     _check_power("tile_tokens", config.tile_tokens, 16)
-    if config.split_tokens < 1 or config.split_tokens % config.tile_tokens:
-        raise ValueError(
-            f"split_tokens: must be a positive multiple of tile_tokens={config.tile_tokens}, "
-            f"got {config.split_tokens}"
-        )
+    _check_power("split_tokens", config.split_tokens, config.tile_tokens)
     for name in (
-        "shared_subtiles",
+        "merge_splits",
         "merge_unroll",
         "programs_per_processor",
-        "shared_programs_per_processor",
         "merge_programs_per_processor",
     ):
         check_bounds(name, getattr(config, name), 1, 64)
@@ -143,6 +138,11 @@ def check_attention(
                 f"{name}: pages must be contiguous, [..., {head_dim}, 1], with equal strides for k and v, "
                 f"got strides {cache.stride()}"
             )
+    check_tables(block_tables, num_rows, q.device)
+
+
+def check_tables(block_tables: torch.Tensor, num_rows: int, device: torch.device) -> None:
+    """Raise unless they are the block tables of so many rows."""
     if (
         block_tables.dim() != 2
         or block_tables.shape[0] < num_rows
@@ -153,7 +153,7 @@ def check_attention(
             f"block_tables: must be int32 [>= {num_rows} rows, max blocks] with contiguous rows, got "
             f"{block_tables.dtype} {list(block_tables.shape)} with strides {block_tables.stride()}"
         )
-    check_device("block_tables", block_tables, q.device)
+    check_device("block_tables", block_tables, device)
 
 
 def check_options(

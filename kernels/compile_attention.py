@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import triton
 
 from quire.kernels import (
     attention_decode,
@@ -35,7 +34,7 @@ def entries() -> Iterator[Entry]:
         yield from _attention(arch, torch.bfloat16, 128, "window")
         yield from _planners(arch)
     yield from _attention("sm_90", torch.float16, 128)
-    for option in ("chunk", "softcap", "sinks", "block16"):
+    for option in ("chunk", "softcap", "sinks", "block16", "block32"):
         yield from _attention("sm_90", torch.bfloat16, 128, option)
     for group in (1, 3, 5, 7, 12, 16):
         yield from _attention("sm_90", torch.bfloat16, 128, f"group{group}")
@@ -43,7 +42,9 @@ def entries() -> Iterator[Entry]:
 
 def _attention(arch: str, dtype: torch.dtype, head_dim: int, option: str = "") -> Iterator[Entry]:
     kv_heads, group = 8, int(option.removeprefix("group")) if option.startswith("group") else 4
-    block_size = 16 if option == "block16" else 64
+    block_size = (
+        int(option.removeprefix("block")) if option.startswith("block") else tuning.BLOCK_SIZE
+    )
     fp8 = FP8_NONE
     if option == "fp8":
         fp8 = FP8_NATIVE if arch in ("sm_90", "sm_100") else FP8_BITS
@@ -80,34 +81,23 @@ def _attention(arch: str, dtype: torch.dtype, head_dim: int, option: str = "") -
     )
     suffix = f"{value}/{head_dim}" + (f"/{option}" if option else "")
     config = tuning.decode_config(arch, head_dim, dtype)
-    for kind, subtiles, stages, resident in (
-        ("decode", 1, config.num_stages, config.programs_per_processor),
-        (
-            "shared",
-            config.shared_subtiles,
-            config.shared_num_stages,
-            config.shared_programs_per_processor,
+    yield Entry(
+        f"{arch}/decode/{suffix}",
+        arch,
+        attention_decode._decode_kernel,
+        types,
+        dict(
+            GROUP_PAD=shape.group_pad,
+            SPLIT=config.split_tokens,
+            TILE=config.tile_tokens,
+            MERGE_SPLITS=config.merge_splits,
+            **geometry,
         ),
-    ):
-        shared = kind == "shared"
-        if shared and option in ("window", "chunk"):
-            continue
-        yield Entry(
-            f"{arch}/{kind}/{suffix}",
-            arch,
-            attention_decode._decode_kernel,
-            {**types, "members_ptr": _INT32} if shared else types,
-            dict(
-                GROUP_PAD=triton.next_power_of_2(group),
-                SPLIT=config.split_tokens,
-                TILE=config.tile_tokens,
-                SUBTILES=subtiles,
-                SHARED=shared,
-                **geometry,
-            ),
-            tuning.launch_options(arch, config.num_warps, stages, resident),
-            resident,
-        )
+        tuning.launch_options(
+            arch, config.num_warps, config.num_stages, config.programs_per_processor
+        ),
+        config.programs_per_processor,
+    )
     if dtype == torch.bfloat16 and option in ("", "window", "sinks"):
         yield _merge(arch, suffix, types, shape, config)
     prefill = tuning.prefill_config(arch, head_dim, dtype)
@@ -137,32 +127,39 @@ def _merge(
             HEADS=shape.num_heads,
             GROUP=shape.group,
             HEAD_DIM=shape.head_dim,
-            DIM_BLOCK=attention_decode.merge_dims(shape.head_dim),
             SPLIT=config.split_tokens,
+            MERGE_SPLITS=config.merge_splits,
             UNROLL=config.merge_unroll,
+            **attention_decode.merge_layout(shape.head_dim),
             WINDOW=shape.window or 0,
             CHUNK=shape.chunk or 0,
         ),
-        tuning.launch_options(arch, 1, programs_per_processor=config.merge_programs_per_processor),
+        tuning.launch_options(
+            arch,
+            attention_decode.MERGE_WARPS,
+            programs_per_processor=config.merge_programs_per_processor,
+        ),
         config.merge_programs_per_processor,
     )
 
 
 def _planners(arch: str) -> Iterator[Entry]:
-    split, rows = 256, 512
-    decode = dict(SPLIT=split, BLOCK_ROWS=rows)
+    rows = 512
+    decode = dict(ITEM_ROWS=4, SPLIT=tuning.SPLIT_TOKENS, BLOCK_ROWS=rows)
     lists = {
         f"{name}_ptr": _INT32
         for name in "items counts row_slot merge_rows cu_q kv_len tiles num_tiles".split()
     }
-    groups = {f"{name}_ptr": _INT32 for name in ("members", "shared_len", "cu_members")}
+    runs = {f"{name}_ptr": _INT32 for name in "runs num_shared num_led tables".split()}
+    local = dict(MERGE_SPLITS=32, WINDOW=0, CHUNK=0)
     for name, kernel, types, constants in (
-        ("rows", decode_plan._plan_rows_kernel, lists, dict(WINDOW=0, CHUNK=0, **decode)),
+        ("rows", decode_plan._plan_rows_kernel, lists, {**local, **decode}),
+        ("shared_rows", decode_plan._plan_rows_kernel, {**lists, **runs}, {**local, **decode}),
         (
-            "groups",
-            decode_plan._plan_groups_kernel,
-            {**lists, **groups},
-            dict(ITEM_ROWS=8, **decode),
+            "runs",
+            decode_plan._find_runs_kernel,
+            {**lists, **runs},
+            dict(BLOCK_SIZE=tuning.BLOCK_SIZE, **decode),
         ),
         (
             "prefill",

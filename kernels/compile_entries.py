@@ -11,7 +11,6 @@ import triton
 from quire.kernels import (
     activation,
     batch_prep,
-    block_copy,
     fp8_rows,
     kv_write,
     log_probs,
@@ -21,7 +20,7 @@ from quire.kernels import (
     sampling,
 )
 from quire.kernels.offline_compile import Entry
-from quire.kernels.tuning import ARCHS, launch_options
+from quire.kernels.tuning import ARCHS, BLOCK_SIZE, launch_options
 
 VOCAB = 151_936  # Qwen3
 _EXACT = dict(enable_fp_fusion=False)  # as every wrapper asks
@@ -130,7 +129,7 @@ def _kv_write(arch: str) -> Iterator[Entry]:
             dict(
                 HEADS=32,
                 KV_HEADS=8,
-                BLOCK_SIZE=64,
+                BLOCK_SIZE=BLOCK_SIZE,
                 HEAD_BLOCK=kv_write.HEAD_BLOCK,
                 GEMMA=False,
                 FP8=fp8,
@@ -205,13 +204,12 @@ def _batch(arch: str) -> Iterator[Entry]:
     block = dict(BLOCK=batch_prep.BLOCK)
     rows = _pointers("i32", "rows", "cu_q")
     columns = _pointers("i32", "positions", "kv_len", "batch_tables", "num_computed", "tables")
-    copied = _pointers("i64", "target", "source")
     for name, kernel, types, constants, num_warps in (
         (
             "prepare",
             batch_prep._prepare_kernel,
             {**rows, **columns, **_pointers("i64", "slots")},
-            dict(BLOCK_SIZE=64, **block),
+            dict(BLOCK_SIZE=BLOCK_SIZE, **block),
             4,
         ),
         (
@@ -227,13 +225,6 @@ def _batch(arch: str) -> Iterator[Entry]:
             _pointers("i32", "table", "rows", "columns", "values"),
             block,
             4,
-        ),
-        (
-            "copy_blocks",
-            block_copy._copy_blocks_kernel,
-            {**copied, **_pointers("i32", "pairs")},
-            dict(WORDS=1 << 18, BLOCK=block_copy.BLOCK_WORDS),
-            block_copy.NUM_WARPS,
         ),
     ):
         yield Entry(

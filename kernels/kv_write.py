@@ -25,6 +25,8 @@ from the L2 cache. Flops: 3 R (heads + kv_heads), and 4 D more a head with the n
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -36,6 +38,7 @@ from quire.kernels.checks import (
     check_heads,
     check_shape,
 )
+from quire.kernels.forms import KEPT_FORMS, Form, form_of
 from quire.kernels.norm import inverse_rms, scale_normed
 from quire.kernels.row_checks import FLOATS, check_dtype, check_matrix, check_vector
 
@@ -252,6 +255,41 @@ def write_kv(
         A shape, dtype, stride or device that does not fit, with its bound.
     """
     q_out = q if q_out is None else q_out
+    operands = (
+        *(q, k, v, k_cache, v_cache, slots, positions, cos, sin),
+        *(q_norm, k_norm, k_scale, v_scale, q_out),
+    )
+    grid, numbers, constants = _checked(eps, gemma, *map(form_of, operands))
+    if grid[0]:
+        if constants["FP8"]:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        _kv_write_kernel[grid](
+            q_out, k_cache, v_cache, q, k, v, slots, positions, cos, sin, q_norm, k_norm, k_scale, v_scale,
+            eps, *numbers, **constants, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q_out
+
+
+@functools.lru_cache(KEPT_FORMS)
+def _checked(
+    eps: float,
+    gemma: bool,
+    q: Form,
+    k: Form,
+    v: Form,
+    k_cache: Form,
+    v_cache: Form,
+    slots: Form,
+    positions: Form | None,
+    cos: Form | None,
+    sin: Form | None,
+    q_norm: Form | None,
+    k_norm: Form | None,
+    k_scale: Form | None,
+    v_scale: Form | None,
+    q_out: Form,
+) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int | bool]]:
+    """Check the operands' forms; the grid, the numbers after eps, and the compile-time arguments."""
     _check_heads_of_tokens(q, k, v, q_out)
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -260,23 +298,24 @@ def write_kv(
     check_vector("slots", slots, tokens, (torch.int64,), q.device)
     rotary = _check_tables(q, positions, cos, sin)
     _check_factors(q, k_cache, (q_norm, k_norm), (k_scale, v_scale), eps)
-    if not tokens:
-        return q_out
     num_blocks, _, block_size, _ = k_cache.shape
-    fp8 = k_cache.dtype == torch.float8_e4m3fn
-    if fp8:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    parts = triton.cdiv(heads, HEAD_BLOCK) + triton.cdiv(kv_heads, HEAD_BLOCK)
-    # fmt: off
-    _kv_write_kernel[(tokens, parts)](
-        q_out, k_cache, v_cache, q, k, v, slots, positions, cos, sin, q_norm, k_norm, k_scale, v_scale,
-        eps, num_blocks * block_size, cos.shape[0] if rotary else 0,
-        q_out.stride(0), q.stride(0), k.stride(0), v.stride(0), *k_cache.stride()[:2], cos.stride(0) if rotary else 0,
-        HEADS=heads, KV_HEADS=kv_heads, BLOCK_SIZE=block_size, HEAD_BLOCK=HEAD_BLOCK, GEMMA=gemma, FP8=fp8,
-        **head_layout(head_dim, rotary), num_warps=NUM_WARPS, enable_fp_fusion=False,
+    num_positions, stride_angle = (cos.shape[0], cos.stride(0)) if rotary else (0, 0)
+    numbers = (
+        *(num_blocks * block_size, num_positions),
+        *(x.stride(0) for x in (q_out, q, k, v)),
+        *(*k_cache.strides[:2], stride_angle),
     )
-    # fmt: on
-    return q_out
+    constants = dict(
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_BLOCK=HEAD_BLOCK,
+        GEMMA=gemma,
+        FP8=k_cache.dtype == torch.float8_e4m3fn,
+        **head_layout(head_dim, rotary),
+    )
+    parts = triton.cdiv(heads, HEAD_BLOCK) + triton.cdiv(kv_heads, HEAD_BLOCK)
+    return (tokens, parts), numbers, constants
 
 
 def head_layout(head_dim: int, rotary: int) -> dict[str, int]:
@@ -290,9 +329,7 @@ def head_layout(head_dim: int, rotary: int) -> dict[str, int]:
     )
 
 
-def _check_heads_of_tokens(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_out: torch.Tensor
-) -> None:
+def _check_heads_of_tokens(q: Form, k: Form, v: Form, q_out: Form) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 3:
             raise ValueError(f"{name}: must be [tokens, heads, head_dim], got {list(x.shape)}")
@@ -309,9 +346,7 @@ def _check_heads_of_tokens(
             )
 
 
-def _check_cache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_heads: int
-) -> None:
+def _check_cache(q: Form, k_cache: Form, v_cache: Form, kv_heads: int) -> None:
     if k_cache.dim() != 4 or tuple(k_cache.shape[1::2]) != (kv_heads, q.shape[2]):
         raise ValueError(
             f"k_cache: must be [blocks, {kv_heads}, block_size, {q.shape[2]}], got {list(k_cache.shape)}"
@@ -329,10 +364,10 @@ def _check_cache(
 
 
 def _check_tables(
-    q: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    q: Form,
+    positions: Form | None,
+    cos: Form | None,
+    sin: Form | None,
 ) -> int:
     """Check the rotation's arguments; returns its number of dimensions, 0 for none."""
     given = [x is not None for x in (positions, cos, sin)]
@@ -353,10 +388,10 @@ def _check_tables(
 
 
 def _check_factors(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    norms: tuple[torch.Tensor | None, torch.Tensor | None],
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    q: Form,
+    k_cache: Form,
+    norms: tuple[Form | None, Form | None],
+    scales: tuple[Form | None, Form | None],
     eps: float,
 ) -> None:
     """Check the norms' weights and the cache's scales."""

@@ -17,12 +17,15 @@ Bytes a row: 2 n itemsize, or 4 n itemsize with the residual; the weights come f
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from quire.kernels import tuning
 from quire.kernels.checks import check_bounds
+from quire.kernels.forms import KEPT_FORMS, Form, form_of
 from quire.kernels.row_checks import FLOATS, check_matrix, check_vector
 
 MAX_HIDDEN = 1 << 15  # 32 numbers a thread of the largest program
@@ -106,33 +109,47 @@ def rms_norm(
     ValueError
         A shape, dtype, stride or device that does not fit, with its bound.
     """
+    if residual is None and residual_out is not None:
+        raise ValueError("residual_out: needs a residual, got none")
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if residual is not None and residual_out is None:
+        residual_out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    operands = (x, weight, residual, out, residual_out)
+    rows, strides, constants = _checked(eps, gemma, *map(form_of, operands))
+    if rows:
+        _rms_norm_kernel[(rows,)](
+            out, residual_out, x, residual, weight, eps, *strides, **constants
+        )
+    return out if residual is None else (out, residual_out)
+
+
+@functools.lru_cache(KEPT_FORMS)
+def _checked(
+    eps: float,
+    gemma: bool,
+    x: Form,
+    weight: Form,
+    residual: Form | None,
+    out: Form,
+    residual_out: Form | None,
+) -> tuple[int, tuple[int, ...], dict[str, int | bool]]:
+    """Check the operands' forms; rows, strides of out, residual_out, x, residual, and the launch's constants."""
     check_matrix("x", x, (None, None), FLOATS, x.device)
     shape, kind = tuple(x.shape), (x.dtype,)
     check_bounds("hidden", shape[1], 1, MAX_HIDDEN)
     check_vector("weight", weight, shape[1], (x.dtype, torch.float32), x.device)
     if not eps >= 0.0:
         raise ValueError(f"eps: must be >= 0, got {eps}")
-    if residual is None and residual_out is not None:
-        raise ValueError("residual_out: needs a residual, got none")
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     check_matrix("out", out, shape, kind, x.device)
     if residual is not None:
         check_matrix("residual", residual, shape, kind, x.device)
-        if residual_out is None:
-            residual_out = torch.empty_like(residual, memory_format=torch.contiguous_format)
         check_matrix("residual_out", residual_out, shape, kind, x.device)
-    if shape[0]:
-        block = triton.next_power_of_2(shape[1])
-        # fmt: off
-        _rms_norm_kernel[(shape[0],)](
-            out, residual_out, x, residual, weight, eps,
-            out.stride(0), 0 if residual is None else residual_out.stride(0),
-            x.stride(0), 0 if residual is None else residual.stride(0),
-            HIDDEN=shape[1], BLOCK=block, GEMMA=gemma,
-            num_warps=norm_warps(block, tuning.device_arch(x.device)), enable_fp_fusion=False,
-        )
-        # fmt: on
-    return out if residual is None else (out, residual_out)
+    block = triton.next_power_of_2(shape[1])
+    num_warps = norm_warps(block, tuning.device_arch(x.device))
+    constants = dict(HIDDEN=shape[1], BLOCK=block, GEMMA=gemma, num_warps=num_warps)
+    strides = tuple(0 if f is None else f.stride(0) for f in (out, residual_out, x, residual))
+    return shape[0], strides, {**constants, "enable_fp_fusion": False}
 
 
 def norm_warps(block: int, arch: str) -> int:

@@ -13,21 +13,20 @@ or prefilled again, for which the decode kernel's splits are given up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from quire.kernels import cpu_attention
+from quire.kernels.decode_slots import decode_slots
 
 if TYPE_CHECKING:  # a CPU needs no Triton
     from quire.kernels.decode_plan import DecodePlan
     from quire.kernels.prefill_plan import PrefillPlan
 
 Backend = Literal["cpu", "triton"]
-# Partial results of split decode rows: at 32 heads of 128 these are 34 MB. Rows beyond are not split, nor wrong.
-_MAX_SLOTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,13 @@ class PagedAttention:
         Query heads, a multiple of the KV heads.
     max_rows
         Most rows of a batch.
+    max_len
+        Most tokens of a row; None for what the cache holds.
     window, chunk
         Keys a query sees, itself included, or the size of local attention's chunks; None for all.
+    share_prefixes
+        On a GPU, without window and chunk: decode rows whose tables begin with the same blocks read them together.
+        On the CPU they always do. The bits are the same.
     uniform
         On a GPU: the same bits for decoded and prefilled tokens. On the CPU they always are.
     query_tokens
@@ -77,8 +81,10 @@ class PagedAttention:
         num_heads: int,
         *,
         max_rows: int,
+        max_len: int | None = None,
         window: int | None = None,
         chunk: int | None = None,
+        share_prefixes: bool = False,
         uniform: bool = False,
         query_tokens: int | None = None,
         dtype: torch.dtype | None = None,
@@ -107,27 +113,24 @@ class PagedAttention:
         if self.backend == "triton" and not uniform:
             from quire.kernels.decode_plan import allocate_decode_workspace
 
-            _, num_kv_heads, _, head_dim = k_cache.shape
+            num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
+            is_full = window is None and chunk is None
+            kind = dict(window=window, chunk=chunk, share_prefixes=share_prefixes and is_full)
+            cache_tokens = num_blocks * block_size
             self._workspace = allocate_decode_workspace(
                 max_rows,
-                max(_MAX_SLOTS, max_rows),
+                decode_slots(cache_tokens, max_rows, max_len or cache_tokens, **kind),
                 num_heads,
                 num_kv_heads,
                 head_dim,
                 k_cache.device,
                 dtype=self._dtype,
-                window=window,
-                chunk=chunk,
+                **kind,
             )
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Device memory of its own, by name; it stays where it is."""
-        if self._workspace is None:
-            return {}
-        held = {
-            field.name: getattr(self._workspace, field.name) for field in fields(self._workspace)
-        }
-        return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+        return {} if self._workspace is None else self._workspace.buffers()
 
     def plan(
         self,
@@ -186,7 +189,8 @@ class PagedAttention:
             num_query = np.diff(cu_q)
         decode = prefill = None
         if not self._uniform and (num_query == 1).any():
-            decode = plan_decode(self._workspace, starts, lengths)
+            block_size = self._k_cache.shape[2]
+            decode = plan_decode(self._workspace, starts, lengths, tables, block_size)
         least = 1 if self._uniform else 2
         if (num_query >= least).any():
             _, num_kv_heads, _, head_dim = self._k_cache.shape

@@ -78,9 +78,9 @@ def plan_prefill(
     window: int | None = None,
     chunk: int | None = None,
     min_query_tokens: int = 2,
+    max_rows: int | None = None,
     config: PrefillConfig | None = None,
     tiles: torch.Tensor | None = None,
-    max_rows: int | None = None,
 ) -> PrefillPlan:
     """List the query tiles of one batch; once a step, before its first layer.
 
@@ -95,10 +95,10 @@ def plan_prefill(
     min_query_tokens
         Rows with fewer query tokens are left out: 2 leaves decode rows to `decode_attention`; 1 serves them
         here too, so that a token's bits are the same whether it was decoded or prefilled again.
-    tiles
-        [prefill_tiles(...) + 1, 2] int32 buffer; None allocates it.
     max_rows
-        Most rows of a batch, of all that one kernel is to plan; None: those of this one.
+        Most rows of any batch, at most 4096: batches of one bound use one compiled planner. None: as many as here.
+    tiles
+        [tokens // tokens of a tile + rows + 1, 2] int32 buffer; None allocates it.
 
     Raises
     ------
@@ -106,9 +106,9 @@ def plan_prefill(
         A shape, dtype or number that does not fit.
     """
     num_rows = checks.check_rows(cu_q, kv_len, cu_q.device)
-    checks.check_bounds("rows of kv_len", num_rows, 1, MAX_ROWS)
     max_rows = num_rows if max_rows is None else max_rows
-    checks.check_bounds("max_rows", max_rows, num_rows, MAX_ROWS)
+    checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
+    checks.check_bounds("rows of kv_len", num_rows, 1, max_rows)
     checks.check_bounds("num_tokens", num_tokens, 0, 2**24)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, chunk)
     checks.check_bounds("min_query_tokens", min_query_tokens, 1, 2**24)

@@ -40,7 +40,7 @@ class EngineArgs:
     revision: str | None = None  # of a Hugging Face id: branch, tag or commit
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    block_size: int = 32  # tokens of KV in a block
+    block_size: int | None = None  # tokens of KV in a block; None: 64 on a GPU, 32 on a CPU
     num_blocks: int | None = None
     max_batch_tokens: int | None = None
     max_model_len: int | None = None  # None: the checkpoint's max_position_embeddings

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels import cpu_attention, cpu_attention_native, fp8_linear, native_library
+from quire.kernels import cpu_attention, cpu_attention_native, fp8_linear, native_library, tuning
 from quire.kernels.cpu_attention_torch import PREFILL_ROWS
 from quire.kernels.cpu_sequence import workspace_columns
+from quire.kernels.decode_slots import slot_bytes_per_token
 from quire.replica.checkpoint import count_parameters, weights_revision
 from quire.replica.config import (
     ASYNC_BATCHING,
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 _CPU_KV_BYTES = 1 * GIB  # default: several replicas share a machine
 _HOST_TIER_BYTES = 4 * GIB  # default beside a GPU, at most a quarter of what the host has to give
+_CPU_BLOCK_SIZE = 32
 _CPU_BATCH_TOKENS = 512
 _CUDA_BATCH_TOKENS = 8192
 _SMALL_MODEL_PARAMETERS = (
@@ -79,8 +81,9 @@ class MemoryTable:
     max_memory_percent: float
     weights: int
     activations: int
-    attention: int  # the threads' tiles; without native attention: gathered keys and values, and scores, of the
-    # longest request that fits
+    # On the CPU the threads' tiles; without native attention: gathered keys and values, and scores, of the longest
+    # request that fits. On a GPU the partial results of split decode rows, which grow with the pool.
+    attention: int
     logits: int
     block: int  # one block over all layers of a group
     num_blocks: int
@@ -88,7 +91,8 @@ class MemoryTable:
     num_host_blocks: int  # of the host tier
     is_host_separate: bool  # its memory is not the device's
     graphs: int = 0
-    # Weights, activations and graphs are measured: the activations hold attention's workspace and the logits.
+    # Weights, activations and graphs are measured: the activations hold the logits, and of attention's workspace all
+    # that does not grow with the pool.
     is_measured: bool = False
 
     @property
@@ -124,6 +128,7 @@ class MemoryTable:
             terms = [
                 ("weights", self.weights, "measured"),
                 ("workspace", self.activations, "measured at the largest batch"),
+                ("attention", self.attention, "partial results of decode rows"),
                 (
                     "graphs",
                     self.graphs,
@@ -206,6 +211,7 @@ def resolve(
             f"{spec.max_position_embeddings}"
         )
     num_threads = args.num_threads or physical_cores()
+    block_size = choose_block_size(args, device)
     table = memory_table(
         args,
         spec,
@@ -216,7 +222,7 @@ def resolve(
         max_model_len,
         available_bytes(device) if measured is None else measured.available,
         available_bytes("cpu"),
-        native_attention_bytes(spec, device, args.block_size, num_threads),
+        native_attention_bytes(spec, device, block_size, num_threads),
         measured,
     )
     if device == "cpu" or measured is not None:
@@ -225,12 +231,10 @@ def resolve(
         raise SizingError(
             f"weights is {weights!r}, which needs {needed / GIB:.3f} GiB while the weights are read\n{table}"
         )
-    max_cache_tokens = max_sequence_tokens(
-        spec.groups, table.num_blocks, args.block_size, max_model_len
-    )
+    max_cache_tokens = max_sequence_tokens(spec.groups, table.num_blocks, block_size, max_model_len)
     if max_model_len > max_cache_tokens:
         if args.max_model_len is not None:
-            needed = sequence_blocks(spec.groups, max_model_len, 1, args.block_size)
+            needed = sequence_blocks(spec.groups, max_model_len, 1, block_size)
             raise SizingError(
                 f"max_model_len {max_model_len} needs {needed} blocks, the cache "
                 f"has {table.num_blocks}; lower it or raise num_blocks, kv_cache_gib or the memory\n{table}"
@@ -245,7 +249,7 @@ def resolve(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         max_model_len=max_model_len,
-        block_size=args.block_size,
+        block_size=block_size,
         num_blocks=table.num_blocks,
         max_batch_tokens=max_batch_tokens,
         # A step decodes one token of every running request.
@@ -305,7 +309,8 @@ def memory_table(
         The weights, or the cache asked for, do not fit, or not one block does.
     """
     element = ELEMENT_BYTES[dtype]
-    block = block_elements(spec.groups, args.block_size)
+    block_size = choose_block_size(args, device)
+    block = block_elements(spec.groups, block_size)
     block *= 1 if args.kv_cache_dtype == "fp8" else element
     num_host_blocks = _num_host_blocks(args, device, block, host_available)
     # Live at once in the widest place: the residual stream and its norm, q, k, v and the attention's output in
@@ -318,13 +323,14 @@ def memory_table(
         width = max(width, 2 * spec.hidden_size + workspace_columns(spec.hidden_size, *shape))
 
     # `cpu_attention_torch` widens K and V of a request to float32 and holds scores and weights of one query tile. A
-    # GPU's kernels read pages where they lie, and what they keep of split sequences is measured.
+    # GPU's kernels read pages where they lie, and keep partial results of split sequences.
     per_token = spec.num_kv_heads * (2 * spec.head_dim * (element + 4) + 2 * PREFILL_ROWS * 4)
     on_torch_path = device == "cpu" and native_attention is None
-    workspace = per_token * args.block_size if on_torch_path else 0  # a block
+    workspace = per_token * block_size if on_torch_path else 0  # a block
+    partials = 0 if device == "cpu" else decode_bytes_per_block(args, spec, block_size)
     # One group's layer attends at a time; a request of full length has blocks in all of them.
-    longest = -(-max_model_len // args.block_size)  # blocks of one group
-    request = sequence_blocks(spec.groups, max_model_len, max_batch_tokens, args.block_size)
+    longest = -(-max_model_len // block_size)  # blocks of one group
+    request = sequence_blocks(spec.groups, max_model_len, max_batch_tokens, block_size)
 
     def table(num_blocks: int) -> MemoryTable:
         if measured is not None:
@@ -333,11 +339,11 @@ def memory_table(
                 max_memory_percent=args.max_memory_percent,
                 weights=measured.weights,
                 activations=measured.workspace,
-                attention=0,
+                attention=partials * num_blocks,
                 logits=0,
                 block=block,
                 num_blocks=num_blocks,
-                block_size=args.block_size,
+                block_size=block_size,
                 num_host_blocks=num_host_blocks,
                 is_host_separate=device != "cpu",
                 graphs=measured.graphs,
@@ -348,12 +354,14 @@ def memory_table(
             max_memory_percent=args.max_memory_percent,
             weights=weight_bytes,
             activations=max_batch_tokens * width * max(element, 4),
-            attention=(native_attention or 0) + workspace * min(num_blocks, longest),
+            attention=(native_attention or 0)
+            + workspace * min(num_blocks, longest)
+            + partials * num_blocks,
             # Logits in float32, sorted values, their ids and probabilities, and the noise.
             logits=args.max_running_requests * spec.vocab_size * (4 * 4 + 8),
             block=block,
             num_blocks=num_blocks,
-            block_size=args.block_size,
+            block_size=block_size,
             num_host_blocks=num_host_blocks,
             is_host_separate=device != "cpu",
         )
@@ -365,9 +373,9 @@ def memory_table(
         )
     if room < 0:
         raise SizingError(f"{spec.path}: the model alone does not fit\n{table(0)}")
-    fits = room // (block + workspace)
+    fits = room // (block + workspace + partials)
     if fits > longest:
-        fits = (room - workspace * longest) // block
+        fits = (room - workspace * longest) // (block + partials)
     num_blocks = args.num_blocks
     if num_blocks is None:
         useful = args.max_running_requests * request
@@ -386,6 +394,24 @@ def memory_table(
     if result.remainder < 0:
         raise SizingError(f"num_blocks {num_blocks} does not fit, at most {fits} do\n{result}")
     return result
+
+
+def choose_block_size(args: EngineArgs, device: str) -> int:
+    """As asked for, or the size that the device's attention reads best."""
+    return args.block_size or (_CPU_BLOCK_SIZE if device == "cpu" else tuning.BLOCK_SIZE)
+
+
+def decode_bytes_per_block(args: EngineArgs, spec: ModelSpec, block_size: int) -> int:
+    """Bytes by which a block of the pool enlarges the partial results of all groups' decode attention on a GPU."""
+    per_token = sum(
+        slot_bytes_per_token(
+            spec.num_heads,
+            group.head_dim,
+            args.prefix_caching and group.window is None and group.chunk is None,
+        )
+        for group in spec.groups
+    )
+    return math.ceil(per_token * block_size)
 
 
 def native_attention_bytes(
@@ -511,11 +537,11 @@ def check_args(args: EngineArgs) -> None:
             raise SizingError(
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(args, name)!r}"
             )
-    counts = ("num_blocks", "max_batch_tokens", "max_model_len", "num_threads", "kv_padding")
-    required = (
-        *("block_size", "max_running_requests", "max_waiting_requests"),
-        "max_cached_graphs",
+    counts = (
+        *("block_size", "num_blocks", "max_batch_tokens", "max_model_len", "num_threads"),
+        "kv_padding",
     )
+    required = ("max_running_requests", "max_waiting_requests", "max_cached_graphs")
     for name in counts + required:
         value = getattr(args, name)
         if value is None and name in counts:

@@ -48,7 +48,7 @@ def test_every_part_runs_in_the_interpreter(tmp_path):
     assert {(bar["value"], bar["holds"]) for bar in result["bars"]} == {(None, None)}
     assert result["rehearsal"] is True
     points = {name: part["points"] for name, part in result["parts"].items()}
-    assert len(points) == 12 and min(points.values()) > 0
+    assert len(points) == 11 and min(points.values()) > 0
     # The interpreter's times say nothing: none is written down.
     assert not any(part["rows"] for part in result["parts"].values())
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.kernels import attention_call
 from quire.kernels.attention_decode import decode_attention
-from quire.kernels.decode_plan import (
-    SharedPrefixes,
-    allocate_decode_workspace,
-    plan_decode,
-)
+from quire.kernels.decode_plan import allocate_decode_workspace, plan_decode
 from quire.kernels.interpreter import kernel_device
 from quire.kernels.tuning import DecodeConfig
 
@@ -25,9 +23,7 @@ CONFIG = DecodeConfig(
     num_warps=4,
     num_stages=2,
     programs_per_processor=2,
-    shared_subtiles=2,
-    shared_num_stages=2,
-    shared_programs_per_processor=2,
+    merge_splits=3,
     merge_unroll=2,
 )
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,16 +42,17 @@ def workspace_for(batch, *, config=CONFIG, max_slots=32, num_programs=3, **local
     )
 
 
-def attend(
-    batch, *, shared=None, permute=None, window=None, chunk=None, out=None, options=(), **workspace
-):
-    ws = workspace_for(batch, window=window, chunk=chunk, **workspace)
-    plan = plan_decode(ws, batch.cu_q, batch.kv_len, shared)
+def plan_for(batch, ws):
+    return plan_decode(ws, batch.cu_q, batch.kv_len, batch.tables, batch.k.shape[2])
+
+
+def attend(batch, *, permute=None, out=None, options=(), **workspace):
+    ws = workspace_for(batch, **workspace)
+    plan = plan_for(batch, ws)
     if permute is not None:
-        for items, count in ((ws.items, ws.counts[0]), (ws.shared_items, ws.counts[2])):
-            if items is ws.items or shared is not None:
-                order = torch.randperm(int(count), generator=torch.Generator().manual_seed(permute))
-                items[: int(count)] = items[order.to(items.device)]
+        count = int(ws.counts[0])
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(permute))
+        ws.items[:count] = ws.items[order.to(ws.items.device)]
     return decode_attention(
         batch.q, batch.k, batch.v, batch.tables, batch.scale, plan, out=out, **dict(options)
     )
@@ -129,87 +126,122 @@ def test_bits_do_not_depend_on_batch_grid_order_or_slots(paged_batch, dtype, loc
         dict(max_slots=1),  # no row is split: one program walks each
         dict(max_slots=6, permute=2),
         dict(config=replace(CONFIG, merge_unroll=5)),
+        dict(share_prefixes=not local),
     ):
         assert torch.equal(attend(batch, **local, **other), together), other
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    group=st.sampled_from([1, 3, 4, 16]),
-    head_dim=st.sampled_from([64, 64, 80, 128]),
-    dtypes=st.sampled_from(
-        [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float8_e4m3fn)]
-    ),
-    sinks=st.booleans(),
-    own=st.lists(st.integers(1, 70), min_size=2, max_size=4),
-    shared_blocks=st.integers(0, 6),
-    max_slots=st.sampled_from([4, 9, 64]),
-    softcap=st.sampled_from([None, 2.0]),
-    subtiles=st.sampled_from([1, 2]),
-)
-def test_shared_prefixes_give_the_same_bits(
-    paged_batch,
-    close,
-    group,
-    head_dim,
-    dtypes,
-    sinks,
-    own,
-    shared_blocks,
-    max_slots,
-    softcap,
-    subtiles,
-):
-    prefix = 16 * shared_blocks
-    kv_lens = [prefix + n for n in own]
-    dtype, cache_dtype = dtypes
+@pytest.mark.parametrize("num_splits", [1, 3, 4, 9, 10, 17])
+def test_a_long_row_is_merged_by_runs_of_splits_in_order(paged_batch, num_splits):
+    """Of the tree: the same as an explicit one over the splits' own results."""
+    batch = paged_batch([1, 1], [32 * num_splits, 40], 2, 1, 64, 16, torch.float32)
+    ws = workspace_for(batch)
+    plan = plan_for(batch, ws)
+    out = decode_attention(batch.q, batch.k, batch.v, batch.tables, batch.scale, plan)
+    parts = [split_result(batch, range(32 * split, 32 * split + 32)) for split in range(num_splits)]
+    runs = [reduce(merge_results, parts[i : i + 3]) for i in range(0, num_splits, 3)]
+    _, total, acc = reduce(merge_results, runs)
+    torch.testing.assert_close(out[0], acc / total[:, None], rtol=0, atol=3e-7)
+    assert ws.counts.tolist()[2] == int(num_splits > 3)
+
+
+def split_result(batch, positions):
+    """(m, l, acc) of the first row over some of its keys, in float32."""
+    block_size = batch.k.shape[2]
+    at = [(int(batch.tables[0, p // block_size]), p % block_size) for p in positions]
+    k, v = (torch.stack([x[block, 0, slot] for block, slot in at]) for x in (batch.k, batch.v))
+    s = batch.q[0] @ k.T * (batch.scale * 1.4426950408889634)
+    m = s.max(1).values
+    p = torch.exp2(s - m[:, None])
+    return m, p.sum(1), p @ v
+
+
+def merge_results(a, b):
+    m = torch.maximum(a[0], b[0])
+    x, y = torch.exp2(a[0] - m), torch.exp2(b[0] - m)
+    return m, a[1] * x + b[1] * y, a[2] * x[:, None] + b[2] * y[:, None]
+
+
+def share(batch, tree):
+    """Rows take their first blocks from others: (row, whose, blocks) in turn; the content they had is gone."""
+    for row, leader, blocks in tree:
+        batch.tables[row, :blocks] = batch.tables[leader, :blocks]
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_shared_prefixes_give_the_same_bits(paged_batch, close, data):
+    group = data.draw(st.sampled_from([1, 3, 4, 8, 16]), "group")
+    block_size = data.draw(st.sampled_from([16, 32, 64]), "block_size")
+    dtype, cache_dtype = data.draw(
+        st.sampled_from(
+            [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float8_e4m3fn)]
+        ),
+        "dtypes",
+    )
+    kv_lens = data.draw(st.lists(st.integers(0, 330), min_size=2, max_size=5), "kv_lens")
+    q_lens = [data.draw(st.sampled_from([1, 1, 1, 2]), "q_len") if n > 2 else 1 for n in kv_lens]
+    head_dim = data.draw(st.sampled_from([64, 64, 80, 128]), "head_dim")
     batch = paged_batch(
-        [1] * len(own),
-        kv_lens,
-        group,
-        1,
-        head_dim,
-        16,
-        dtype,
-        cache_dtype=cache_dtype,
-        shared=shared_blocks,
+        q_lens, kv_lens, group, 1, head_dim, block_size, dtype, cache_dtype=cache_dtype
     )
-    members = torch.tensor(range(len(own))[::-1], dtype=torch.int32, device=batch.q.device)
-    shared = SharedPrefixes(
-        members=members,
-        shared_len=torch.full_like(members, prefix),
-        cu_members=torch.tensor([0, len(own)], dtype=torch.int32, device=batch.q.device),
-    )
-    config = replace(CONFIG, shared_subtiles=subtiles)
-    options = {} if softcap is None else {"softcap": softcap}
-    if sinks:
+    for row in range(1, len(kv_lens)):
+        leader = data.draw(st.integers(0, row - 1), "leader")
+        most = max(0, min(kv_lens[row], kv_lens[leader]) - 2) // block_size
+        share(batch, [(row, leader, data.draw(st.integers(0, most), "blocks"))])
+    options = {}
+    if data.draw(st.booleans(), "softcap"):
+        options["softcap"] = 2.0
+    if data.draw(st.booleans(), "sinks"):
         options["sinks"] = torch.linspace(-2, 2, group, device=batch.q.device)
     if cache_dtype is not None:
         scale = torch.tensor([0.5], device=batch.q.device)
         options |= {"k_scale": scale, "v_scale": 2 * scale}
-    apart = attend(batch, options=options)
-    close(apart, batch.expected(**options), dtype)
-    cascade = attend(
-        batch, shared=shared, config=config, max_slots=max_slots, options=options, permute=3
+    out = torch.zeros_like(batch.q)
+    apart = attend(batch, options=options, out=out.clone(), max_slots=64)
+    decodes = [int(batch.cu_q[i]) for i, n in enumerate(q_lens) if n == 1]
+    close(apart[decodes], batch.expected(**options)[decodes], dtype)
+    together = attend(
+        batch,
+        share_prefixes=True,
+        max_slots=data.draw(st.sampled_from([4, 9, 17, 64]), "max_slots"),
+        options=options,
+        permute=3,
+        out=out.clone(),
     )
-    assert torch.equal(cascade, apart)
+    assert torch.equal(together, apart)
 
 
-def test_groups_of_unequal_size_share_apart_from_each_other(paged_batch):
-    first = paged_batch([1] * 5, [100, 99, 80, 66, 33], 4, 2, 64, 16, torch.bfloat16, shared=2)
-    # Rows 0, 2, 3 share two blocks; 1 and 4 keep to themselves (the same blocks, not declared).
-    device = first.q.device
-    shared = SharedPrefixes(
-        members=torch.tensor([1, 0, 2, 3, 4], dtype=torch.int32, device=device),
-        shared_len=torch.tensor([0, 32, 32, 32, 0], dtype=torch.int32, device=device),
-        cu_members=torch.tensor([0, 1, 4, 5], dtype=torch.int32, device=device),
+def test_a_shared_split_is_read_once_for_as_many_rows_as_fill_a_tile(paged_batch):
+    # 4 heads a KV head: 4 rows fill the 16-row tile.
+    batch = paged_batch([1] * 7, [130, 140, 100, 90, 200, 170, 65], 8, 2, 64, 16, torch.bfloat16)
+    # Splits of two blocks. All but row 6 share the first; rows 1, 4, 5 the second, rows 4, 5 two more.
+    share(batch, [(r, 0, 2) for r in range(1, 6)] + [(4, 1, 4), (5, 4, 8)])
+    ws = workspace_for(batch, share_prefixes=True, max_slots=64)
+    plan_for(batch, ws)
+    items = ws.items[: int(ws.counts[0])].tolist()
+    shared = sorted(item for item in items if item[3] >= 0)
+    assert shared == [
+        [0, 1, 0, 1, 2, 3],
+        [0, 1, 4, 5, -1, -1],
+        [1, 2, 1, 4, 5, -1],
+        [2, 3, 4, 5, -1, -1],
+        [3, 4, 4, 5, -1, -1],
+    ]
+    reads = [(split, row) for split, _, *rows in items for row in rows if row >= 0]
+    splits = [-(-n // 32) for n in batch.kv_len.tolist()]
+    assert sorted(reads) == sorted((s, row) for row, n in enumerate(splits) for s in range(n))
+    assert torch.equal(
+        attend(batch, share_prefixes=True, max_slots=64), attend(batch, max_slots=64)
     )
-    ws = workspace_for(first)
-    plan_decode(ws, first.cu_q, first.kv_len, shared)
-    # Three rows, one split, four rows fit a 16-row tile: one item; rows 1 and 4 read all their splits.
-    assert ws.counts.tolist()[2] == 1
-    assert ws.shared_items[0].tolist() == [1, 3, 0, 1]
-    assert torch.equal(attend(first, shared=shared), attend(first))
+
+
+def test_equal_blocks_after_a_difference_are_not_shared(paged_batch):
+    batch = paged_batch([1, 1], [100, 100], 2, 1, 64, 16, torch.bfloat16)
+    batch.tables[1, 1:4] = batch.tables[0, 1:4]
+    ws = workspace_for(batch, share_prefixes=True)
+    plan_for(batch, ws)
+    assert ws.counts[0] == 8 and (ws.items[:8, 3:] == -1).all()
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
@@ -227,14 +259,15 @@ def test_work_list_covers_every_split_once(paged_batch, rows, max_slots, local):
     ws = allocate_decode_workspace(
         8, max_slots, 4, 2, 64, device, config=CONFIG, num_programs=1, **local
     )
-    plan_decode(ws, cu_q, kv_len)
-    num_items, num_merges, _ = ws.counts.tolist()
+    tables = torch.zeros(len(rows), 26, dtype=torch.int32, device=device)
+    plan_decode(ws, cu_q, kv_len, tables, 16)
+    num_items, num_merges, num_long = ws.counts.tolist()
     listed = {}
-    for member, members, first, end in ws.items[:num_items].tolist():
-        assert members == 1
-        listed.setdefault(member, []).append((first, end))
+    for first, end, row, *others in ws.items[:num_items].tolist():
+        assert set(others) == {-1}
+        listed.setdefault(row, []).append((first, end))
     taken = set()
-    merged = []
+    merged, long = [], []
     for row, (q_len, length) in enumerate(rows):
         if q_len != 1 or length == 0:
             assert row not in listed
@@ -253,9 +286,11 @@ def test_work_list_covers_every_split_once(paged_batch, rows, max_slots, local):
             assert len(slots) > 1 and max(slots) < max_slots and not slots & taken
             taken |= slots
             merged.append(row)
+            long += [row] * (end - first > CONFIG.merge_splits)
         else:
             assert listed[row] == [(first, end)]
-    assert sorted(ws.merge_rows[:num_merges].tolist()) == merged
+    found = ws.merge_rows[:num_merges].tolist()
+    assert found[:num_long] == long and sorted(found) == merged
 
 
 def test_an_unknown_option_is_refused(paged_batch):
@@ -313,7 +348,10 @@ def test_e4m3_bits_are_decoded_without_hardware(paged_batch, monkeypatch):
     )
     native = attend(batch)
     monkeypatch.setattr("quire.kernels.attention_tile.has_fp8_conversion", lambda device: False)
-    assert torch.equal(attend(batch), native)
+    attention_call._checked.cache_clear()
+    bits = attend(batch)
+    attention_call._checked.cache_clear()
+    assert torch.equal(bits, native)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +372,7 @@ def test_e4m3_bits_are_decoded_without_hardware(paged_batch, monkeypatch):
 def test_wrong_tensors_are_named(paged_batch, change, message):
     batch = paged_batch([1, 1], [20, 9], 4, 2, 64, 16, torch.float32)
     changed = {name: function(getattr(batch, name)) for name, function in change.items()}
-    plan = plan_decode(workspace_for(batch), batch.cu_q, batch.kv_len)
+    plan = plan_for(batch, workspace_for(batch))
     x = replace(batch, **changed)
     with pytest.raises(ValueError, match=message):
         decode_attention(x.q, x.k, x.v, x.tables, x.scale, plan)
@@ -352,7 +390,7 @@ def test_wrong_tensors_are_named(paged_batch, change, message):
 )  # fmt: skip
 def test_wrong_options_are_named(paged_batch, options, message):
     batch = paged_batch([1, 1], [20, 9], 4, 2, 64, 16, torch.float32)
-    plan = plan_decode(workspace_for(batch), batch.cu_q, batch.kv_len)
+    plan = plan_for(batch, workspace_for(batch))
     options = {
         name: x.to(batch.q.device) if isinstance(x, torch.Tensor) else x
         for name, x in options.items()
@@ -371,7 +409,9 @@ def test_wrong_options_are_named(paged_batch, options, message):
         (dict(window=4, chunk=4), "window, chunk: at most one"),
         (dict(window=0), "window: must be between 1"),
         (dict(config=replace(CONFIG, tile_tokens=24)), "tile_tokens: must be a power of two"),
-        (dict(config=replace(CONFIG, split_tokens=40)), "split_tokens: must be a positive multiple"),
+        (dict(config=replace(CONFIG, split_tokens=48)), "split_tokens: must be a power of two of at least 16"),
+        (dict(config=replace(CONFIG, split_tokens=8)), "split_tokens: must be a power of two of at least 16"),
+        (dict(share_prefixes=True, window=4), "share_prefixes: must be False .* got window=4, chunk=None"),
     ],
 )  # fmt: skip
 def test_wrong_sizes_are_named(change, message):
@@ -384,10 +424,8 @@ def test_a_batch_must_fit_its_workspace(paged_batch):
     batch = paged_batch([1] * 4, [5, 5, 5, 5], 1, 1, 64, 16, torch.float32)
     ws = workspace_for(batch.rows([0, 1]))
     with pytest.raises(ValueError, match="rows of kv_len: must be between 1 and 3, got 4"):
-        plan_decode(ws, batch.cu_q, batch.kv_len)
+        plan_for(batch, ws)
     with pytest.raises(ValueError, match=r"cu_q: must have shape \[5\]"):
-        plan_decode(ws, batch.cu_q[:-1], batch.kv_len)
-    local = workspace_for(batch, window=8)
-    ids = torch.zeros(4, dtype=torch.int32, device=batch.q.device)
-    with pytest.raises(ValueError, match="shared: must be None for layers with a window"):
-        plan_decode(local, batch.cu_q, batch.kv_len, SharedPrefixes(ids, ids, ids))
+        plan_for(replace(batch, cu_q=batch.cu_q[:-1]), ws)
+    with pytest.raises(ValueError, match="block_tables: must be int32"):
+        plan_for(replace(batch, tables=batch.tables.long()), workspace_for(batch))

@@ -37,7 +37,6 @@ def test_the_example_of_the_readme_runs(close):
         64**-0.5,
     )
     close(x["out"], expected, torch.bfloat16)
-    assert torch.equal(x["pool"][0], x["pool"][9])
     assert x["sampled"][1] == x["logits"][1].argmax()
     assert x["last_token"][[3, 5]].tolist() == x["sampled"].tolist()
     assert torch.isfinite(x["chosen"]).all() and (x["chosen"] <= x["top"][:, 0]).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -30,13 +32,16 @@ OPTIONS = {
 @pytest.mark.parametrize("uniform", [False, True])
 def test_buffers_are_all_the_memory_that_outlives_a_call(uniform):
     k_cache = torch.zeros(4, 2, 16, 64, device=DEVICE)
-    attention = PagedAttention(k_cache, 4, max_rows=3, uniform=uniform, backend="triton")
+    attention = PagedAttention(
+        k_cache, 4, max_rows=3, share_prefixes=True, uniform=uniform, backend="triton"
+    )
     held = attention.buffers()
     assert bool(held) != uniform  # rows of one token have a kernel of their own
     workspace = vars(attention)["_workspace"]
     for name, tensor in held.items():
-        assert getattr(workspace, name).data_ptr() == tensor.data_ptr()
-    assert uniform or {"items", "partial_acc", "partial_ml"} <= held.keys()
+        owner = workspace if hasattr(workspace, name) else workspace.shared
+        assert getattr(owner, name).data_ptr() == tensor.data_ptr()
+    assert uniform or {"items", "partial_acc", "partial_ml", "runs", "num_led"} <= held.keys()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -57,6 +62,38 @@ def test_decodes_and_chunks_in_one_batch_match_the_reference(
     plan = attention.plan(*lists)
     out = attention(batch.q, batch.k, batch.v, batch.scale, plan, sinks=sinks, **options)
     close(out, expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_begin_alike_read_their_blocks_together(paged_batch, dtype):
+    """With the kernels' own configuration: splits of 256 tokens. Row 2 is prefilled, row 3 shares nothing."""
+    batch = paged_batch([1, 1, 3, 1, 1], [530, 600, 540, 300, 270], 4, 2, 64, 32, dtype, shared=16)
+    batch.tables[3] = batch.tables[3].flip(0).roll(10)
+    batch.tables[3, :10] = torch.arange(10)
+    batch.tables[4, 8] = batch.tables[2, 16]
+    results = []
+    for share_prefixes in (False, True):
+        attention = PagedAttention(
+            batch.k.nan_to_num(), 4, max_rows=8, share_prefixes=share_prefixes, backend="triton"
+        )
+        plan = attention.plan(*(x.cpu().numpy() for x in (batch.cu_q, batch.kv_len, batch.tables)))
+        caches = (x.nan_to_num() for x in (batch.k, batch.v))
+        results.append(attention(batch.q, *caches, batch.scale, plan))
+        workspace = plan.decode.workspace
+        items = workspace.items[: int(workspace.counts[0])].tolist()
+        shared = [item[:6] for item in items if item[3] >= 0]
+        expected = [[0, 1, 0, 1, 4, -1], [1, 2, 0, 1, -1, -1]] if share_prefixes else []
+        assert sorted(shared) == expected
+    assert torch.equal(*results)
+
+
+def test_prefixes_are_shared_by_full_attention_alone(paged_batch):
+    batch = paged_batch([1], [1], 4, 2, 64, 16, torch.float32)
+    for kind, shares in (({}, True), ({"window": 9}, False), ({"chunk": 9}, False)):
+        attention = PagedAttention(
+            batch.k, 4, max_rows=2, share_prefixes=True, backend="triton", **kind
+        )
+        assert ("runs" in attention.buffers()) == shares
 
 
 def test_an_unknown_backend_is_refused(paged_batch):
@@ -120,6 +157,16 @@ def test_a_model_gives_the_same_logits_on_both_paths(checkpoint):
         runner = Runner(config, spec, model, pool, attention_backend=backend)
         if backend == "triton" or has_native():
             assert runner.fused.fused["layers"] == 2 and not runner.fused.dropped
+        if backend == "triton":
+            # Prefix caching is off here.
+            assert not any(name.endswith(".runs") for name in vars(runner)["_forward"].buffers())
+            cached = dataclasses.replace(config, prefix_caching=True)
+            shares = Runner(
+                cached, spec, model, pool, attention_backend=backend, fused=runner.fused
+            )
+            held = vars(shares)["_forward"].buffers()
+            has_windows = any(group.window for group in spec.groups)
+            assert ("attention 0.runs" in held) != has_windows
         pool.poison()
         for begin, end in ((0, 33), (33, 49), (49, 50)):  # two chunks, then a decode
             found = runner.forward(chunk(ids, begin, end, len(spec.groups)))

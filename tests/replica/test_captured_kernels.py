@@ -77,6 +77,7 @@ OUTSIDE = {
     "index_select": 3,  # last tokens, block tables, sampling columns
     "embedding": 1,
     "arange": 1,
+    "_find_runs_kernel": 1,
     "_plan_rows_kernel": 1,
     "_rms_norm_kernel": 1,
     "mm": 1,
@@ -93,7 +94,7 @@ def test_a_decode_step_of_llama_8b(meta, tmp_path):
     steps = {}
     for layers in (2, 12):
         config = transformers.LlamaConfig(**LLAMA_8B, num_hidden_layers=layers)
-        runner = runner_of(config, tmp_path / str(layers))
+        runner = runner_of(config, tmp_path / str(layers), prefix_caching=True)
         assert runner.fused.chains == [layers] and runner.fused.fused["decoders"] == 1
         steps[layers] = captured(runner, GraphKey(16, GraphPart.WHOLE))
     of_10_layers = steps[12] - steps[2]

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import cpu_attention, cpu_attention_native
+from quire.kernels.paged_attention import PagedAttention
 from quire.replica import sizing
 from quire.replica.config import EngineArgs
 from quire.replica.machine import (
@@ -67,8 +68,51 @@ def test_the_pool_is_never_larger_than_all_requests_can_use(spec):
 
 def test_a_gpu_gets_all_that_is_left(spec):
     table = solve(big(spec), available=64 * GIB, device="cuda", max_model_len=10**6)
-    assert table.kv_cache > 50 * GIB and 0 <= table.remainder < table.block
-    assert table.attention == 0, "the CPU's tiles are not on the device"
+    assert table.kv_cache > 50 * GIB and 0 <= table.remainder < table.block + table.attention
+    # The CPU's tiles are not on the device; partial results of decode rows are, in proportion to the blocks.
+    per_block = sizing.decode_bytes_per_block(EngineArgs(), big(spec), table.block_size)
+    assert table.attention == table.num_blocks * per_block
+    assert 0 < table.attention < table.kv_cache / 100
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("windows", [(None,) * 4, (None, 300) * 2])
+def test_the_partial_results_of_a_gpu_are_counted_as_they_are_allocated(
+    spec, prefix_caching, windows
+):
+    """What is measured holds them for one block a group; the equation adds those of the pool's blocks."""
+    shape = dict(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=4, windows=windows)
+    small = dataclasses.replace(spec, **shape)
+    args = EngineArgs(prefix_caching=prefix_caching, block_size=64)
+
+    def allocated(num_blocks):
+        cache = torch.zeros(num_blocks + 1, 2, 64, 64)
+        attentions = [
+            PagedAttention(
+                cache,
+                small.num_heads,
+                max_rows=9,
+                max_len=10**6,
+                window=group.window,
+                share_prefixes=prefix_caching,
+                backend="triton",
+            )
+            for group in small.groups
+        ]
+        return sum(x.nbytes for attention in attentions for x in attention.buffers().values())
+
+    grown = allocated(400) - allocated(len(small.groups))
+    counted = 400 * sizing.decode_bytes_per_block(args, small, 64)
+    assert 0 < grown <= counted
+    if windows == (None,) * 4:  # a window bounds them by the rows
+        assert grown > 0.9 * counted
+
+
+@pytest.mark.parametrize(
+    "asked, device, size", [(None, "cpu", 32), (None, "cuda", 64), (16, "cuda", 16)]
+)
+def test_the_block_size_follows_the_device(spec, asked, device, size):
+    assert solve(big(spec), 64 * GIB, device, 10**6, block_size=asked).block_size == size
 
 
 @settings(
@@ -202,8 +246,10 @@ def test_weights_and_cache_count_with_the_bytes_they_have(zoo, spec, monkeypatch
     shape["max_running_requests"] = 4096
     plain, narrow = (solve(big(spec), **shape, kv_cache_dtype=dtype) for dtype in ("auto", "fp8"))
     assert plain.block == 4 * narrow.block  # the test's dtype is float32
-    assert narrow.num_blocks >= 4 * plain.num_blocks
-    assert abs(narrow.kv_cache - plain.kv_cache) < 2 * plain.block
+    # Partial results are as large beside a narrow block.
+    caches = [table.kv_cache + table.attention for table in (plain, narrow)]
+    assert abs(caches[1] - caches[0]) < 2 * plain.block
+    assert narrow.num_blocks > 3.9 * plain.num_blocks
     assert narrow.num_host_blocks == 4 * plain.num_host_blocks > 0
 
 
