@@ -49,19 +49,21 @@ def decode_points(rehearsal: bool) -> list[Point]:
     return sorted(points, key=lambda p: p["batch"] * p["context"] < BAR_TOKENS)
 
 
-class _PagedRows:
+class PagedRows:
     """Rows of given lengths over a permuted pool, with as many layers as a candidate should have calls."""
 
-    def __init__(self, session: Session, model: Model, lengths: list[int]):
+    def __init__(
+        self, session: Session, model: Model, lengths: list[int], block_size: int = BLOCK_SIZE
+    ):
         self.lengths = lengths
         self.tokens = sum(lengths)
         self.layers = session.layers(self.tokens * model.token_bytes)
-        counts = torch.tensor([-(-length // BLOCK_SIZE) for length in lengths])
+        counts = torch.tensor([-(-length // block_size) for length in lengths])
         blocks = int(counts.sum())
-        size = BLOCK_SIZE * model.head_dim * model.kv_heads * 2
+        size = block_size * model.head_dim * model.kv_heads * 2
         # As the engine's pool lies: a block holds all layers.
         pool = session.pool(blocks * self.layers * size).view(
-            blocks, self.layers, 2, model.kv_heads, BLOCK_SIZE, model.head_dim
+            blocks, self.layers, 2, model.kv_heads, block_size, model.head_dim
         )
         self.pages = [pool[:, layer] for layer in range(self.layers)]
         tables = torch.zeros(len(lengths), int(counts.max()), dtype=torch.int32)
@@ -105,7 +107,7 @@ class _PagedRows:
 def measure_decode(session: Session, point: Point) -> Row:
     """GB/s of the keys and values, queries and results; peers beside it at some batch sizes."""
     model = model_of(point["model"], session.rehearsal)
-    rows = _PagedRows(session, model, LENGTHS[point["lengths"]](point["batch"], point["context"]))
+    rows = PagedRows(session, model, LENGTHS[point["lengths"]](point["batch"], point["context"]))
     makers: dict[str, PeerMaker] = {}
     if point["lengths"] == "uniform" and (session.rehearsal or point["batch"] in PEER_BATCHES):
         flat = session.pool(2 * rows.layers * rows.tokens * model.kv_heads * model.head_dim)
@@ -166,7 +168,7 @@ def prefill_points(rehearsal: bool) -> list[Point]:
 def measure_prefill(session: Session, point: Point) -> Row:
     """TFLOP/s of causal attention, the pairs (query, key) that see each other counted."""
     model, tokens = model_of(point["model"], session.rehearsal), point["tokens"]
-    rows = _PagedRows(session, model, [tokens])
+    rows = PagedRows(session, model, [tokens])
     # Flops grow with the square: beyond 4k tokens one call is long enough.
     rows.pages = rows.pages[: max(4096 // tokens, 1)]
     layers = len(rows.pages)
@@ -238,7 +240,7 @@ def shared_points(rehearsal: bool) -> list[Point]:
 def measure_shared(session: Session, point: Point) -> Row:
     """With and without the sharing, and what one read of every distinct key would take."""
     model, batch = model_of(point["model"], session.rehearsal), point["batch"]
-    rows = _PagedRows(session, model, [point["prefix"] + point["own"]] * batch)
+    rows = PagedRows(session, model, [point["prefix"] + point["own"]] * batch)
     common = point["prefix"] // BLOCK_SIZE
     rows.tables[:, :common] = rows.tables[0, :common]
     members = session.ids(range(batch))
