@@ -71,8 +71,9 @@ def unpack_cache(archive: Path, folder: Path) -> int:
         files.extractall(folder, members, filter="data")
     for group in folder.glob(f"*/{_GROUP}*"):
         listed = json.loads(group.read_text())
-        names = listed["child_paths"]
-        listed["child_paths"] = {name: str((group.parent / name).absolute()) for name in names}
+        here = {name: (group.parent / name).absolute() for name in listed["child_paths"]}
+        # Newer versions of Triton compile again if one of the files is missing.
+        listed["child_paths"] = {name: str(path) for name, path in here.items() if path.exists()}
         group.write_text(json.dumps(listed))
     return len(members)
 

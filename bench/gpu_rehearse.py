@@ -77,7 +77,8 @@ class Copy:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "quire").symlink_to(self.root)
             command = [self.python, "-c", _IMPORT, *names]
-            done = self._run(command, {"PYTHONPATH": folder, "TRITON_INTERPRET": "1"})
+            path = os.pathsep.join(filter(None, (folder, self.environment.get("PYTHONPATH"))))
+            done = self._run(command, {"PYTHONPATH": path, "TRITON_INTERPRET": "1"})
         if done.returncode:
             raise RehearsalError(f"imports: {done.stdout}{done.stderr}")
         return done.stdout

@@ -164,7 +164,7 @@ def prefill_configs(session: Session) -> dict[str, Config]:
     from quire.kernels import tuning
 
     today = tuning.prefill_config(*_arch_and_head(session), torch.bfloat16)
-    return _with_changes(today, _TINY_PREFILL if session.rehearsal else PREFILL)
+    return with_changes(today, _TINY_PREFILL if session.rehearsal else PREFILL)
 
 
 def decode_configs(session: Session) -> dict[str, Config]:
@@ -173,7 +173,7 @@ def decode_configs(session: Session) -> dict[str, Config]:
     from quire.kernels import tuning
 
     today = tuning.decode_config(*_arch_and_head(session), torch.bfloat16)
-    return _with_changes(today, _TINY_DECODE if session.rehearsal else DECODE)
+    return with_changes(today, _TINY_DECODE if session.rehearsal else DECODE)
 
 
 def _arch_and_head(session: Session) -> tuple[str, int]:
@@ -183,7 +183,8 @@ def _arch_and_head(session: Session) -> tuple[str, int]:
     return device_arch(session.device), model_of(MODEL, session.rehearsal).head_dim
 
 
-def _with_changes(today: Config, changes: dict[str, Changes]) -> dict[str, Config]:
+def with_changes(today: Config, changes: dict[str, Changes]) -> dict[str, Config]:
+    """Today's configuration and those that differ from it."""
     changed = {name: replace(today, **fields) for name, fields in changes.items()}
     return {TODAY: today} | {name: config for name, config in changed.items() if config != today}
 

@@ -39,18 +39,11 @@ def rehearse(*options):
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
-def test_every_part_runs_in_the_interpreter(tmp_path):
-    out = tmp_path / "gpu.json"
-    done = rehearse("--out", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(out.read_text())
-    assert {bar["name"]: bar["goal"] for bar in result["bars"]} == BARS
-    assert {(bar["value"], bar["holds"]) for bar in result["bars"]} == {(None, None)}
-    assert result["rehearsal"] is True
-    points = {name: part["points"] for name, part in result["parts"].items()}
-    assert len(points) == 12 and min(points.values()) > 0
-    # The interpreter's times say nothing: none is written down.
-    assert not any(part["rows"] for part in result["parts"].values())
+def test_the_parts_have_every_bar():
+    """`test_gpu_plan.py` runs all of them in the interpreter."""
+    bars = [bar.to_json() for part in gpu_kernels.all_parts() for bar in part.bars([])]
+    assert {bar["name"]: bar["goal"] for bar in bars} == BARS
+    assert {(bar["value"], bar["holds"]) for bar in bars} == {(None, None)}
 
 
 def test_the_committed_result_has_every_bar():

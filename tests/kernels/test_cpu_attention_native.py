@@ -93,7 +93,7 @@ class Batch:
 
 
 def available_isas():
-    """None without the library: then the module can be collected, and its tests fail."""
+    """Empty without the library: the module is collected all the same, and its tests fail."""
     library = native_library.load()
     return () if library is None else library.isas
 
