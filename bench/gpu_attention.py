@@ -22,7 +22,7 @@ from quire.kernels.decode_plan import (
     plan_decode,
 )
 from quire.kernels.prefill_plan import plan_prefill
-from quire.kernels.tuning import decode_config, device_arch
+from quire.kernels.tuning import DecodeConfig, decode_config, device_arch
 
 PeerMaker = Callable[[], dict[str, list[Call]]]
 
@@ -76,14 +76,22 @@ class PagedRows:
         self.scale = model.head_dim**-0.5
 
     def plan(
-        self, session: Session, model: Model, shared: SharedPrefixes | None = None
+        self,
+        session: Session,
+        model: Model,
+        shared: SharedPrefixes | None = None,
+        config: DecodeConfig | None = None,
     ) -> DecodePlan:
-        """A plan with slots for every split."""
+        """A plan with slots for every split, with today's configuration or another one."""
         arch = device_arch(session.device)
-        split = decode_config(arch, model.head_dim, torch.bfloat16).split_tokens
-        slots = sum(-(-length // split) for length in self.lengths)
+        config = config or decode_config(arch, model.head_dim, torch.bfloat16)
+        slots = sum(-(-length // config.split_tokens) for length in self.lengths)
         workspace = allocate_decode_workspace(
-            len(self.lengths), slots, model.heads, model.kv_heads, model.head_dim, session.device
+            len(self.lengths),
+            slots,
+            *(model.heads, model.kv_heads, model.head_dim),
+            session.device,
+            config=config,
         )
         return plan_decode(workspace, self.cu_q, self.kv_len, shared)
 

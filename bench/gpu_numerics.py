@@ -21,9 +21,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from quire.bench import report
+from quire.bench.gpu_plan import TEST_FOLDERS
 from quire.bench.gpu_session import NO_TIME, Part, Point, Row, Session, significant
 
-FOLDERS = ("tests/kernels", "tests/replica")
 ON_A_DEVICE = ("kernel_device", "mark.gpu")  # a test file that runs on a GPU has one of these
 REHEARSED = ("test_norm.py",)
 GRACE_S = 15.0  # that pytest has to write what it knows, after SIGINT
@@ -32,7 +32,7 @@ WORKERS = 14  # each holds a context on the device, about half a GiB
 
 def numerics_points(rehearsal: bool) -> list[Point]:
     """The test files that run on the device."""
-    files = sorted(path for name in FOLDERS for path in (report.ROOT / name).glob("test_*.py"))
+    files = sorted(path for name in TEST_FOLDERS for path in (report.ROOT / name).glob("test_*.py"))
     return [
         {"file": path.relative_to(report.ROOT).as_posix()}
         for path in files

@@ -6,7 +6,7 @@
 ```
 
 `docs/measuring_on_a_gpu.md` says what to look at after each command and what to do then. Neither an installation nor
-pip, Ray, a network or git is needed. What lies in `out` afterwards is at most eight files, each below 16 MiB.
+pip, Ray, a network or git is needed. At most eight files lie in `out` afterwards, each below 16 MiB.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ START_S = 25.0  # of a step: imports, the last write; its parts get the rest
 GRACE_S = 20.0  # that a step has to end after SIGINT; within its limit
 SHOWN_LINES, SHOWN_COLUMNS = 36, 170  # of a step's output, on the terminal
 LOG_BYTES = 4 << 20  # most that the log keeps of a step
+TEST_FOLDERS = ("tests/kernels", "tests/replica")  # with tests that need a GPU
 THROUGHPUT = "throughput-Qwen3-0.6B"
-KERNEL_PARTS = (
-    *("decode", "prefill", "shared_prefix", "kv_write", "norm", "activation", "block_copy"),
-    *("sampling", "step", "matmul_fixed"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +45,7 @@ class Step:
     limit_s: float
     look_at: str
     parts: tuple[str, ...] = ()  # empty: all
+    without: tuple[str, ...] = ()  # of all parts
     resumes: bool = False
     has_checkpoints: bool = False
 
@@ -61,7 +59,9 @@ class Step:
             found.append("--resume")
         if rehearsal:
             found.append("--rehearse")
-        return found + (["--parts", *self.parts] if self.parts else [])
+        for option, parts in (("--parts", self.parts), ("--without", self.without)):
+            found += [option, *parts] if parts else []
+        return found
 
 
 SMOKE = Step(
@@ -85,7 +85,7 @@ KERNELS = Step(
         235,
         "the largest miss against the predictions",
     ),
-    parts=KERNEL_PARTS,
+    without=TESTS.parts,
     resumes=True,
 )
 
@@ -160,6 +160,10 @@ def main(arguments: list[str] | None = None) -> int:
         "TOKENIZERS_PARALLELISM": "false",
         "TRITON_CACHE_DIR": str(cache),
     }
+    if options.rehearse:
+        environment["OMP_NUM_THREADS"] = (
+            "1"  # torch's threads spin while other processes need the cores
+        )
     outcomes = []
     for step in PLANS[options.number]:
         command = [sys.executable, "-m", "quire.bench"]
@@ -208,7 +212,7 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
             pass
         return None
     finally:
-        # The step, if it still runs, and whatever it has started.
+        # The step, if it still runs, and the processes that it started.
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -5,7 +5,7 @@
 
 ```
  turns of the loop, all rows decode
- | skipped |  measured: `ms`, no profiler  | wait | profiled: kernels of exactly so many steps | wait |
+ | skipped |  measured: `ms`, no profiler  | wait | profiled: kernels of a known number of steps | wait |
 ```
 
 `gaps_ms` is the step's time without a profiler less the time of its kernels: what the device waits between them. The
@@ -39,7 +39,7 @@ BENCHMARK = gpu_run.Benchmark(
 CONTEXT = 1024
 SKIPPED, MEASURED, PROFILED = 8, 16, 8  # full turns
 LARGEST = 15  # kernels that a row lists
-_SLACK = 48  # tokens: the rows begin within so many turns
+_SLACK = 48  # tokens: all rows begin within this number of turns
 # The first pattern that a kernel's name has. Triton's kernels come first: torch's names have many words.
 GROUPS = {
     "decode_attention": r"^_decode_",
@@ -135,7 +135,7 @@ class Recording:
 
 
 def measure(folder: Path, crowds: Crowds, session: Session, point: Point) -> Row:
-    """The time of a step, of its kernels by group, and the largest of them.
+    """The time of a step, of its kernels by group, and the largest kernels.
 
     Raises
     ------

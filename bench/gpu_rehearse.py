@@ -4,6 +4,7 @@
 
 ```
  tracked files ──copy──▶ a new folder without .git ──▶ import kernels/ and replica/
+                                                   ──▶ collect the tests that `make gpu` selects from
                                                    ──▶ make gpu-1, gpu-2, gpu-3 with GPU_REHEARSE=1 and no network
                                                    ──▶ each ended with 0 and wrote its results
 ```
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from quire.bench import report
 from quire.bench.gpu_carry import CACHE
-from quire.bench.gpu_plan import PLANS
+from quire.bench.gpu_plan import PLANS, TEST_FOLDERS
 
 REQUIREMENTS = Path(__file__).with_name("gpu_requirements.txt")
 MAX_FILES = 8  # that a command may leave
@@ -74,14 +75,28 @@ class Copy:
             for path in sorted((self.root / package).rglob("*.py"))
             if path.name != "__init__.py"
         ]
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "quire").symlink_to(self.root)
-            command = [self.python, "-c", _IMPORT, *names]
-            path = os.pathsep.join(filter(None, (folder, self.environment.get("PYTHONPATH"))))
-            done = self._run(command, {"PYTHONPATH": path, "TRITON_INTERPRET": "1"})
+        done = self._run_python("-c", _IMPORT, *names)
         if done.returncode:
             raise RehearsalError(f"imports: {done.stdout}{done.stderr}")
         return done.stdout
+
+    def collect_tests(self) -> str:
+        """Collect the tests that `make gpu` selects from; returns pytest's last line."""
+        done = self._run_python(
+            *("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"),
+            *("-m", "not soak", "--device", "cpu", *TEST_FOLDERS),
+        )
+        if done.returncode:
+            raise RehearsalError(f"tests: {done.stdout[-3000:]}{done.stderr}")
+        return done.stdout.splitlines()[-1]
+
+    def _run_python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run Python with `quire` on its path."""
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "quire").symlink_to(self.root)
+            path = os.pathsep.join(filter(None, (folder, self.environment.get("PYTHONPATH"))))
+            more = {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+            return self._run([self.python, *arguments], more)
 
     def _run(self, command: list[str], more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -126,7 +141,7 @@ def copy_tracked(
     Parameters
     ----------
     environment
-        Variables of the commands beside a few of this process's own.
+        Further variables of the commands; a few come from this process.
     """
     root, out = folder / "tree", folder / "out"
     listed = subprocess.run(
@@ -197,7 +212,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             began_s = time.monotonic()
             print(copy.import_all(), end="")
-            print(f"imports: {time.monotonic() - began_s:.0f} s", flush=True)
+            print(copy.collect_tests())
+            print(f"imports and tests: {time.monotonic() - began_s:.0f} s", flush=True)
             for number in options.commands:
                 began_s = time.monotonic()
                 copy.check(number, done := copy.make(f"gpu-{number}"))

@@ -49,6 +49,7 @@ def option_parser(benchmark: Benchmark, description: str) -> argparse.ArgumentPa
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--resume", action="store_true", help="keep what the result file has")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="only these")
+    parser.add_argument("--without", nargs="+", metavar="PART", default=[], help="all but these")
     parser.add_argument("--out", type=Path, default=benchmark.result)
     parser.add_argument(
         "--budget-s",
@@ -76,7 +77,7 @@ def main(
     try:
         session = open_session(options.rehearse)
         parts = make_parts()
-        chosen = _chosen(parts, options.parts)
+        chosen = _chosen(parts, options.parts, options.without)
         parts, budget_s = _share(parts, chosen, options.budget_s)
         patience = REHEARSAL_PATIENCE if options.rehearse else 1.0
         session.deadline_s = session.clock() + patience * budget_s
@@ -95,14 +96,14 @@ def main(
     return 1 if errors or failed else 0
 
 
-def _chosen(parts: list[Part], wanted: list[str] | None) -> set[str]:
+def _chosen(parts: list[Part], wanted: list[str] | None, without: list[str]) -> set[str]:
     names = [part.name for part in parts]
-    unknown = set(wanted or ()) - set(names)
+    unknown = {*(wanted or ()), *without} - set(names)
     if unknown:
         raise ValueError(
             f"--parts: must be of {', '.join(names)}, got {', '.join(sorted(unknown))}"
         )
-    return set(wanted or names)
+    return set(wanted or names) - set(without)
 
 
 def _share(parts: list[Part], chosen: set[str], budget_s: float | None) -> tuple[list[Part], float]:

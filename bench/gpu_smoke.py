@@ -5,7 +5,7 @@
 
 Each point starts an engine and serves the same prompts twice greedily, then with log-probs, penalties and a truncated
 draw. A row says how the engine runs: with graphs or why not, the number of steps that were replayed, the kernels that
-were compiled after the start, the modules that were fused and those that were not. `findings` names what is wrong.
+were compiled after the start, the modules that were fused and those that were not. `findings` lists the faults.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BENCHMARK = gpu_run.Benchmark(
     "python -m quire.bench gpu-smoke",
-    "an engine a row, six prompts of 5 to 170 tokens; findings are what is wrong",
+    "an engine a row, six prompts of 5 to 170 tokens; findings are faults",
     report.RESULTS / "gpu_smoke.json",
     shows_rows=True,
 )
@@ -71,7 +71,7 @@ def points(rehearsal: bool) -> list[Point]:
 
 
 def measure(session: Session, point: Point) -> Row:
-    """How an engine of this architecture starts and serves."""
+    """Start an engine of this architecture, serve, and describe it."""
     import torch
 
     from quire.bench import gpu_tiny_models
@@ -127,7 +127,7 @@ def describe(engine: Engine, different: int) -> Row:
 
 
 def findings(row: Row, options: dict[str, Any], device: str) -> list[str]:
-    """What is wrong with an engine that says this."""
+    """The faults of an engine that says this, a line each."""
     found = []
     if not row["same_twice"]:
         found.append("the same prompts were answered with other tokens")

@@ -1,4 +1,4 @@
-"""Which tiles are the fastest on this GPU? Candidates for the attention kernels beside today's configuration.
+"""Which tiles are the fastest on this GPU? Candidates for the attention kernels against today's configuration.
 
     python -m quire.bench gpu-tune                           # three minutes; or a part of: make gpu-1
     python -m quire.bench gpu-tune --rehearse                # no GPU: two candidates in the interpreter
@@ -58,7 +58,7 @@ DECODE: dict[str, Changes] = {
 }
 # The interpreter takes a millisecond for each operation.
 _TINY_PREFILL: dict[str, Changes] = {"32x16": dict(block_m=32, tile_tokens=16)}
-_TINY_DECODE: dict[str, Changes] = {"tile 16": dict(split_tokens=32, tile_tokens=16)}
+_TINY_DECODE: dict[str, Changes] = {"tile 16": dict(tile_tokens=16)}
 
 
 def prefill_points(rehearsal: bool) -> list[Point]:
@@ -107,7 +107,7 @@ def measure_prefill(session: Session, point: Point) -> Row:
     cu_q = session.ids([0, tokens])
     heads = (model.heads, model.kv_heads, model.head_dim)
 
-    def calls(config: Config | None) -> tuple[list[Call], torch.Tensor]:
+    def calls(config: Config) -> tuple[list[Call], torch.Tensor]:
         out = torch.empty_like(q)
         plan = plan_prefill(cu_q, rows.kv_len, tokens, *heads, config=config)
         call = partial(
@@ -130,7 +130,6 @@ def measure_decode(session: Session, point: Point) -> Row:
 
     from quire.bench.gpu_attention import PagedRows
     from quire.bench.gpu_shapes import model_of
-    from quire.kernels.decode_plan import allocate_decode_workspace, plan_decode
 
     model, batch, context = (
         model_of(MODEL, session.rehearsal),
@@ -138,15 +137,10 @@ def measure_decode(session: Session, point: Point) -> Row:
         point["context"],
     )
     rows = PagedRows(session, model, [context] * batch, point["block_size"])
-    heads = (model.heads, model.kv_heads, model.head_dim)
 
-    def calls(config: Config | None) -> tuple[list[Call], torch.Tensor]:
-        split = (config or decode_configs(session)[TODAY]).split_tokens
-        workspace = allocate_decode_workspace(
-            batch, batch * -(-context // split), *heads, session.device, config=config
-        )
+    def calls(config: Config) -> tuple[list[Call], torch.Tensor]:
         rows.out = torch.empty_like(rows.q)
-        return rows.calls(plan_decode(workspace, rows.cu_q, rows.kv_len)), rows.out
+        return rows.calls(rows.plan(session, model, config=config)), rows.out
 
     row = _compare(session, decode_configs(session), calls)
     num_bytes = rows.tokens * model.token_bytes + 2 * rows.q.nbytes

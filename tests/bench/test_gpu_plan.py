@@ -61,13 +61,14 @@ def test_a_steps_command_parses_and_names_parts_that_exist(step, tmp_path):
         assert options.out == tmp_path / "out" / step.result
         assert options.rehearse is rehearsal and options.resume is step.resumes
         assert 0 < options.budget_s < step.limit_s
-        assert tuple(options.parts or ()) == step.parts
-    assert set(step.parts) <= set(parts_of(step, tmp_path))
+        assert (*(options.parts or ()), *options.without) == step.parts + step.without
+    assert {*step.parts, *step.without} <= set(parts_of(step, tmp_path))
 
 
-def test_the_plans_measure_every_part_of_the_kernels(tmp_path):
-    planned = {part for step in STEPS if step.benchmark == "gpu-kernels" for part in step.parts}
-    assert planned | {"machine"} == set(parts_of(gpu_plan.KERNELS, tmp_path))
+def test_the_plans_measure_every_part_of_the_kernels():
+    """The tests run in the first command, all other parts in the second."""
+    assert gpu_plan.KERNELS.without == gpu_plan.TESTS.parts and not gpu_plan.KERNELS.parts
+    assert gpu_plan.TESTS in PLANS[1] and gpu_plan.KERNELS in PLANS[2]
 
 
 def test_the_document_names_every_step_and_result():
@@ -99,10 +100,9 @@ def test_a_command_runs_in_a_copy_and_leaves_its_results(copy, number):
     lines = done.stdout.splitlines()
     for step, line in zip(PLANS[number], lines[-len(PLANS[number]) :], strict=True):
         assert line.startswith(step.name) and " ok " in line
-        measured = {"machine"} | set(step.parts or parts_of(step, copy.out))
+        measured = set(step.parts or parts_of(step, copy.out)) - set(step.without)
         points = {name: part["points"] for name, part in results[step.result]["parts"].items()}
-        assert min(points[name] for name in measured & points.keys()) > 0
-        assert measured - points.keys() <= {"machine"}
+        assert min(points[name] for name in measured) > 0
         # The interpreter's times say nothing: none is written down, and no bar holds or fails.
         assert {bar["value"] for bar in results[step.result]["bars"]} <= {None}
         assert not any(part["rows"] for part in results[step.result]["parts"].values())
@@ -113,6 +113,23 @@ def test_all_modules_of_kernels_and_replica_can_be_imported_there(copy):
     assert copy.import_all().splitlines() == [
         f"quire.replica.{name} is for Ray" for name in ("actor", "faulty_actor")
     ]
+
+
+def test_the_tests_for_a_gpu_are_collected_there(copy):
+    """One module that cannot be collected would stop all of `make gpu`. The copy has no native library either."""
+    assert not list(copy.root.rglob("*.so"))
+    assert "tests collected" in copy.collect_tests()
+
+
+def test_make_gpu_selects_from_these_folders():
+    recipe = (report.ROOT / "Makefile").read_text().split("\ngpu:\n")[1].split("\n\n")[0]
+    assert "pytest -m gpu " in recipe and " ".join(gpu_plan.TEST_FOLDERS) in recipe
+    with_mark = {
+        path.relative_to(report.ROOT).parts[:2]
+        for path in (report.ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.gpu" in path.read_text() and path.name != Path(__file__).name
+    }
+    assert {"/".join(parts) for parts in with_mark} <= set(gpu_plan.TEST_FOLDERS)
 
 
 def test_a_missing_result_is_noticed(copy):
