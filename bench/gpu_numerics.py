@@ -106,9 +106,11 @@ def read_counts(result: Path) -> dict[str, Row]:
         return {}
     rows: dict[str, Row] = {}
     for case in cases:
-        row = rows.setdefault(
-            case.get("file", ""), {"tests": 0, "failed": 0, "skipped_tests": 0, "seconds": 0.0}
-        )
+        file = case.get("file")
+        if file is None:  # the test that was interrupted
+            continue
+        zero = {"tests": 0, "failed": 0, "skipped_tests": 0, "seconds": 0.0}
+        row = rows.setdefault(file, zero)
         row["tests"] += 1
         row["seconds"] = significant(row["seconds"] + float(case.get("time", 0)))
         row["skipped_tests"] += case.find("skipped") is not None
