@@ -83,6 +83,7 @@ GPU_CARRY ?= gpu-out
 GPU_WORK ?= .cache/gpu
 GPU_REHEARSE ?=
 GPU_VENV ?= .venv-gpu
+PYTHON312 ?= python3.12
 WITH_QUIRE = link=$$(mktemp -d) && trap 'rm -r "$$link"' EXIT && ln -s "$(CURDIR)" "$$link/quire" && \
 	PYTHONPATH="$$link$${PYTHONPATH:+:$$PYTHONPATH}"
 
@@ -102,7 +103,11 @@ gpu-rehearse: $(GPU_VENV)/.installed
 	@$(WITH_QUIRE) $(GPU_VENV)/bin/python -m quire.bench gpu-rehearse $(ARGS)
 
 $(GPU_VENV)/.installed: bench/gpu_requirements.txt
-	test -x $(GPU_VENV)/bin/python || python3.12 -m venv $(GPU_VENV)
+	@if ! [ -x $(GPU_VENV)/bin/python ] && ! "$(PYTHON312)" -c '' 2>/dev/null; then \
+		echo "The environment needs Python 3.12. Choose one with: make PYTHON312=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+		exit 1; \
+	fi
+	test -x $(GPU_VENV)/bin/python || "$(PYTHON312)" -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --no-input -r $<
 	touch $@
 
