@@ -114,7 +114,7 @@ class RouterSide:
             eos_token_ids=[],
             startup_s={},
         )
-        table.add(REPLICA, EPOCH)
+        table.add(REPLICA, EPOCH, weights=self.bus.hellos[REPLICA].weights)
         self.on_data(Frame(EPOCH, snapshot=np.empty(0, np.uint64)).encode())
         facts = ModelFacts(
             name="embedded", created_s=0, defaults=GenerationDefaults(), limits=Limits()

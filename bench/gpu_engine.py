@@ -43,6 +43,7 @@ def all_parts(folder: Path) -> list[Part]:
         Where checkpoints of random weights are kept.
     """
     from quire.bench import (
+        gpu_engine_compiles,
         gpu_engine_offload,
         gpu_engine_start,
         gpu_engine_steps,
@@ -55,6 +56,7 @@ def all_parts(folder: Path) -> list[Part]:
         gpu_machine.MACHINE,
         gpu_engine_tokens.TOKENS,
         *gpu_engine_start.parts(folder),
+        *gpu_engine_compiles.parts(folder),
         *gpu_engine_steps.parts(folder),
         *gpu_engine_offload.parts(folder),
         *gpu_engine_throughput.parts(folder),

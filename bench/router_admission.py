@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import random
 import time
 from pathlib import Path
@@ -39,10 +40,25 @@ MAX_LEN = 32_768
 TENANTS, WAITING, REFUSALS = 100, 1000, 300
 
 
+HELLO = Hello(
+    replica="r0",
+    epoch=EPOCH,
+    model_name="embedded",
+    revision="",
+    dtype="float32",
+    vocab_size=0,  # of the tokenizer, see `service_of`
+    max_model_len=MAX_LEN,
+    max_cache_tokens=MAX_LEN,
+    block_size=32,
+    eos_token_ids=[],
+    startup_s={},
+)
+
+
 def table_of(num_replicas: int) -> ReplicaTable:
     table = ReplicaTable(PrefixIndex(), lost_after_s=1e9)
     for i in range(num_replicas):
-        table.add(f"r{i}", EPOCH)
+        table.add(f"r{i}", EPOCH, weights=HELLO.weights)
         table.on_frame(f"r{i}", Frame(EPOCH, snapshot=np.empty(0, np.uint64)), time.monotonic())
     return table
 
@@ -50,19 +66,8 @@ def table_of(num_replicas: int) -> ReplicaTable:
 def service_of(table: ReplicaTable) -> RouterService:
     tokenizer = TextTokenizer.load(resolve_checkpoint("embedded", None, weights=False))
     bus = Bus(StubHandle(), "router-admission", "router", table)
-    bus.hellos["r0"] = Hello(
-        replica="r0",
-        epoch=EPOCH,
-        model_name="embedded",
-        revision="",
-        dtype="float32",
-        vocab_size=tokenizer.backend.get_vocab_size(),
-        max_model_len=MAX_LEN,
-        max_cache_tokens=MAX_LEN,
-        block_size=32,
-        eos_token_ids=[],
-        startup_s={},
-    )
+    vocab_size = tokenizer.backend.get_vocab_size()
+    bus.hellos["r0"] = dataclasses.replace(HELLO, vocab_size=vocab_size)
     return RouterService(
         ModelFacts(name="embedded", created_s=0, defaults=GenerationDefaults(), limits=Limits()),
         router_id="router",

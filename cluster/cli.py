@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from quire.bench.commands import add_bench
-from quire.cluster.config import AppConfig, ConfigError
+from quire.cluster.config import AppConfig, ConfigError, Problem
 from quire.router.decision_log import DecisionLogError
 from quire.router.policy import POLICY_NAMES
 
@@ -62,11 +62,23 @@ def _config_check(arguments: argparse.Namespace) -> int:
             print(f"{app.name}: {where}: {app.import_path} (arguments not checked)")
             continue
         config = app.config
+        _check_folder(app.name, config)
         print(
             f"{app.name}: {where}: model {config.model_name} on {config.device}, "
             f"{config.replicas} replicas, {config.routers} routers"
         )
     return 0
+
+
+def _check_folder(name: str, config: AppConfig) -> None:
+    """Refuse a folder that is here and holds no model. One that is not here may be on the nodes of the cluster."""
+    folder = Path(config.model)
+    if not config.is_folder or (folder / "config.json").is_file():
+        return
+    if folder.exists():
+        problem = f"{folder.absolute()} is no checkpoint folder: it has no config.json"
+        raise ConfigError([Problem(f"{name}: model", problem)])
+    print(f"{name}: model {config.model}: there is no folder {folder.absolute()} on this machine")
 
 
 def _config_schema(arguments: argparse.Namespace) -> int:

@@ -9,13 +9,15 @@ ray nor torch.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -27,6 +29,8 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 EMBEDDED_MODEL = "embedded"
+# A path on the node that reads it; a leading ~ is the home of the user who runs Quire.
+_Path = Annotated[str, AfterValidator(os.path.expanduser)]
 _HF_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -252,6 +256,12 @@ class EngineArgs(_Section):
         "auto: whatever is built like a known one, on a GPU or where the package was compiled. off: "
         "nothing.",
     )
+    json_white_space: Literal["one_space", "none", "any"] = Field(
+        "one_space",
+        description="White space in output that follows a JSON schema. one_space: at most one space after a comma and "
+        "a colon. none: none. any: all that JSON allows, as often as the model likes: small models then may write "
+        "nothing else. A schema can override it with x-guidance.",
+    )
     step_timeout_s: float = Field(
         10.0,
         ge=1,
@@ -280,9 +290,9 @@ class EngineArgs(_Section):
     )
     q_padding: int | None = Field(
         None,
-        ge=4,
-        description="Replay steps with prefill too, their tokens padded to multiples of this many. None: they run "
-        "kernel by kernel.",
+        ge=0,
+        description="Replay steps with prefill too, of at most 1024 tokens, padded to multiples of this many; at least "
+        "4. 0: they run kernel by kernel. None: 256 on a GPU where cuda_graphs is not off, else 0.",
     )
     kv_padding: int | None = Field(
         None,
@@ -503,7 +513,7 @@ class RouterArgs(_Section):
         description="Last decisions that each router remembers for GET /v1/router/explain; each takes "
         "32 to 170 bytes per replica.",
     )
-    decision_log_folder: str | None = Field(
+    decision_log_folder: _Path | None = Field(
         None,
         min_length=1,
         description="Folder on the router's node to which each router writes its decisions, one JSON "
@@ -545,6 +555,11 @@ class RouterArgs(_Section):
         le=3600,
         description="Seconds without a finished step after which a replica that has work no longer "
         "counts for /ready. /health is about the router's process alone.",
+    )
+    special_tokens_in_messages: bool = Field(
+        False,
+        description="Whether special tokens in the text of a message count as such. By default only those that the "
+        "chat template writes do, so that a message cannot begin a turn of its own.",
     )
     tokenizer_threads: int = Field(
         2, ge=1, le=64, description="Threads that tokenise prompts, off the event loop."
@@ -656,7 +671,7 @@ class RouterResources(_Section):
 class AppConfig(_Section):
     """Arguments of one Quire application, which serves one model."""
 
-    model: str = Field(
+    model: _Path = Field(
         EMBEDDED_MODEL,
         min_length=1,
         description="What to serve: 'embedded' (the small model inside the package), a checkpoint "
@@ -675,7 +690,7 @@ class AppConfig(_Section):
         description="Name that requests give as `model`. Default: the id, or the folder's own "
         "name.",
     )
-    chat_template: str | None = Field(
+    chat_template: _Path | None = Field(
         None,
         min_length=1,
         description="Path to a Jinja file with the chat template. Default: the checkpoint's.",
@@ -733,7 +748,7 @@ class AppConfig(_Section):
     @property
     def is_folder(self) -> bool:
         """Whether `model` is a path; a relative one is written with a leading './' or '../'."""
-        return self.model.startswith(("/", "./", "../", "~"))
+        return self.model.startswith(("/", "./", "../"))
 
     @property
     def max_replicas(self) -> int:

@@ -296,22 +296,10 @@ def chat_logprobs(scores: list[TokenScores] | None) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    scores: list[TokenScores] | None, text_offset: int = 0
-) -> dict[str, Any] | None:
-    """A `CompletionLogprobs`.
-
-    Parameters
-    ----------
-    text_offset
-        Characters of the choice's text before the first token.
-    """
+def completion_logprobs(scores: list[TokenScores] | None) -> dict[str, Any] | None:
+    """A `CompletionLogprobs`."""
     if scores is None:
         return None
-    offsets = []
-    for of_token in scores:
-        offsets.append(text_offset)
-        text_offset += len(of_token.token.text)
     return {
         "tokens": [_token_name(of_token.token) for of_token in scores],
         "token_logprobs": [of_token.token.logprob for of_token in scores],
@@ -322,8 +310,15 @@ def completion_logprobs(
             else {_token_name(token): token.logprob for token in (*of_token.top, of_token.token)}
             for of_token in scores
         ],
-        "text_offset": offsets,
+        "text_offset": [of_token.text_offset for of_token in scores],
     }
+
+
+def shifted(scores: list[TokenScores], num_chars: int) -> list[TokenScores]:
+    """The scores of an answer that follows so many characters of echoed prompt."""
+    if not num_chars:
+        return scores
+    return [replace(of_token, text_offset=of_token.text_offset + num_chars) for of_token in scores]
 
 
 def prompt_logprobs(scores: list[TokenScores], num_top: int) -> list[dict[str, Any] | None]:

@@ -16,6 +16,7 @@ from quire.cluster.http_answers import (
     completion_logprobs,
     json_response,
     prompt_logprobs,
+    shifted,
     usage_answer,
     with_top,
 )
@@ -115,9 +116,7 @@ class GenerationResponse(Response):
             if choice in silent:
                 silent.remove(choice)
                 first = self._first_chunk(encoder, scores, stream)
-                if ids.has_begun(choice):  # the client has it; the encoder counts its characters
-                    encoder.skip(stream.told_chars(choice))
-                else:
+                if not ids.has_begun(choice):  # else the client has it
                     chunk = with_id(ids.begin(choice), first)
             sent[choice].add(delta)
             chunk += with_id(ids.after(delta), encoder.delta(delta, stream.usage))
@@ -140,9 +139,11 @@ class GenerationResponse(Response):
             return encoder.role(asked)
         echoed = self._echoed_scores(scores)
         text = self._echo(scores)
-        if not text and echoed is None and asked is None:
-            return b""
-        return encoder.delta(OutputDelta(text, [], logprobs=echoed), stream.usage, asked)
+        chunk = b""
+        if text or echoed is not None or asked is not None:
+            chunk = encoder.delta(OutputDelta(text, [], logprobs=echoed), stream.usage, asked)
+        encoder.echoed(len(text))
+        return chunk
 
     def _prompt_logprobs(
         self, scores: list[TokenScores] | None
@@ -195,9 +196,11 @@ class GenerationResponse(Response):
             choice["message"] = {"role": "assistant", "content": answer.text}
             choice["logprobs"] = chat_logprobs(answer.logprobs)
         else:
-            choice["text"] = self._echo(scores) + answer.text
+            echo = self._echo(scores)
+            choice["text"] = echo + answer.text
             of_answer = answer.logprobs
             if of_answer is not None:
+                of_answer = shifted(of_answer, len(echo))
                 of_answer = [*(self._echoed_scores(scores) or ()), *of_answer]
             choice["logprobs"] = completion_logprobs(of_answer)
             if (asked := self._prompt_logprobs(scores)) is not None:

@@ -183,6 +183,7 @@ def _facts(facts: ModelFacts, limits: RouterArgs, defaults: GenerationDefaults) 
             max_stop_strings=limits.max_stop_strings, max_stop_string_bytes=limits.max_stop_bytes
         ),
         max_prompt_tokens=limits.max_prompt_tokens,
+        special_tokens_in_messages=limits.special_tokens_in_messages,
     )
 
 

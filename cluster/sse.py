@@ -20,6 +20,7 @@ from quire.cluster.http_answers import (
     chat_logprobs,
     completion_logprobs,
     error_answer,
+    shifted,
     usage_answer,
 )
 from quire.protos.errors import QuireError
@@ -68,7 +69,7 @@ class ChunkEncoder:
         self._usage = usage
         self._continuous_usage = continuous_usage
         self._token_ids = token_ids
-        self._text_offset = 0  # characters of the tokens whose log-probabilities were sent
+        self._echoed_chars = 0  # of the prompt, before the answer's text
 
     def role(self, prompt_logprobs: list[Any] | None = None) -> bytes:
         """The first chunk of a chat."""
@@ -117,16 +118,14 @@ class ChunkEncoder:
             )
         )
 
-    def skip(self, num_chars: int) -> None:
-        """The tokens of so many characters were sent by another router, with their log-probabilities."""
-        self._text_offset += num_chars
+    def echoed(self, num_chars: int) -> None:
+        """The text of the answer follows so many characters of echoed prompt."""
+        self._echoed_chars = num_chars
 
     def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
         if self._chat or delta.logprobs is None:
             return chat_logprobs(delta.logprobs)
-        offset = self._text_offset
-        self._text_offset += sum(len(of_token.token.text) for of_token in delta.logprobs)
-        return completion_logprobs(delta.logprobs, offset)
+        return completion_logprobs(shifted(delta.logprobs, self._echoed_chars))
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk without choices that ends a stream whose client wants the usage."""

@@ -72,7 +72,7 @@ def _lane_rows(
     return row, valid
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["tables_ptr"])
 def _decode_kernel(
     out_ptr, partial_acc_ptr, partial_ml_ptr,
     q_ptr, k_ptr, v_ptr, tables_ptr, cu_q_ptr, kv_len_ptr,

@@ -68,7 +68,10 @@ def _walk_keys(
     return m, l, acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride_table"],
+    do_not_specialize_on_alignment=["tables_ptr", "num_tiles_ptr"],
+)
 def _prefill_kernel(
     out_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, cu_q_ptr, kv_len_ptr, tiles_ptr, num_tiles_ptr,
     sinks_ptr, k_scale_ptr, v_scale_ptr,

@@ -35,7 +35,10 @@ _INT32 = (torch.int32,)
 _VALUES = (torch.int32, torch.int64, torch.float32)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_batch_rows", "num_tokens", "stride_batch"],
+    do_not_specialize_on_alignment=["slots_ptr", "batch_tables_ptr"],
+)
 def _prepare_kernel(
     positions_ptr, kv_len_ptr, slots_ptr, batch_tables_ptr,
     rows_ptr, cu_q_ptr, num_computed_ptr, tables_ptr,
@@ -79,7 +82,7 @@ def _prepare_kernel(
             tl.store(batch_ptr + entry, block, mask=entry < used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_batch_rows", "num_tokens"])
 def _gather_last_kernel(
     input_ids_ptr, last_token_ptr, rows_ptr, cu_q_ptr, decodes_ptr,
     num_batch_rows, table_rows, num_tokens, BLOCK: tl.constexpr,
@@ -95,7 +98,7 @@ def _gather_last_kernel(
     tl.store(input_ids_ptr + token, last.to(input_ids_ptr.dtype.element_ty), mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_values"])
 def _scatter_kernel(
     table_ptr, rows_ptr, columns_ptr, values_ptr, num_values, table_rows, table_width, stride_table,
     BLOCK: tl.constexpr,

@@ -28,7 +28,10 @@ NUM_WARPS = 8
 ALIGNMENT_BYTES = 16
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_targets", "num_sources"],
+    do_not_specialize_on_alignment=["pairs_ptr"],
+)
 def _copy_blocks_kernel(
     target_ptr, source_ptr, pairs_ptr, stride_target, stride_source, stride_pair, num_targets, num_sources,
     WORDS: tl.constexpr, BLOCK: tl.constexpr,

@@ -306,7 +306,7 @@ def plan_decode(
     num_rows = checks.check_rows(cu_q, kv_len, workspace.items.device)
     checks.check_bounds("rows of kv_len", num_rows, 1, workspace.max_rows)
     split = workspace.config.split_tokens
-    block = block_rows(num_rows)
+    block = block_rows(workspace.max_rows)  # one kernel for all batches
     shape = workspace.shape
     members = shared_len = None
     if shared is not None:
@@ -339,7 +339,7 @@ def plan_decode(
 
 
 def block_rows(num_rows: int) -> int:
-    """Size of a planner's vectors: few sizes, so that few kernels are compiled."""
+    """Size of a planner's vectors for batches of at most so many rows."""
     return max(triton.next_power_of_2(num_rows), 64)
 
 

@@ -141,7 +141,11 @@ def _turn_heads(
         _store_part(out_ptr, out_base + ROTARY + rest[None, :], tail, rest, held, scale, FP8, REST)
 
 
-@triton.jit
+# A step's slots are one row of those of all layer groups: where it begins depends on the tokens.
+@triton.jit(
+    do_not_specialize=["num_slots", "num_positions"],
+    do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"],
+)
 def _kv_write_kernel(
     q_out_ptr, k_cache_ptr, v_cache_ptr, q_ptr, k_ptr, v_ptr, slots_ptr, positions_ptr, cos_ptr, sin_ptr,
     q_weight_ptr, k_weight_ptr, k_scale_ptr, v_scale_ptr,

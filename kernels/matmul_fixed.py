@@ -68,7 +68,7 @@ def matmul_config(arch: str, dtype: torch.dtype) -> MatmulConfig:
     return _CONFIG[arch]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _matmul_kernel(
     out_ptr, x_ptr, w_ptr, bias_ptr, num_rows, num_columns, stride_out, stride_x, stride_w,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr,

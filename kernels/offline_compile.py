@@ -59,7 +59,9 @@ def compile_entry(entry: Entry) -> Record:
         raise RuntimeError(f"{entry.name}: unset TRITON_INTERPRET to compile kernels")
     constants = dict(entry.constants)
     signature, attributes = {}, {}
-    for index, name in enumerate(entry.kernel.arg_names):
+    for index, (name, parameter) in enumerate(
+        zip(entry.kernel.arg_names, entry.kernel.params, strict=True)
+    ):
         if name in constants:
             signature[name] = "constexpr"
         elif name in entry.types:
@@ -68,6 +70,8 @@ def compile_entry(entry: Entry) -> Record:
             signature[name], constants[name] = "constexpr", None
         else:
             signature[name] = "i32"
+        if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
+            continue
         # Slices such as counts[1:] are not aligned; nor are their kernels' reads wide.
         if (signature[name].startswith("*") and not name.startswith("num_")) or name.startswith(
             "stride_"
@@ -81,7 +85,7 @@ def compile_entry(entry: Entry) -> Record:
         else GPUTarget("hip", entry.arch, 64)
     )
     compiled = triton.compile(source, target, entry.options)
-    read = _read_cubin if nvidia else _read_amdgcn
+    read = read_cubin if nvidia else _read_amdgcn
     registers, stack_bytes = read(compiled.asm["cubin" if nvidia else "amdgcn"])
     shared_bytes = compiled.metadata.shared
     problems = []
@@ -133,7 +137,8 @@ def _resident(entry: Entry, registers: int, shared_bytes: int) -> int:
     return min(by_registers, by_shared)
 
 
-def _read_cubin(cubin: bytes) -> tuple[int, int]:
+def read_cubin(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

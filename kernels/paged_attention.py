@@ -97,6 +97,7 @@ class PagedAttention:
             )
         self._k_cache = k_cache
         self._num_heads = num_heads
+        self._max_rows = max_rows
         self._window = window
         self._chunk = chunk
         self._uniform = uniform
@@ -200,6 +201,7 @@ class PagedAttention:
                 window=self._window,
                 chunk=self._chunk,
                 min_query_tokens=least,
+                max_rows=self._max_rows,
             )
         return TritonPlan(decode, prefill, tables)
 

@@ -26,7 +26,10 @@ from quire.kernels.decode_plan import MAX_ROWS, block_rows
 from quire.kernels.tuning import PrefillConfig, device_arch, launch_options, prefill_config
 
 
-@triton.jit(do_not_specialize=["num_rows", "min_query_tokens"])
+@triton.jit(
+    do_not_specialize=["num_rows", "min_query_tokens"],
+    do_not_specialize_on_alignment=["num_tiles_ptr"],
+)
 def _plan_prefill_kernel(
     tiles_ptr, num_tiles_ptr, cu_q_ptr, num_rows, min_query_tokens,
     TILE_QUERIES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -77,6 +80,7 @@ def plan_prefill(
     min_query_tokens: int = 2,
     config: PrefillConfig | None = None,
     tiles: torch.Tensor | None = None,
+    max_rows: int | None = None,
 ) -> PrefillPlan:
     """List the query tiles of one batch; once a step, before its first layer.
 
@@ -93,6 +97,8 @@ def plan_prefill(
         here too, so that a token's bits are the same whether it was decoded or prefilled again.
     tiles
         [prefill_tiles(...) + 1, 2] int32 buffer; None allocates it.
+    max_rows
+        Most rows of a batch, of all that one kernel is to plan; None: those of this one.
 
     Raises
     ------
@@ -101,6 +107,8 @@ def plan_prefill(
     """
     num_rows = checks.check_rows(cu_q, kv_len, cu_q.device)
     checks.check_bounds("rows of kv_len", num_rows, 1, MAX_ROWS)
+    max_rows = num_rows if max_rows is None else max_rows
+    checks.check_bounds("max_rows", max_rows, num_rows, MAX_ROWS)
     checks.check_bounds("num_tokens", num_tokens, 0, 2**24)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, chunk)
     checks.check_bounds("min_query_tokens", min_query_tokens, 1, 2**24)
@@ -119,7 +127,7 @@ def plan_prefill(
     num_tiles = tiles[-1]
     _plan_prefill_kernel[(num_rows,)](
         tiles, num_tiles, cu_q, num_rows, min_query_tokens,
-        TILE_QUERIES=tile_queries, BLOCK_ROWS=block_rows(num_rows),
+        TILE_QUERIES=tile_queries, BLOCK_ROWS=block_rows(max_rows),
         **launch_options(device_arch(cu_q.device), 4),
     )  # fmt: skip
     return PrefillPlan(

@@ -184,7 +184,10 @@ def _draw_kept(
     return best_of(best, best_id, VOCAB)
 
 
-@triton.jit
+# The columns are rows of one table: where they begin depends on its width.
+@triton.jit(
+    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"]
+)
 def _sample_kernel(
     tokens_ptr, logits_ptr, mask_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, noise_ptr, list_ptr,
     stride_logits, stride_mask,

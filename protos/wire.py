@@ -346,7 +346,7 @@ class Hello:
     replica: str  # Serve's unique id of the replica
     epoch: str
     model_name: str  # with `revision`, the seed of the routing hash
-    revision: str
+    revision: str  # of the weights: the commit of a download, else a fingerprint
     dtype: str  # `EngineConfig.number_format`: tokens of replicas that differ in it may differ
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
@@ -358,6 +358,11 @@ class Hello:
     flight: str = (
         ""  # path there of what it leaves behind when it dies (`protos.flight`); empty: nothing
     )
+
+    @property
+    def weights(self) -> str:
+        """Equal for replicas that give the same tokens: a stream can continue from one to the other."""
+        return "\x00".join((self.model_name, self.revision, self.dtype))
 
     def encode(self) -> bytes:
         return _seal([getattr(self, f.name) for f in dataclasses.fields(self)])

@@ -57,6 +57,26 @@ class RanAhead:
         self.layers = self.layers[1:]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRotation:
+    """cos and sin of a step's tokens as `quire.kernels.kv_write` reads them: one row for each token."""
+
+    rows: torch.Tensor  # [T] int64: 0, 1, 2, ...
+    cos: torch.Tensor  # [T, rotary] float32
+    sin: torch.Tensor  # [T, rotary] float32
+
+    @classmethod
+    def of(cls, tables: Tables, repeats: int, rows: torch.Tensor | None) -> TokenRotation:
+        """From the model's tables, of any dtype and strides; `rows` if they are known."""
+        cos, sin = (table[0].float() for table in tables)  # [T, part of rotary]
+        if repeats > 1:
+            cos, sin = (torch.cat([table] * repeats, dim=1) for table in (cos, sin))
+        cos, sin = cos.contiguous(), sin.contiguous()
+        if rows is None:
+            rows = torch.arange(len(cos), device=cos.device)
+        return cls(rows, cos, sin)
+
+
 @dataclass(slots=True)
 class StepContext:
     """What every layer of one step needs to know."""
@@ -67,7 +87,6 @@ class StepContext:
     cu_q: np.ndarray | torch.Tensor  # [rows + 1]
     kv_len: np.ndarray | torch.Tensor  # [rows]
     block_tables: np.ndarray | torch.Tensor  # [G, rows, max blocks]
-    write_rows: list[torch.Tensor]  # G of [T * kv_heads] int64, `KVPool.rows_of` the step's slots
     slots: torch.Tensor  # [G, T] int64, block id * block_size + offset
     num_query: np.ndarray | None = None  # [rows] query tokens of each; needed beside tensors
     workspace: Workspace | None = None  # on the CPU: of layers that run as one call
@@ -77,6 +96,8 @@ class StepContext:
     # On the CPU: layers that have run with the one before them, and are still to be called for what they have made
     ran_ahead: RanAhead | None = None
     _plans: dict[int, Plan] = field(default_factory=dict)
+    _write_rows: dict[int, torch.Tensor] = field(default_factory=dict)
+    _rotations: list[tuple[Tables, int, TokenRotation]] = field(default_factory=list)
     _layer_steps: dict[int, tuple[Tables, LayerStep]] = field(default_factory=dict)
 
     def plan(self, g: int) -> Plan:
@@ -87,12 +108,31 @@ class StepContext:
             )
         return self._plans[g]
 
+    def write_rows(self, g: int) -> torch.Tensor:
+        """[T * kv_heads] int64, `KVPool.rows_of` the step's slots; computed when the first layer of a group asks.
+
+        A GPU's kernels find the rows themselves, so a step of fused layers never computes them there.
+        """
+        if g not in self._write_rows:
+            self._write_rows[g] = self.pool.rows_of(g, self.slots[g])
+        return self._write_rows[g]
+
+    def rotation(self, tables: Tables, repeats: int) -> TokenRotation:
+        """The model's tables, `repeats` times side by side, for `quire.kernels.kv_write`; made for the first layer."""
+        for known, known_repeats, made in self._rotations:
+            if known is tables and known_repeats == repeats:
+                return made
+        rows = self._rotations[0][2].rows if self._rotations else None
+        made = TokenRotation.of(tables, repeats, rows)
+        self._rotations.append((tables, repeats, made))
+        return made
+
     def layer_step(self, g: int, tables: Tables) -> LayerStep:
         """What layers of a group that run as one call are told; made when the first of them asks."""
         made = self._layer_steps.get(g)
         if made is None or made[0] is not tables:
             cos, sin = (table.reshape(-1, table.shape[-1]) for table in tables)
-            made = tables, LayerStep.of(self.plan(g), self.write_rows[g], cos, sin)
+            made = tables, LayerStep.of(self.plan(g), self.write_rows(g), cos, sin)
             self._layer_steps[g] = made
         return made[1]
 
@@ -120,6 +160,9 @@ class StepContext:
         if self.on_attend is not None:
             self.on_attend(layer, q, scaling, softcap, sinks)
         g = self.pool.group_of(layer)
+        if self.attentions[g].backend == "triton" and q.stride()[1:] != (q.shape[2], 1):
+            # transformers' [heads, T, head_dim], in that order where the model rotates by `chunk` and `cat`.
+            q = q.contiguous()
         k_scale, v_scale = self.pool.scales(layer)
         return self.attentions[g](
             q,
@@ -165,7 +208,7 @@ def paged_forward(
     """
     layer, pool = module.layer_idx, quire.pool
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
-    pool.write(layer, k, v, quire.write_rows[pool.group_of(layer)])
+    pool.write(layer, k, v, quire.write_rows(pool.group_of(layer)))
     out = quire.attend(layer, q, scaling, softcap, s_aux)
     return out[None], None
 

@@ -1,12 +1,14 @@
-"""Layers that run as one call, and what the model does around them: found by watching it, kept after proof.
+"""Layers that run together, and what the model does around them: found by watching it, kept after proof.
 
 ```
  the model      embedding │ rotation's tables │ layer │ layer │ ... │ layer │ norm │ output head
- chains                                       └───────── one call ─────────┘└───── one call ─────┘
+ chains, CPU                                  └───────── one call ─────────┘└───── one call ─────┘
+ chains, GPU                                  └─ no addition between them ──┘
  FusedDecoder   └──────────────── in place of the model's own loop ───────────────┘
 ```
 
-A chain are layers of which the model gives each nothing but what the one before it made, with the same tables.
+A chain is a sequence of layers. The model gives each of them nothing but the result of the one before it, and the same
+tables.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import torch
 from torch import nn
 
 from quire.kernels.cpu_sequence import NormedProduct, ProductPart, Workspace
-from quire.replica.fused import FusedDecoder, FusedLayer, FusedNorm, Product
+from quire.replica.fused import FusedNorm, Product
+from quire.replica.fused_layer import FusedDecoder, FusedLayer
 from quire.replica.kv_pool import KVPool
 from quire.replica.probe import Probe
 from quire.replica.rotation import RotationTable
@@ -28,7 +31,7 @@ _CALLED_OTHERWISE = (TypeError, ValueError, AttributeError, RuntimeError)  # wha
 
 
 def chain_layers(decoder: nn.Module, probe: Probe) -> list[int]:
-    """Tell layers of `decoder` which others to run with them, and the last whether it is; the numbers of layers."""
+    """Join the layers of `decoder` to chains, and mark the last layer where it is one; the chains' lengths."""
     chains: list[list[FusedLayer]] = []
     last: tuple[torch.Tensor, torch.Tensor, object] | None = None  # result, its copy, tables
     pool = probe.pool
@@ -36,7 +39,7 @@ def chain_layers(decoder: nn.Module, probe: Probe) -> list[int]:
     def begin(layer: FusedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal last
         x = args[0] if args else kwargs["hidden_states"]
-        if layer.sequence(pool) is None:
+        if not layer.runs_chained(pool):
             return
         if (
             last is None
@@ -53,7 +56,7 @@ def chain_layers(decoder: nn.Module, probe: Probe) -> list[int]:
     ) -> None:
         nonlocal last
         last = None
-        if layer.sequence(pool) is not None:
+        if layer.runs_chained(pool):
             last = result, result.clone(), kwargs["position_embeddings"]
 
     layers = [module for module in decoder.modules() if isinstance(module, FusedLayer)]
@@ -65,7 +68,7 @@ def chain_layers(decoder: nn.Module, probe: Probe) -> list[int]:
     for chain in chains:
         for i, layer in enumerate(chain):
             layer.chain(chain[i + 1 :])
-    if chains:
+    if chains and not chains[-1][-1].is_on_gpu:
         chains[-1][-1].is_last = _is_last(chains[-1][-1], probe)
     return [len(chain) for chain in chains]
 
@@ -79,9 +82,14 @@ def fused_decoder(decoder: nn.Module, probe: Probe) -> FusedDecoder | None:
     if layers[0].chained != tuple(layers):
         return None
     embedding, rotation, norm = calls[0], calls[1], calls[-1]
+    on_gpu = layers[0].is_on_gpu
+    if on_gpu and not isinstance(norm, FusedNorm):
+        return None
     given = probe.input()
     expected = probe.run(probe.context(), given)
-    for rotate in (tabled_rotation(rotation, expected, probe), rotation):
+    # A table looks at the positions, which on a GPU the host does not know.
+    tabled = None if on_gpu else tabled_rotation(rotation, expected, probe)
+    for rotate in (tabled, rotation):
         if rotate is None:
             continue
         fused = FusedDecoder(decoder, embedding, rotate, layers[0], norm)
@@ -170,7 +178,9 @@ def _calls(decoder: nn.Module, probe: Probe) -> list[nn.Module]:
 
 
 def _run_alike(one: FusedLayer, other: FusedLayer, pool: KVPool) -> bool:
-    """Whether two layers, each of which is one call, may be parts of the same one."""
+    """Whether two layers may be parts of the same chain: on the CPU that is one call."""
+    if one.is_on_gpu:
+        return True
     groups = {pool.group_of(layer.attention.facts.layer) for layer in (one, other)}
     kinds = {layer.sequence(pool).kind for layer in (one, other)}
     return len(groups) == len(kinds) == 1

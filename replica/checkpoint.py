@@ -1,14 +1,16 @@
 """From a model's name to a checkpoint folder, trusting nothing that can run code or lie about sizes.
 
-Weights are safetensors only; pickles and Python files in a checkpoint are refused, `trust_remote_code` is never
-set. The headers are checked here because a wrong one would surface later as an out-of-range read or as weights
-that quietly belong to another tensor.
+Weights are safetensors only, pickles are refused, and no Python file of a checkpoint is ever read. The headers are
+checked here because a wrong one would surface later as an out-of-range read or as weights that quietly belong to
+another tensor.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ _DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# What a fingerprint reads of a weight file beside its header: 1 MiB, spread over the file.
+_SAMPLES = 256
+_SAMPLE_BYTES = 4096
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _HUB_FILES = ("*.json", "tokenizer*", "*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -47,8 +52,12 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool
         from quire.replica.embedded import CHECKPOINT
 
         folder = Path(CHECKPOINT)
-    elif Path(model).is_dir():
-        folder = Path(model)
+    elif (path := Path(model).expanduser()).is_dir():
+        folder = path
+    elif model.startswith(("/", "./", "../", "~")):
+        raise CheckpointError(
+            f"model {model!r}: there is no folder {path.absolute()} on node {platform.node()!r}"
+        )
     elif _HUB_ID.fullmatch(model):
         folder = _download(model, revision, weights)
     else:
@@ -71,24 +80,46 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
         raise CheckpointError(f"model {model!r}{at} could not be downloaded: {error}") from error
 
 
+def weights_revision(folder: Path) -> str:
+    """What tells a checkpoint's weights from others of the same name: the commit of a download, else a fingerprint.
+
+    The fingerprint covers config.json, the name, size and header of each weight file, and `_SAMPLES` pieces of its
+    data, so that two fine-tunes of one model differ. It does not cover the folder's path.
+
+    Parameters
+    ----------
+    folder
+        As `resolve_checkpoint` returned it, weights included.
+    """
+    if folder.parent.name == "snapshots":  # the hub's cache: snapshots/<commit>
+        return folder.name
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(length))
+            for sample in range(_SAMPLES):
+                stream.seek(8 + length + (size - 8 - length) * sample // _SAMPLES)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
 def check_files(folder: Path, *, weights: bool = True) -> None:
-    """Refuse a checkpoint that could run code, or whose weights are not safetensors or lie.
+    """Refuse a checkpoint whose weights are pickles, or safetensors whose headers do not fit their files.
+
+    Python files are left alone: nothing reads them. `ModelSpec` judges the configuration.
 
     Raises
     ------
     CheckpointError
         Names the file and what is wrong with it.
     """
-    if "auto_map" in read_json(folder / "config.json"):
-        raise CheckpointError(
-            f"{folder / 'config.json'} has auto_map: the model needs Python code from the checkpoint, which "
-            "is never run"
-        )
-    for file in sorted(folder.iterdir()):
-        if file.suffix == ".py":
-            raise CheckpointError(
-                f"{file}: a checkpoint with Python code is refused; remove the file"
-            )
+    read_json(folder / "config.json")
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():  # transformers would load the base model that it names
+        raise CheckpointError(f"{adapter}: adapters are not served; merge it into its base model")
     if weights:
         for file in weight_files(folder):
             check_header(file)

@@ -28,6 +28,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 ASYNC_BATCHING = ("auto", "on", "off")
 CUDA_GRAPHS = ("auto", "on", "off")
 RESTORE = ("auto", "always")
+JSON_WHITE_SPACE = ("one_space", "none", "any")
 DEMOTION_ORDERS = ("lru", "most_recent")
 
 
@@ -54,9 +55,8 @@ class EngineArgs:
     async_batching: str = "auto"  # auto | on | off: plan a step while another runs; auto: on a GPU
     cuda_graphs: str = "auto"  # auto | on | off: replay decode steps; auto: where that is possible
     max_cached_graphs: int = 32
-    q_padding: int | None = (
-        None  # tokens that mixed steps are padded to; None: they are not captured
-    )
+    # Tokens to whose multiples mixed steps are padded; 0: they are not captured; None: 256 on a GPU
+    q_padding: int | None = None
     kv_padding: int | None = None  # the same of their longest row; None: to the longest possible
     check_graphs: bool = False  # for debugging: compare a graph's addresses before each replay
     nvtx: bool = False  # ranges for a profiler of a GPU: the loop's parts, and what is queued
@@ -70,6 +70,7 @@ class EngineArgs:
     num_threads: int | None = None
     weights: str = "auto"  # auto | int8 | fp8: of the linear layers but the output head, in memory
     kv_cache_dtype: str = "auto"  # auto | fp8: of keys and values in the cache; auto: dtype
+    json_white_space: str = "one_space"  # one_space | none | any: in the output of JSON schemas
     fuse: str = "auto"  # auto | off: whether modules give way to fused ones, see `fuse`
     step_timeout_s: float = 10.0  # what every step may take before it counts as hung
     # Another name for prefix_caching, as transformers has it.
@@ -97,7 +98,7 @@ class EngineConfig:
     """What the engine runs with; every value is decided."""
 
     model_name: str  # identity of the weights in routing and cache keys
-    revision: str
+    revision: str  # of the weights: `checkpoint.weights_revision`
     device: str  # cpu | cuda
     dtype: str  # float32 | bfloat16 | float16
     vocab_size: int
@@ -118,7 +119,7 @@ class EngineConfig:
     async_batching: bool = False  # launch a step before the one before it is collected
     cuda_graphs: str = "auto"  # auto | on | off
     max_cached_graphs: int = 32
-    q_padding: int | None = None  # tokens; see `mixed_shapes`
+    q_padding: int | None = None  # tokens; see `mixed_shapes`; None: mixed steps are not captured
     kv_padding: int | None = None
     check_graphs: bool = False
     nvtx: bool = False
@@ -133,6 +134,7 @@ class EngineConfig:
     weights: str = "auto"  # auto | int8 | fp8; fp8 also for a checkpoint that is stored so
     kv_cache_dtype: str = "auto"  # auto | fp8
     fuse: str = "auto"  # auto | off
+    json_white_space: str = "one_space"  # one of JSON_WHITE_SPACE, see `grammar_source`
     step_timeout_s: float = 10.0  # see `watchdog`
 
     def __post_init__(self) -> None:
@@ -153,6 +155,8 @@ class EngineConfig:
             parts.append(f"weights={self.weights}")
         if self.kv_cache_dtype != "auto":
             parts.append(f"kv_cache={self.kv_cache_dtype}")
+        if self.json_white_space != JSON_WHITE_SPACE[0]:
+            parts.append(f"json_white_space={self.json_white_space}")
         return ",".join(parts)
 
     @property

@@ -66,18 +66,30 @@ class Device(Protocol):
     torch_device: torch.device
     # Whether work runs when it is queued: then a step in flight is one that has run.
     is_immediate: bool
-    no_graphs_because: str | None  # why `capture` cannot be used; None: it can
+    # Why `capture` cannot be used; None: it can. A capture that fails may set it.
+    no_graphs_because: str | None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Device memory of unknown content."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory of unknown content that copies to and from the device need no stop for."""
+        """Host memory of unknown content that copies to and from the device need no stop for.
+
+        Where the system refuses to pin so much the log says so once, and the memory is ordinary: copies then make the
+        host wait, and move the same bytes.
+
+        Raises
+        ------
+        RuntimeError, OSError
+            The host lacks the memory.
+        """
         ...
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody has; what this process keeps for reuse, it has.
+        """Memory of the device that any process can take. Memory that this process keeps for reuse is not free.
+
+        A difference of two readings counts that memory too, unless `trim` comes before both.
 
         Raises
         ------
@@ -123,14 +135,29 @@ class Device(Protocol):
         """What is queued on the stream from now on runs after the event."""
         ...
 
-    def capture(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> Graph:
-        """Record work for the compute stream without running it; it must have run before, and nothing may be in
-        flight.
+    def rehearse(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> None:
+        """Run work on the compute stream, to its end, before it is captured; arguments as of `run`.
+
+        Builds and loads what the work needs, and finds out whether it may be captured.
 
         Raises
         ------
         RuntimeError
-            The device has no graphs (`no_graphs_because`).
+            The work makes the host wait for the device: its capture would fail.
+        """
+        ...
+
+    def capture(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> Graph:
+        """Record work for the compute stream without running it; it has been rehearsed, and nothing is in flight.
+
+        What is kept for reuse stays, and cannot be given back meanwhile.
+
+        Raises
+        ------
+        RuntimeError
+            The device has no graphs (`no_graphs_because`), or the work cannot be captured.
+        torch.OutOfMemoryError
+            The graph's memory is not free.
         """
         ...
 
@@ -201,6 +228,9 @@ class CpuDevice:
 
     def wait(self, stream: Stream, event: Event) -> None:
         pass
+
+    def rehearse(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> None:
+        raise RuntimeError(f"{name} cannot be rehearsed: {self.no_graphs_because}")
 
     def capture(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> Graph:
         raise RuntimeError(f"{name} cannot be captured: {self.no_graphs_because}")

@@ -64,6 +64,7 @@ def measure_memory(
     fused = trial.fused
     device.trim()  # of the fuse pass: originals of what was fused
     trial.run_largest()
+    # Not trimmed: the memory that the largest steps leave for reuse is their workspace.
     workspace = loaded - device.free_bytes() - pool.data.nbytes
     graphs = graph_bytes(trial.graphs.measure(_MEASURED_GRAPHS), config.max_cached_graphs)
     del trial, pool

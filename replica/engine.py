@@ -26,7 +26,8 @@ from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavail
 from quire.protos.flight import FlightRecorder
 from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
-from quire.replica.grammar import GrammarCompiler, GrammarState
+from quire.replica.grammar import GrammarCompiler
+from quire.replica.grammar_state import GrammarState
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.request import FinishReason, Request, validate
@@ -101,7 +102,10 @@ class Engine:
             mark=runtime.runner.mark if self.config.nvtx else None,
         )
         self._grammars = GrammarCompiler(
-            self.checkpoint / "tokenizer.json", self.config.vocab_size, self.config.eos_token_ids
+            self.checkpoint / "tokenizer.json",
+            self.config.vocab_size,
+            self.config.eos_token_ids,
+            self.config.json_white_space,
         )
         self._compiling_lock = threading.Lock()
         self._compiling: dict[Hashable, Request] = {}  # not yet the scheduler's
@@ -306,7 +310,7 @@ class Engine:
 
         emitted_ids = request.token_ids[request.num_prompt_tokens :].tolist()
         try:
-            self._grammars.submit(request.params.grammar, emitted_ids, on_done)
+            self._grammars.submit(request.params.grammar, emitted_ids, on_done, request.tenant)
         except QuireError:
             self._take_compiling(request.key, request)
             raise

@@ -11,7 +11,8 @@ from torch import nn
 from quire.kernels.cpu_sequence import NormedProduct, Workspace
 from quire.kernels.paged_attention import PagedAttention
 from quire.replica.attention import StepContext
-from quire.replica.fused import FusedAttention, FusedDecoder, FusedNorm
+from quire.replica.fused import FusedAttention, FusedNorm, Product
+from quire.replica.fused_layer import FusedDecoder
 from quire.replica.kv_pool import KVPool
 from quire.replica.logprobs import StepPromptLogprobs, score_prompt
 from quire.replica.output_head import split_model
@@ -80,13 +81,12 @@ class Forward:
         [T, hidden size], as `logits` takes them; of tokens that are not selected, anything.
         """
         metadata = (cu_q, kv_len, block_tables)
-        if cu_q.device.type == "cpu":
+        if self._attentions[0].backend == "cpu":
             metadata = tuple(x.numpy().astype(np.int64) for x in metadata)
         context = StepContext(
             self._pool,
             self._attentions,
             *metadata,
-            write_rows=[self._pool.rows_of(g, own) for g, own in enumerate(slots)],
             slots=slots,
             num_query=num_query,
             workspace=self._workspace,
@@ -113,7 +113,7 @@ class Forward:
                     *module.named_parameters(recurse=False),
                     *module.named_buffers(recurse=False),
                 ]
-                if isinstance(module, (FusedNorm, FusedAttention)):
+                if isinstance(module, (FusedNorm, FusedAttention, Product)):
                     own += module.constants().items()
                 found |= {f"{prefix}.{name}": tensor for name, tensor in own}
         for g, attention in enumerate(self._attentions):

@@ -12,7 +12,7 @@ builds candidates, from the inside out::
 and compares each with the module it stands for on random input: outputs, queries, and the keys and values in the
 cache. A candidate that deviates is dropped, with the reason in the report; names of classes play no part, so a new
 architecture is fused as far as it is built like the known ones and runs unfused where not. At last it finds out which
-layers may run as one call, and whether the decoder does anything beside (`chains.py`).
+layers may run together, and whether the decoder does anything beside (`chains.py`).
 
 Memory: a layer's original weights live until its fused form is proven, so where they are packed the peak is the model
 and one layer, or the model and the output head. Elsewhere merged weights are those that the loader laid side by side
@@ -40,13 +40,13 @@ from quire.replica.fused import (
     Activation,
     AttentionFacts,
     FusedAttention,
-    FusedLayer,
     FusedMLP,
     FusedNorm,
     NormWeight,
     PackedEmbedding,
     Product,
 )
+from quire.replica.fused_layer import FusedLayer
 from quire.replica.kv_pool import KVPool
 from quire.replica.output_head import split_model
 from quire.replica.probe import Probe
@@ -67,9 +67,7 @@ class FuseReport:
 
     fused: Counter[str] = field(default_factory=Counter)
     dropped: list[str] = field(default_factory=list)  # name: reason
-    chains: list[int] = field(
-        default_factory=list
-    )  # numbers of layers that run as one call, on the CPU
+    chains: list[int] = field(default_factory=list)  # lengths; see `chains`
     # Mean and largest over the products: root mean square of the difference over that of the result.
     int8_deviation: tuple[float, float] | None = None
 
@@ -86,7 +84,7 @@ class FuseReport:
         parts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.fused.items()))
         text = f"fused: {parts or 'nothing'}"
         if self.chains:
-            text += f"\nlayers that run as one call: {', '.join(map(str, self.chains))}"
+            text += f"\nlayers that run together: {', '.join(map(str, self.chains))}"
         if self.int8_deviation is not None:
             mean, most = self.int8_deviation
             text += f"\nint8 products deviate by {mean:.2%} on average, {most:.2%} at most"
@@ -170,7 +168,7 @@ class _FusePass:
                     self._replace(kind, parent, name, module, build)
         if self.backend == "cpu":
             self._pack_products()
-        if self.as_one_call:
+        if self.as_one_call or self.backend != "cpu":
             self.report.chains = chain_layers(self.decoder, self.probe)
             self._fuse_decoder()
 
@@ -249,7 +247,19 @@ class _FusePass:
         down = Product([linears["down_proj"]], self.backend)
         return FusedMLP(gate_up, down, activation, self.backend)
 
-    def _attention(self, module: nn.Module) -> FusedAttention | None:
+    def _attention_with_half_tables(self, module: nn.Module) -> FusedAttention | None:
+        """On a GPU: where the rotation's tables hold the angles of one half of a head for both."""
+        group = self.pool.groups[self.pool.group_of(module.layer_idx)]
+        tables = self.calls[module].kwargs.get("position_embeddings")
+        if self.backend == "cpu" or tables is None or 2 * tables[0].shape[-1] != group.head_dim:
+            return None
+        return self._attention(module, table_repeats=2)
+
+    def _attention_without_rotation(self, module: nn.Module) -> FusedAttention | None:
+        """On a GPU: of a layer that makes no use of positions."""
+        return None if self.backend == "cpu" else self._attention(module, table_repeats=0)
+
+    def _attention(self, module: nn.Module, table_repeats: int = 1) -> FusedAttention | None:
         linears = _linears(module)
         call = self.attention_calls.get(module.layer_idx)
         group = self.pool.groups[self.pool.group_of(module.layer_idx)]
@@ -275,7 +285,8 @@ class _FusePass:
             head_dim=group.head_dim,
             scaling=call["scaling"],
             softcap=call["softcap"],
-            sinks=call["sinks"],
+            sinks=self._sinks(call["sinks"]),
+            table_repeats=table_repeats,
         )
         width = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
         if sum(linears[name].out_features for name in names) != width:
@@ -283,6 +294,10 @@ class _FusePass:
         qkv = Product([linears[name] for name in names], self.backend)
         output = Product([linears["o_proj"]], self.backend)
         return FusedAttention(facts, qkv, output, norms, self.backend)
+
+    def _sinks(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
+        """As attention reads them; on a GPU a layer would convert them in every step."""
+        return sinks if sinks is None or self.backend == "cpu" else sinks.detach().float()
 
     # ------------------------------------------------------------------------------------------------------
     # Proof and replacement
@@ -295,7 +310,13 @@ class _FusePass:
         if layer not in self.calls:
             return
         attention = layer.get_submodule(name)
-        fused = self._proven("attention", attention, self._attention)
+        fused = self._proven(
+            "attention",
+            attention,
+            self._attention,
+            self._attention_with_half_tables,
+            self._attention_without_rotation,
+        )
         if fused is None:
             return
         calls = [child for child in self.order.get(layer, []) if _num_parameters(child)]
@@ -326,22 +347,25 @@ class _FusePass:
             self._put(kind, parent, name, fused)
 
     def _proven(
-        self, kind: str, module: nn.Module, build: Callable[[Any], nn.Module | None]
+        self, kind: str, module: nn.Module, *builds: Callable[[Any], nn.Module | None]
     ) -> Any:
-        """The fused form of a module; None where there is none, or where it deviates."""
+        """The first of a module's fused forms that does not deviate; None where there is none."""
         if module not in self.calls:
             return None
-        try:
-            fused = build(module)
-            if fused is not None:
-                self._compare(module, fused)
-        except (_FuseError, TypeError, ValueError, IndexError, RuntimeError) as error:
-            # Beside deviations: modules called otherwise than the known ones, and shapes that a kernel refuses.
-            self.report.dropped.append(
-                f"{kind} {self._name(module)} ({type(module).__name__}): {error}"
-            )
-            return None
-        return fused
+        reasons: list[str] = []
+        for build in builds:
+            try:
+                fused = build(module)
+                if fused is not None:
+                    self._compare(module, fused)
+                    return fused
+            except (_FuseError, TypeError, ValueError, IndexError, RuntimeError) as error:
+                # Also modules called otherwise than the known ones, and shapes that a kernel refuses.
+                reasons.append(str(error))
+        if reasons:
+            name = f"{kind} {self._name(module)} ({type(module).__name__})"
+            self.report.dropped.append(f"{name}: {'; '.join(reasons)}")
+        return None
 
     def _put(self, kind: str, parent: nn.Module, name: str, fused: nn.Module) -> None:
         """Replace a module; what the model's own code may ask it, such as its kind of attention, it still answers."""
@@ -414,7 +438,7 @@ class _FusePass:
             g = self.pool.group_of(layer)
             for what, pages in zip(("k", "v"), self.pool.pages(layer), strict=True):
                 pages_bytes = pages.view(torch.uint8)  # devices index no numbers of 8 bits
-                rows = pages_bytes[context.write_rows[g]].view(pages.dtype)
+                rows = pages_bytes[context.write_rows(g)].view(pages.dtype)
                 results[f"{what} of layer {layer}"] = rows
         return results
 

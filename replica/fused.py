@@ -1,13 +1,7 @@
-"""Fused stand-ins for a decoder's modules; `fuse.py` decides where they go and proves that they fit.
+"""Fused stand-ins for the parts of a decoder's layers; `fuse.py` decides where they go and proves that they fit.
 
-```
- CPU   norm │ qkv │ norm, rotate, write │ attend │ o + residual │ norm │ gate, up │ act·mul │ down + residual
- GPU   norm │ qkv │ norm, rotate, write │ attend │ o │ residual + norm │ gate, up │ act·mul │ down │ residual +
-```
-
-On the CPU every part is a call into the compiled library, and a layer whose products are all packed is one call
-(`kernels/cpu_sequence.py`); on a GPU the products are the vendor's, the rest are the kernels of `quire.kernels`.
-Results differ from the unfused module's by rounding: a fused part rounds once.
+On the CPU every part is a call into the compiled library; on a GPU the products are the vendor's, the rest are the
+kernels of `quire.kernels`. Results differ from the unfused module's by rounding: a fused part rounds once.
 """
 
 from __future__ import annotations
@@ -19,29 +13,15 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from quire.kernels import cpu_attention_native, cpu_layer, cpu_linear
+from quire.kernels import cpu_layer, cpu_linear
 from quire.kernels.cpu_linear import PackedWeight, packed_linear
-from quire.kernels.cpu_sequence import (
-    LayerParts,
-    LayerSequence,
-    LayerStack,
-    NormedProduct,
-    NormPart,
-    ProductPart,
-    Selection,
-)
+from quire.kernels.cpu_sequence import NormPart, ProductPart
 from quire.kernels.paged_attention import Backend
-from quire.replica.attention import RanAhead, StepContext
+from quire.replica.attention import StepContext, Tables
 from quire.replica.fp8 import Fp8Linear, join_rows
-from quire.replica.kv_pool import KVPool
-from quire.replica.rotation import Rotation
 
 Activation = Literal["silu", "gelu_tanh"]
-
-# Multiplications that selecting tokens must save: they take about 0.3 ms, as do another plan and two more calls.
-_MIN_WORK_SAVED = 2**28
 
 
 class Product(nn.Module):
@@ -90,6 +70,14 @@ class Product(nn.Module):
             return False
         self.packed = PackedWeight.pack([self.packed.unpack()], int8=True)
         return True
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """What it reads and has not registered as a parameter."""
+        return {} if self.bias is None else {"bias": self.bias}
+
+    def part(self) -> ProductPart | None:
+        """For the compiled library; None where it is not packed."""
+        return None if self.packed is None else ProductPart(self.packed, self.bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in_features], residual and result [..., out_features]."""
@@ -220,6 +208,9 @@ class AttentionFacts:
     scaling: float
     softcap: float | None
     sinks: torch.Tensor | None  # [heads]
+    # How often the rotation's tables lie side by side in a head's rotary dimensions. On a GPU it may be 2, if the
+    # tables hold the angles of one half, or 0: the layer does not rotate.
+    table_repeats: int = 1
 
 
 class FusedAttention(nn.Module):
@@ -255,7 +246,7 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: Tables,
         residual: torch.Tensor | None = None,
         *,
         quire: StepContext,
@@ -264,37 +255,36 @@ class FusedAttention(nn.Module):
         """hidden_states and residual [1, T, hidden], cos and sin [1, T, rotary]; transformers' attention module."""
         facts = self.facts
         qkv = self.qkv(hidden_states[0])
-        cos, sin = (table.reshape(len(qkv), -1) for table in position_embeddings)
         write = self._write_cpu if self.backend == "cpu" else self._write_gpu
-        q = write(qkv, cos, sin, quire)
+        q = write(qkv, position_embeddings, quire)
         out = quire.attend(facts.layer, q, facts.scaling, facts.softcap, facts.sinks)
         return self.output(out.view(1, len(qkv), -1), residual), None
 
-    def _write_cpu(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: StepContext
-    ) -> torch.Tensor:
+    def _write_cpu(self, qkv: torch.Tensor, tables: Tables, step: StepContext) -> torch.Tensor:
         facts = self.facts
+        cos, sin = (table.reshape(len(qkv), -1) for table in tables)
         norms = {}
         if self.norms is not None:
             q_norm, k_norm = self.norms
             norms = dict(q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps)
-        rows = step.write_rows[step.pool.group_of(facts.layer)]
+        rows = step.write_rows(step.pool.group_of(facts.layer))
         return cpu_layer.rotate_and_write(
             qkv, facts.num_heads, *step.pool.pages(facts.layer), rows, cos, sin, **norms
         )
 
-    def _write_gpu(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: StepContext
-    ) -> torch.Tensor:
+    def _write_gpu(self, qkv: torch.Tensor, tables: Tables, step: StepContext) -> torch.Tensor:
         from quire.kernels.kv_write import write_kv
 
         facts, pool = self.facts, step.pool
+        rotation = step.rotation(tables, facts.table_repeats) if facts.table_repeats else None
         heads = (facts.num_heads, facts.num_kv_heads, facts.num_kv_heads)
         q, k, v = qkv.view(len(qkv), -1, facts.head_dim).split(heads, dim=1)
-        norms = {}
+        given = {}
+        if rotation is not None:
+            given = dict(positions=rotation.rows, cos=rotation.cos, sin=rotation.sin)
         if self.norms is not None:
             q_norm, k_norm = self.norms
-            norms = dict(
+            given |= dict(
                 q_norm=q_norm.weight,
                 k_norm=k_norm.weight,
                 eps=q_norm.eps,
@@ -308,215 +298,8 @@ class FusedAttention(nn.Module):
             pool.keys(facts.layer),
             pool.values(facts.layer),
             step.slots[pool.group_of(facts.layer)],
-            positions=torch.arange(len(qkv), device=qkv.device),
-            cos=cos.float(),
-            sin=sin.float(),
             k_scale=k_scale,
             v_scale=v_scale,
             q_out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
-            **norms,
+            **given,
         )
-
-
-class FusedLayer(nn.Module):
-    """x + attention(norm x), then y + mlp(norm y)."""
-
-    def __init__(
-        self,
-        attention_norm: FusedNorm,
-        attention: FusedAttention,
-        mlp_norm: FusedNorm,
-        mlp: FusedMLP,
-    ):
-        super().__init__()
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        # All of it as one call, made for a pool; or None for that pool, where some of it has no such form.
-        self._sequence: tuple[KVPool, LayerSequence | None] | None = None
-        # This layer, and those that the model then calls with what the one before them made; not its children.
-        self._chain: tuple[FusedLayer, ...] = (self,)
-        # What the model makes of its result, it makes of each token by itself: what nobody reads may be left out.
-        self.is_last = False
-        self._stack: LayerStack | None = None
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        quire: StepContext,
-        **_: object,
-    ) -> torch.Tensor:
-        """[1, T, hidden] to the same; called as transformers calls a decoder layer."""
-        if quire.workspace is not None:
-            if quire.ran_ahead:
-                quire.ran_ahead.passes(self, hidden_states, position_embeddings)
-                return hidden_states
-            if self.sequence(quire.pool) is not None:
-                return self.run_chained(hidden_states, position_embeddings, quire)
-        step = dict(position_embeddings=position_embeddings, quire=quire)
-        normed = self.attention_norm(hidden_states)
-        if self.attention.backend == "cpu":  # the products add the residual
-            middle, _ = self.attention(normed, residual=hidden_states, **step)
-            return self.mlp(self.mlp_norm(middle), middle)
-        mixed, _ = self.attention(normed, **step)
-        normed, middle = self.mlp_norm.add(mixed, hidden_states)
-        return middle + self.mlp(normed)
-
-    def forget_sequence(self) -> None:
-        """Its products have changed, or will: nothing here may keep the ones before."""
-        self._sequence = self._stack = None
-
-    def sequence(self, pool: KVPool) -> LayerSequence | None:
-        """All of it as one call; None where some of it has no such form."""
-        if self._sequence is None or self._sequence[0] is not pool:
-            self._sequence = pool, self._make_sequence(pool)
-        return self._sequence[1]
-
-    def chain(self, layers: Sequence[FusedLayer]) -> None:
-        """From now on run these with it: the model calls each with what the one before it made, and the same tables."""
-        self._chain = (self, *layers)
-
-    @property
-    def chained(self) -> tuple[FusedLayer, ...]:
-        """Itself and the layers that run with it, in order."""
-        return self._chain
-
-    def selection(self, step: StepContext) -> Selection | None:
-        """The tokens it runs for where that saves more than it costs; None for all."""
-        if not self.is_last or step.selected is None:
-            return None
-        left_out = int(step.cu_q[-1]) - len(step.selected)
-        if left_out * self.sequence(step.pool).selectable_work < _MIN_WORK_SAVED:
-            return None
-        return step.selection(step.pool.group_of(self.attention.facts.layer))
-
-    def _make_sequence(self, pool: KVPool) -> LayerSequence | None:
-        attention, mlp = self.attention, self.mlp
-        facts = attention.facts
-        k_cache = pool.keys(facts.layer)
-        products = [_part(p) for p in (attention.qkv, attention.output, mlp.gate_up, mlp.down)]
-        if (
-            attention.backend != "cpu"
-            or any(product is None for product in products)
-            or not cpu_attention_native.supports(k_cache, facts.num_heads)
-        ):
-            return None
-        qkv, output, gate_up, down = products
-        k_pages, v_pages = pool.pages(facts.layer)
-        norms = attention.norms
-        return LayerSequence(
-            LayerParts(
-                attention_norm=self.attention_norm.weight.part(),
-                qkv=qkv,
-                head_norms=None if norms is None else (norms[0].part(), norms[1].part()),
-                num_heads=facts.num_heads,
-                scale=facts.scaling,
-                softcap=facts.softcap,
-                sinks=facts.sinks,
-                output=output,
-                mlp_norm=self.mlp_norm.weight.part(),
-                gate_up=gate_up,
-                gelu=mlp.activation == "gelu_tanh",
-                down=down,
-                k_cache=k_cache,
-                v_cache=pool.values(facts.layer),
-                k_pages=k_pages,
-                v_pages=v_pages,
-            )
-        )
-
-    def run_chained(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        step: StepContext,
-    ) -> torch.Tensor:
-        """As `forward`, with the layers that are chained to it; each has a form as one call."""
-        facts = self.attention.facts
-        tables = step.layer_step(step.pool.group_of(facts.layer), position_embeddings)
-        # Whoever wants to know of each layer's attention gets it from a layer alone.
-        chain = self._chain if step.on_attend is None else (self,)
-        sequences = tuple(layer.sequence(step.pool) for layer in chain)
-        if self._stack is None or self._stack.layers != sequences:
-            self._stack = LayerStack(sequences)
-        selection = chain[-1].selection(step)
-        x = hidden_states.contiguous()
-        out = self._stack(x, tables, step.workspace, selection=selection)
-        step.ran_ahead = RanAhead(chain[1:], out, position_embeddings)
-        if step.on_attend is not None:
-            q = sequences[0].queries(step.workspace)
-            step.on_attend(facts.layer, q, facts.scaling, facts.softcap, facts.sinks)
-        return out
-
-
-class FusedDecoder(nn.Module):
-    """Embedding, rotation's tables, the layers as one call, norm: a decoder whose own loop adds nothing.
-
-    Its children are the decoder's, under their names. Passes that look at single layers still go through its loop.
-
-    Parameters
-    ----------
-    decoder
-        transformers' own.
-    embedding, norm
-        Parts of it.
-    rotation
-        Part of it, or a table of what that makes.
-    first
-        The layer that the others are chained to.
-
-    Attributes
-    ----------
-    head
-        The norm and the model's output head as one call, for hidden states of `before_norm`; None where the head does
-        anything else.
-    """
-
-    def __init__(
-        self,
-        decoder: nn.Module,
-        embedding: nn.Module,
-        rotation: Rotation,
-        first: FusedLayer,
-        norm: nn.Module,
-    ):
-        super().__init__()
-        for name, child in decoder.named_children():
-            self.add_module(name, child)
-        self._parts = (decoder, embedding, rotation, first, norm)  # in a tuple: not its children
-        self.head: NormedProduct | None = None
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        *,
-        quire: StepContext,
-        **options: object,
-    ) -> BaseModelOutputWithPast:
-        """[1, T] and [1, T] to hidden states [1, T, hidden]; called as transformers' decoder."""
-        decoder, norm = self._parts[0], self.last_norm
-        if quire.workspace is None or quire.on_attend is not None:
-            return decoder(input_ids=input_ids, position_ids=position_ids, quire=quire, **options)
-        x = self.before_norm(input_ids[0], position_ids[0], quire)
-        return BaseModelOutputWithPast(last_hidden_state=norm(x)[None])
-
-    def before_norm(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepContext
-    ) -> torch.Tensor:
-        """[T] and [T] to what the last norm gets, [T, hidden]; `step` has a workspace."""
-        _, embedding, rotation, first, _ = self._parts
-        x = embedding(token_ids)
-        return first.run_chained(x, rotation(x[None], positions[None]), step)
-
-    @property
-    def last_norm(self) -> nn.Module:
-        """What follows the layers."""
-        return self._parts[-1]
-
-
-def _part(product: Product) -> ProductPart | None:
-    return None if product.packed is None else ProductPart(product.packed, product.bias)

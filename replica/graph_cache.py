@@ -1,28 +1,32 @@
 """Captured graphs of steps: the only place that captures, replays and frees them.
 
 ```
- start   [ warm up 256 ▸ capture 256 ][ 128 ][ 64 ] ...        before the first request
+ start   [ rehearse 256 ▸ capture 256 ][ 128 ][ 64 ] ...        before the first request
  step    find the size ▸ stage into the one set of inputs ▸ replay
- idle    [ warm up 48 ▸ capture 48 ]  one at a time            while no request is there; between two, mail is read
+ idle    [ rehearse 48 ▸ capture 48 ]  one at a time            while no request is there; between two, mail is read
 ```
 
-A graph is captured on inputs that are all padding: row R of the table, in the trash block. While it runs for the first
-time, before it is captured, kernels are built and the libraries get their workspaces. All graphs share the device's
-pool for what they compute in between; what outlives a replay lies outside of it.
+A graph is captured on inputs that are all padding: row R of the table, in the trash block. The step is rehearsed on
+them first: kernels are built, the libraries get their workspaces, and a step that makes the host wait is refused. Its
+capture would fail, and that can end all captures of the process. All graphs share the device's pool for what they
+compute in between; what outlives a replay lies outside of it.
 
 A graph is freed only here, with nothing in flight, to make room for another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from quire.replica.device import Device, Graph, Stream
+from quire.replica.device import Device, Graph
 from quire.replica.fixed_step import FixedStep
 from quire.replica.graph_key import GraphKey, GraphPart
 from quire.replica.graph_shelf import GraphShelf
@@ -133,18 +137,23 @@ class GraphCache:
         Bytes of the device that each of them took, at most `count`: the largest first, with what all of them share.
         """
         taken: list[int] = []
-        before = self._device.free_bytes()
         if self.off_because is None:
+            before = self._untouched_bytes()
             self._step.reserve_logits()
             for key in self.shelf.first()[:count]:
                 if self._try_to_capture(key) is not None:
                     break
-                after = self._device.free_bytes()
+                after = self._untouched_bytes()
                 taken.append(before - after)
                 before = after
         for key in list(self._graphs):
             self._free(key)
         return taken
+
+    def _untouched_bytes(self) -> int:
+        """Free bytes of the device, without what earlier steps and the rehearsal left for reuse."""
+        self._device.trim()
+        return self._device.free_bytes()
 
     def _free(self, key: GraphKey) -> None:
         self._device.release(self._graphs.pop(key).graph)
@@ -185,7 +194,9 @@ class GraphCache:
 
         Call it with no step in flight and nobody waiting.
         """
-        key = self.shelf.wish() if self._serves else None
+        if not self._serves or self._device.no_graphs_because is not None:
+            return False
+        key = self.shelf.wish()
         if key is None:
             return False
         self._try_to_capture(key)
@@ -194,7 +205,7 @@ class GraphCache:
     def _try_to_capture(self, key: GraphKey) -> Exception | None:
         """Capture it; what went wrong, if so: then other graphs, or none, serve."""
         try:
-            self.capture(key)
+            self._capture_or_make_room(key)
         except torch.OutOfMemoryError:
             if not self._serves:  # there is more to come that needs memory
                 raise
@@ -209,8 +220,16 @@ class GraphCache:
             return error
         return None
 
+    def _capture_or_make_room(self, key: GraphKey) -> None:
+        """Capture it, first with what eager steps keep for reuse left alone: the next of them would pay for that."""
+        with contextlib.suppress(torch.OutOfMemoryError):  # whose traceback holds memory too
+            self.capture(key)
+            return
+        self._device.trim()
+        self.capture(key)
+
     def capture(self, key: GraphKey) -> None:
-        """Run the step on padding, then capture it; with no step in flight."""
+        """Rehearse the step on padding, then capture it; with no step in flight."""
         device, step, n = self._device, self._step, key.num_rows
         device.synchronize()
         if (victim := self.shelf.victim()) is not None:
@@ -224,10 +243,7 @@ class GraphCache:
         num_blocks = -(-key.kv_tokens // self._block_size) or None
         work = partial(body, inputs, num_blocks)
         memory = dict(reads=inputs, writes=(written,))
-        try:
-            device.run(Stream.COMPUTE, work, name=f"warm up {key}", **memory)
-        finally:  # what was queued before it failed reads the inputs as well
-            device.synchronize()
+        device.rehearse(work, name=f"rehearsal of {key}", **memory)
         graph = device.capture(work, name=str(key), **memory)
         places = _places(self._buffers()) if self._checks_addresses else {}
         self._graphs[key] = CachedGraph(key, graph, places)
@@ -236,11 +252,13 @@ class GraphCache:
 
 
 def _failure(key: GraphKey, error: BaseException) -> str:
-    """What went wrong first: ending a capture that has failed raises an error of its own."""
+    """Say what went wrong first, and where: ending a capture that has failed raises an error of its own."""
     while error.__context__ is not None:
         error = error.__context__
     first_line = str(error).strip().partition("\n")[0]
-    return f"{key} cannot be captured: {type(error).__name__}: {first_line}"
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    place = f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"{key} cannot be captured: {type(error).__name__} at {place}: {first_line}"
 
 
 def _places(buffers: Mapping[str, torch.Tensor]) -> dict[str, Place]:

@@ -9,7 +9,8 @@ A step of n rows that decode runs in the graph of the next size, its other rows 
 So from the start a step finds a graph of less than twice its rows. Attention pads nothing: its kernels read how long
 rows are from the device, so one graph serves all lengths.
 
-Mixed steps have graphs only where `MixedShapes` are given; what is left of the cache at start is filled with theirs.
+Mixed steps have graphs only where `MixedShapes` are given, which also says for which steps; what the decodes leave of
+the cache at start is filled with theirs.
 """
 
 from __future__ import annotations
@@ -120,22 +121,22 @@ class GraphShelf:
     def find_mixed(
         self, num_rows: int, num_tokens: int, kv_len: int, part: GraphPart
     ) -> GraphKey | None:
-        """The graph for a mixed step: less than twice too large, in tokens and in rows, or none.
+        """The smallest graph that `MixedShapes` has serve a mixed step, or none.
 
         Parameters
         ----------
         kv_len
             Tokens in the cache of the longest row.
         """
+        if num_tokens > self._mixed.max_graph_tokens:
+            self.mixed.add(num_tokens, None)
+            return None
         wanted = self._mixed.pad(num_rows, num_tokens, kv_len, part)
         usable = sorted(
             (
                 key
                 for key in self._captured
-                if key.part is part
-                and self._mixed.fits(key, num_rows, num_tokens, kv_len)
-                and key.num_tokens < 2 * wanted.num_tokens
-                and key.num_rows < 2 * wanted.num_rows
+                if key.part is part and self._mixed.serves(key, num_rows, num_tokens, kv_len)
             ),
             key=lambda key: (key.num_tokens, key.num_rows, key.kv_tokens),
         )

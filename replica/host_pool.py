@@ -13,7 +13,6 @@ that steps read.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import time
 from collections import deque
@@ -24,10 +23,7 @@ import torch
 
 from quire.replica.device import CpuDevice, Device, Event, Stream
 from quire.replica.kv_pool import KVPool
-from quire.replica.machine import lock_limit_bytes
 from quire.replica.sizing import SizingError
-
-logger = logging.getLogger(__name__)
 
 NONE = np.empty((0, 2), np.int64)
 NONE.setflags(write=False)
@@ -47,8 +43,9 @@ class _Restore(NamedTuple):
 class HostPool:
     """Owns the host tier's memory; who may use which block is `HostTier`'s affair.
 
-    Allocated once. Beside a CPU pool the memory is an anonymous mapping, whose pages are backed when they are first
-    written; beside a GPU it is pinned, so that a copy is one DMA.
+    Allocated once. For a pool on the CPU the memory is an anonymous mapping, whose pages are backed when they are first
+    written; for one on a GPU it is pinned, so that a copy is one DMA. Where the system refuses to pin it, copies are
+    slower and hold up the engine. They are measured, so `copy_speed.py` has blocks computed again where that is faster.
 
     Parameters
     ----------
@@ -62,7 +59,7 @@ class HostPool:
     Raises
     ------
     SizingError
-        So much memory cannot be pinned.
+        The host lacks the memory.
     """
 
     def __init__(self, num_blocks: int, pool: KVPool, device: Device | None = None):
@@ -86,23 +83,12 @@ class HostPool:
             self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _pinned(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = shape[0] * shape[1] * dtype.itemsize
-        limit_bytes = lock_limit_bytes()
-        limit = "unlimited" if limit_bytes is None else f"{limit_bytes} bytes"
-        if limit_bytes is not None and num_bytes > limit_bytes:
-            # No error: NVIDIA's driver for Linux pins pages without counting them against the limit, and containers
-            # come with one of 64 KiB or 8 MiB. Whether this one does, the next lines find out, before anything serves.
-            logger.warning(
-                "cpu_offload_gib: %d bytes are to be pinned, the process may lock %s (ulimit -l)",
-                num_bytes,
-                limit,
-            )
         try:
             return self._device.pinned(shape, dtype)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
+            num_bytes = shape[0] * shape[1] * dtype.itemsize
             raise SizingError(
-                f"cpu_offload_gib: {num_bytes} bytes of the host's memory cannot be pinned; the process may lock "
-                f"{limit} (ulimit -l): {error}"
+                f"cpu_offload_gib: the host has no {num_bytes} bytes for the host tier: {error}"
             ) from error
 
     def move(

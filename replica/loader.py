@@ -18,7 +18,7 @@ from quire.replica import fp8
 from quire.replica.checkpoint import check_files, weight_files
 from quire.replica.fp8_checkpoint import EXTRA
 from quire.replica.placement import ModelMemory, Place, is_scale, place_tensors
-from quire.replica.spec import CheckpointError, ModelSpec
+from quire.replica.spec import CheckpointError, ModelSpec, build_config
 from quire.replica.weights import StoredTensor, list_tensors, load_progress, read_tensors
 
 logger = logging.getLogger(__name__)
@@ -50,18 +50,14 @@ def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") 
     CheckpointError
         The files are refused by `check_files`, or tensors and model do not match one to one.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from quire.replica.attention import ATTENTION_NAME, register
 
     check_files(spec.path)
     register()
     torch_dtype = getattr(torch, dtype)
-    config = AutoConfig.from_pretrained(spec.path, local_files_only=True, trust_remote_code=False)
-    if hasattr(config, "quantization_config"):
-        del (
-            config.quantization_config
-        )  # `spec.fp8` has it; transformers' quantiser has no part in it
+    config = build_config(spec.raw_config)
     stored = list_tensors(weight_files(spec.path))
     stored = {name: t for name, t in stored.items() if not _is_left_out(name, spec)}
     with torch.device("meta"):
@@ -203,6 +199,7 @@ def _load_by_transformers(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
 
     model, report = AutoModelForCausalLM.from_pretrained(
         spec.path,
+        config=build_config(spec.raw_config),
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         local_files_only=True,

@@ -13,7 +13,9 @@ def available_bytes(device: str, root: Path = Path("/")) -> int:
     if device == "cuda":
         import torch  # the other questions are asked without it
 
-        return torch.cuda.mem_get_info()[0]
+        # Memory that torch keeps for reuse, as after an earlier engine of this process, is available too.
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + unused
     fields = dict(
         line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line
     )

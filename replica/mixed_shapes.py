@@ -9,6 +9,12 @@
 Padding tokens need a row of their own, so a graph has one row more than the step at least. Attention reads lengths on
 the device; what `kv_padding` bounds are the block tables that the graph gathers, and the padding row's table must hold
 the padding too.
+
+Kernel by kernel a step takes the host 11 to 16 ms with 32 layers. An H100 needs longer than that for 1024 tokens of a
+model of 8 billion parameters, so larger steps have no graph::
+
+    tokens    256  512  768  1024      with q_padding 256; fewer where a step has fewer
+    rows      4  16  64  257           of at most 256 requests: padding in rows costs their logits only
 """
 
 from __future__ import annotations
@@ -20,6 +26,12 @@ from quire.replica.graph_key import GraphKey, GraphPart
 # One row that decodes beside one that prefills, and a token of padding: below, a graph would lack one of attention's
 # two kernels.
 LEAST_TOKENS = 4
+# Above, the device is busy for longer than the host.
+GRAPH_TOKENS = 1024
+# For fewer tokens the device reads weights for longer than it computes: so much padding is cheap in any step.
+CHEAP_TOKENS = 256
+# Numbers of rows are so many times apart.
+ROW_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +45,8 @@ class MixedShapes:
     max_kv_tokens
         That a row's table of blocks holds.
     q_padding
-        Tokens of a step are padded to a multiple of it, or to `max_tokens`.
+        Tokens of a step are padded to a multiple of it, or to `max_tokens`. A graph has at most `GRAPH_TOKENS`, or
+        this many.
     kv_padding
         The longest row's tokens in the cache to a multiple of it, or to `max_kv_tokens`; None: always to that.
 
@@ -81,18 +94,35 @@ class MixedShapes:
         padding = key.num_tokens - num_tokens
         return num_rows < key.num_rows and padding >= 0 and max(kv_len, padding) <= key.kv_tokens
 
+    @property
+    def max_graph_tokens(self) -> int:
+        """Of the largest graph: steps of more tokens have none."""
+        multiple = max(self.q_padding, GRAPH_TOKENS // self.q_padding * self.q_padding)
+        return min(multiple, self.max_tokens)
+
+    def serves(self, key: GraphKey, num_rows: int, num_tokens: int, kv_len: int) -> bool:
+        """Whether a graph holds a step and its own padding, and wastes little."""
+        return (
+            self.fits(key, num_rows, num_tokens, kv_len)
+            and key.num_tokens - num_tokens < max(self.q_padding, CHEAP_TOKENS)
+            and key.num_rows <= ROW_FACTOR * (num_rows + 1)
+        )
+
     def first(self) -> list[GraphKey]:
-        """What steps will need most likely, largest first: powers of two, of the longest rows."""
-        tokens = [self.max_tokens]
+        """What to capture at start, largest first: of the longest rows, one that `serves` each step of few tokens."""
+        tokens = {self.max_graph_tokens}
         size = self.q_padding
-        while size < self.max_tokens:
-            tokens.append(size)
-            size *= 2
-        rows = {self._pad_rows(2**i) for i in range(1, self.max_rows.bit_length() + 1)}
+        most = max(self.q_padding, CHEAP_TOKENS // self.q_padding * self.q_padding)
+        while size < self.max_graph_tokens:
+            tokens.add(size)
+            size += min(size, most)
+        rows = [self.max_rows + 1]
+        while rows[-1] // ROW_FACTOR >= 2:
+            rows.append(rows[-1] // ROW_FACTOR)
         return [
             GraphKey(n, GraphPart.WHOLE, size, self.max_kv_tokens)
             for size in sorted(tokens, reverse=True)
-            for n in sorted(rows, reverse=True)
+            for n in rows
             if size <= n * self.max_kv_tokens
         ]
 
@@ -100,7 +130,10 @@ class MixedShapes:
         return min(-(-count // self.q_padding) * self.q_padding, self.max_tokens)
 
     def _pad_rows(self, count: int) -> int:
-        return min(max(2, 1 << (count - 1).bit_length()), self.max_rows + 1)
+        size = self.max_rows + 1
+        while size // ROW_FACTOR >= max(count, 2):
+            size //= ROW_FACTOR
+        return size
 
     def _pad_kv(self, count: int) -> int:
         if self.kv_padding is None:

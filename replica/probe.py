@@ -70,7 +70,6 @@ class Probe:
             cu_q=np.array([0, count]),
             kv_len=np.array([count]),
             block_tables=np.full((num_groups, 1, 1), trash),
-            write_rows=[self.pool.rows_of(g, slots[g]) for g in range(num_groups)],
             slots=slots,
             workspace=self._workspace,
         )

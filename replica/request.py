@@ -16,7 +16,7 @@ from quire.replica.prefix import ContentChain, Entry
 from quire.replica.sampling_checks import check_int, is_real, refuse, validate_distribution
 
 if TYPE_CHECKING:
-    from quire.replica.grammar import GrammarState
+    from quire.replica.grammar_state import GrammarState
     from quire.replica.offload import Parked
 
 MAX_STOP_TOKEN_IDS = 1024

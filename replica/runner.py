@@ -44,7 +44,7 @@ from quire.replica.kv_scales import read_kv_scales
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
 from quire.replica.output_head import split_model
-from quire.replica.plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.plan import SamplingBatch, StepPlan, StepResult, TokenRules
 from quire.replica.pool_backing import PoolBacking
 from quire.replica.queued_steps import QueuedSteps
 from quire.replica.ragged_step import RaggedStep
@@ -110,7 +110,7 @@ class Runner:
         self._outputs = StepOutputs(self._device, config.num_rows + 1)
         self._busy_until_s = 0.0  # when the step that was collected last was over
         self._graphs_at_ready = _num_traced_graphs()
-        self._kernels_built = 0
+        self._kernels_built = _KernelCount()
         if config.device == "cpu":
             torch.set_num_threads(config.num_threads)
         self._attentions = [self._attention(group, attention_backend) for group in pool.groups]
@@ -364,6 +364,9 @@ class Runner:
         if self._device.is_immediate:
             budget = self._affordable(budget, min(chunk, _WARM_UP_TOKENS))
             rows, chunk = min(rows, budget), min(chunk, budget)
+        else:
+            # Logits that the host changes are float32: another variant of the sampler draws from them.
+            self.run(_with_host_edits(self._trash_plan([1], 1.0)))
         self._warm_up_steps([1] * rows, sampled)
         self._warm_up_steps([chunk], greedy)
         self._warm_up_steps([1] * min(rows, budget - chunk // 2) + [chunk // 2], sampled)
@@ -419,23 +422,40 @@ class Runner:
     def mark_ready(self) -> None:
         """From here on `num_compiles` counts."""
         self._graphs_at_ready = _num_traced_graphs()
-        self._kernels_built = 0
+        self._kernels_built = _KernelCount()
         if "triton" not in sys.modules:  # nothing on this device uses it
             return
         from triton import knobs
 
-        previous = knobs.runtime.jit_post_compile_hook
-
-        def count(**kwargs: object) -> bool | None:
-            self._kernels_built += 1
-            return previous(**kwargs) if previous else None
-
-        knobs.runtime.jit_post_compile_hook = count
+        self._kernels_built.previous = knobs.runtime.jit_post_compile_hook
+        knobs.runtime.jit_post_compile_hook = self._kernels_built
 
     @property
     def num_compiles(self) -> int:
         """Graphs that torch.compile traced and kernels that Triton built in this process since `mark_ready`."""
-        return _num_traced_graphs() - self._graphs_at_ready + self._kernels_built
+        return _num_traced_graphs() - self._graphs_at_ready + self._kernels_built.num
+
+
+class _KernelCount:
+    """A hook of Triton that counts what it builds.
+
+    Triton keeps it as long as the process lives, so it must not refer to the runner: the weights would live as long.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.previous: Callable[..., bool | None] | None = None  # the hook that was there before
+
+    def __call__(self, **kwargs: object) -> bool | None:
+        self.num += 1
+        return self.previous(**kwargs) if self.previous else None
+
+
+def _with_host_edits(plan: StepPlan) -> StepPlan:
+    """The plan, its first row with a bias and log-probabilities."""
+    bias = TokenRules(bias_ids=np.zeros(1, np.int64), bias=np.zeros(1, np.float32))
+    sampling = plan.sampling._replace(rules=((0, bias),), logprobs=((0, 1),))
+    return plan._replace(sampling=sampling)
 
 
 def _num_traced_graphs() -> int:

@@ -51,6 +51,7 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
     config = resolve(args, spec, checkpoint)
     device = open_device(config.device, use_nvtx=config.nvtx)
     startup_s["checkpoint"] = -began + (began := time.perf_counter())
+    device.trim()  # memory that an earlier engine of this process left for reuse is available
     available = 0 if device.is_immediate else device.free_bytes()
     try:
         if device.is_immediate:

@@ -23,12 +23,13 @@ import torch
 from quire.kernels import cpu_attention, cpu_attention_native, fp8_linear, native_library
 from quire.kernels.cpu_attention_torch import PREFILL_ROWS
 from quire.kernels.cpu_sequence import workspace_columns
-from quire.replica.checkpoint import count_parameters
+from quire.replica.checkpoint import count_parameters, weights_revision
 from quire.replica.config import (
     ASYNC_BATCHING,
     CUDA_GRAPHS,
     DEMOTION_ORDERS,
     FUSE,
+    JSON_WHITE_SPACE,
     KV_CACHE_DTYPES,
     RESTORE,
     SCHEDULERS,
@@ -39,7 +40,7 @@ from quire.replica.config import (
 from quire.replica.groups import max_sequence_tokens, sequence_blocks
 from quire.replica.kv_pool import block_elements
 from quire.replica.machine import available_bytes, cpu_flags, physical_cores
-from quire.replica.mixed_shapes import LEAST_TOKENS
+from quire.replica.mixed_shapes import CHEAP_TOKENS, LEAST_TOKENS
 from quire.replica.spec import ModelSpec
 from quire.replica.weight_bytes import ELEMENT_BYTES, loading_bytes, weight_bytes
 
@@ -235,16 +236,10 @@ def resolve(
                 f"has {table.num_blocks}; lower it or raise num_blocks, kv_cache_gib or the memory\n{table}"
             )
         max_model_len = max_cache_tokens
-    if args.q_padding is not None:
-        highest = min(max_batch_tokens, max_model_len)
-        if type(args.q_padding) is not int or not LEAST_TOKENS <= args.q_padding <= highest:
-            raise SizingError(
-                f"q_padding must be in [{LEAST_TOKENS}, {highest}], at most max_batch_tokens and max_model_len, got "
-                f"{args.q_padding!r}"
-            )
+    q_padding = choose_q_padding(args, device, min(max_batch_tokens, max_model_len))
     return EngineConfig(
         model_name=args.model,
-        revision=args.revision or "",
+        revision=weights_revision(folder),
         device=device,
         dtype=dtype,
         vocab_size=spec.vocab_size,
@@ -260,13 +255,14 @@ def resolve(
         or (args.async_batching == "auto" and device != "cpu"),
         cuda_graphs=args.cuda_graphs,
         max_cached_graphs=args.max_cached_graphs,
-        q_padding=args.q_padding,
+        q_padding=q_padding,
         kv_padding=args.kv_padding,
         check_graphs=args.check_graphs,
         nvtx=args.nvtx,
         restore=args.restore,
         scheduler=args.scheduler,
         fuse=args.fuse,
+        json_white_space=args.json_white_space,
         weights=weights,
         kv_cache_dtype=args.kv_cache_dtype,
         demotion_order=args.demotion_order,
@@ -469,6 +465,32 @@ def choose_dtype(
     return "bfloat16" if num_parameters >= _SMALL_MODEL_PARAMETERS and hardware else "float32"
 
 
+def choose_q_padding(args: EngineArgs, device: str, highest: int) -> int | None:
+    """Tokens to whose multiples mixed steps are padded; None: they are not captured.
+
+    Parameters
+    ----------
+    highest
+        Tokens of the longest step and of the longest request.
+
+    Raises
+    ------
+    SizingError
+        It is out of its bounds.
+    """
+    asked = args.q_padding
+    if asked is None and device != "cpu" and args.cuda_graphs != "off" and highest >= LEAST_TOKENS:
+        return min(CHEAP_TOKENS, highest)
+    if asked is None or (type(asked) is int and asked == 0):
+        return None
+    if type(asked) is not int or not LEAST_TOKENS <= asked <= highest:
+        raise SizingError(
+            f"q_padding must be 0 or in [{LEAST_TOKENS}, {highest}], at most max_batch_tokens and max_model_len, got "
+            f"{asked!r}"
+        )
+    return asked
+
+
 def check_args(args: EngineArgs) -> None:
     """Bounds of what the user wrote; every message names field, bound and value."""
     choices = {
@@ -477,6 +499,7 @@ def check_args(args: EngineArgs) -> None:
         "scheduler": SCHEDULERS,
         "demotion_order": DEMOTION_ORDERS,
         "fuse": FUSE,
+        "json_white_space": JSON_WHITE_SPACE,
         "restore": RESTORE,
         "weights": WEIGHTS,
         "kv_cache_dtype": KV_CACHE_DTYPES,

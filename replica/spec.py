@@ -2,32 +2,51 @@
 
 Only architectures that the exactness tests cover are served. Everything else, and every option of a covered
 architecture that would change the result in a way those tests do not see, is refused by name.
+
+transformers chooses the class of a model by `model_type`, not by `architectures`, and a configuration can name other
+files to read (`configuration_files`) or code to run (`auto_map`). So config.json is read once, here; `_judge` checks
+both names together; and transformers builds its configuration from the same dictionary, without the entries that
+point elsewhere.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.replica import fp8_checkpoint
 from quire.replica.fp8_checkpoint import Fp8Scheme
 from quire.replica.groups import LayerGroup, group_layers
 
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "MistralForCausalLM",
-    "Olmo2ForCausalLM",
-    "SmolLM3ForCausalLM",
-    "GraniteForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GptOssForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen3MoeForCausalLM",
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Each served architecture and the `model_type` under which transformers knows it.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MistralForCausalLM": "mistral",
+    "Olmo2ForCausalLM": "olmo2",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GraniteForCausalLM": "granite",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+# Entries of config.json that transformers does not get: they make it read or run something else, or bring in its own
+# quantiser (`ModelSpec.fp8` holds what Quire reads of it). Built-in classes need none of them.
+_LEFT_OUT = (
+    "auto_map",
+    "configuration_files",
+    "trust_remote_code",
+    "quantization_config",
+    "compression_config",
 )
 # Other rope types change their frequencies with the longest sequence of the batch.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -43,6 +62,7 @@ class ModelSpec:
 
     path: Path
     architecture: str
+    raw_config: dict[str, Any] = field(repr=False, compare=False)  # config.json, as it was judged
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -50,7 +70,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    max_position_embeddings: int
+    max_position_embeddings: int  # longest context, RoPE scaling included
     windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
@@ -80,14 +100,8 @@ class ModelSpec:
         """
         raw = read_json(path / "config.json")
         architecture = _judge(raw)
-        from transformers import (
-            AutoConfig,
-        )  # takes seconds to import: only after the cheap refusals
-
         try:
-            config = AutoConfig.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
-            )
+            config = build_config(raw)
         except (ValueError, TypeError, KeyError, OSError) as error:
             raise CheckpointError(f"{path / 'config.json'}: {error}") from error
         _judge_rope(config)
@@ -97,6 +111,7 @@ class ModelSpec:
         spec = cls(
             path=path,
             architecture=architecture,
+            raw_config=raw,
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -104,9 +119,9 @@ class ModelSpec:
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocab_size=config.vocab_size,
-            max_position_embeddings=config.max_position_embeddings,
+            max_position_embeddings=_max_context(config),
             windows=_windows(config),
-            eos_token_ids=_eos_token_ids(path, raw, generation),
+            eos_token_ids=_eos_token_ids(path, raw, generation, config.vocab_size),
             checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             temperature=generation.get("temperature"),
             top_p=generation.get("top_p"),
@@ -132,19 +147,41 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     return value
 
 
+def build_config(raw: dict[str, Any]) -> PretrainedConfig:
+    """transformers' configuration of a served model, from config.json's own entries and no other file.
+
+    Parameters
+    ----------
+    raw
+        config.json, judged: `ModelSpec.raw_config`.
+    """
+    from transformers import (
+        CONFIG_MAPPING,
+    )  # takes seconds to import: only after the cheap refusals
+
+    own = {name: copy.deepcopy(value) for name, value in raw.items() if name not in _LEFT_OUT}
+    return CONFIG_MAPPING[raw["model_type"]].from_dict(own)
+
+
 def _judge(raw: dict[str, Any]) -> str:
     """The architecture, if it is served; looks at nothing but config.json's own entries."""
-    if "auto_map" in raw:
-        raise CheckpointError(
-            "config.json has auto_map: the model needs Python code from the checkpoint, which is never run"
-        )
-    _fp8(raw)
     named = raw.get("architectures") or []
-    if len(named) != 1 or named[0] not in ARCHITECTURES:
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
+        code = (
+            "; config.json has auto_map: the model needs Python code from the checkpoint, which is never run"
+            if "auto_map" in raw
+            else ""
+        )
         raise CheckpointError(
             f"config.json: architectures is {named}; served, because tests prove them exact, are "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(ARCHITECTURES)}{code}"
         )
+    model_type = ARCHITECTURES[named[0]]
+    if raw.get("model_type") != model_type:
+        raise CheckpointError(
+            f"config.json: model_type is {raw.get('model_type')!r}, but {named[0]} has model_type {model_type!r}"
+        )
+    _fp8(raw)
     name, activation = "hidden_act", "silu"
     if named[0].startswith("Gemma"):
         name, activation = "hidden_activation", "gelu_pytorch_tanh"
@@ -195,17 +232,57 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _eos_token_ids(path: Path, raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json's, else config.json's, else the id of the tokenizer's eos_token."""
+def _max_context(config: PretrainedConfig) -> int:
+    """Tokens of the longest context, as vLLM derives it.
+
+    Published long-context recipes leave `max_position_embeddings` at the trained length and state a RoPE factor.
+    llama3 rescales frequencies below the stated length. Gemma 3 states the scaled length.
+    """
+    stated = config.max_position_embeddings
+    rope = getattr(config, "rope_parameters", None) or {}
+    if any(
+        isinstance(value, dict) for value in rope.values()
+    ):  # Gemma 3: one entry for each kind of layer
+        return stated
+    rope_type, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+    if rope_type == "yarn":
+        return int((rope.get("original_max_position_embeddings") or stated) * factor)
+    return int(stated * factor) if rope_type == "linear" else stated
+
+
+def _eos_token_ids(
+    path: Path, raw: dict[str, Any], generation: dict[str, Any], vocab_size: int
+) -> tuple[int, ...]:
+    """The union of generation_config.json's, config.json's and the tokenizer's, each id once.
+
+    Chat fine-tunes often leave the base model's id in config.json, while the turn ends with the tokenizer's
+    `eos_token`. A tokenizer may define ids that the model has no logit for: those can never be sampled.
+    """
+    ids: list[int] = []
     for source in (generation, raw):
         value = source.get("eos_token_id")
-        if value is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise CheckpointError(f"eos_token_id {token!r} is not in [0, vocab_size {vocab_size})")
+    ids += [token for token in _tokenizer_eos(path) if token < vocab_size]
+    return tuple(dict.fromkeys(ids))
+
+
+def _tokenizer_eos(path: Path) -> list[int]:
+    """The id of the tokenizer's eos_token; none if the checkpoint does not state one."""
     token = read_json(path / "tokenizer_config.json", optional=True).get("eos_token")
     if isinstance(token, dict):  # an AddedToken
         token = token.get("content")
-    added = read_json(path / "tokenizer.json", optional=True).get("added_tokens", [])
-    return tuple(entry["id"] for entry in added if entry.get("content") == token)
+    if not isinstance(token, str):
+        return []
+    tokenizer = read_json(path / "tokenizer.json", optional=True)
+    added = tokenizer.get("added_tokens") or []
+    found = [entry["id"] for entry in added if entry.get("content") == token]
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    if not found and isinstance(vocab, dict) and token in vocab:
+        found = [vocab[token]]
+    return found
 
 
 def _check_sizes(spec: ModelSpec) -> None:
@@ -226,8 +303,3 @@ def _check_sizes(spec: ModelSpec) -> None:
         raise CheckpointError(
             f"config.json: dtype is {spec.checkpoint_dtype!r}, served are float32, bfloat16, float16"
         )
-    for token in spec.eos_token_ids:
-        if not isinstance(token, int) or not 0 <= token < spec.vocab_size:
-            raise CheckpointError(
-                f"eos_token_id {token!r} is not in [0, vocab_size {spec.vocab_size})"
-            )

@@ -330,7 +330,7 @@ class Bus:
                 return  # Serve's membership is ahead of ours; the next update or retry settles it
             self._hellos[replica] = hello
             self._witness.remember(hello)
-            self._table.add(replica, hello.epoch, hello.block_size)
+            self._table.add(replica, hello.epoch, hello.block_size, hello.weights)
             while True:
                 self._on_frame(replica, Frame.decode(await next_message(stream)))
         except StopAsyncIteration:

@@ -9,6 +9,7 @@ the router run out of memory.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,10 +22,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from quire.protos.errors import InvalidRequest, UnsupportedField
-from quire.router.tokenizer import load_special_tokens, read_json_object
+from quire.router.special_tokens import GUARD, SpecialTokens
+from quire.router.tokenizer import load_special_tokens, read_json_object, utf8_len
 
 _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 _MAX_EXPONENT = 64
+_ASCII_GUARD = re.compile(r"(?<!\\)((?:\\\\)*)\\ud800")
 
 
 class ChatTemplate:
@@ -82,9 +85,18 @@ class ChatTemplate:
         return cls(source, load_special_tokens(folder), **options)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        special: SpecialTokens | None = None,
     ) -> str:
         """The prompt text; encode it without adding special tokens.
+
+        Parameters
+        ----------
+        special
+            Protects the texts of messages: encode the result with `SpecialTokens.encode`. None: no protection.
 
         Raises
         ------
@@ -94,6 +106,10 @@ class ChatTemplate:
             A message has a part or field that is not served.
         """
         checked = check_messages(messages)
+        if special is not None:
+            checked = [
+                _protected(message, f"messages[{i}]", special) for i, message in enumerate(checked)
+            ]
         if not self._iterates_content:
             checked = [{**m, "content": _join_parts(m["content"])} for m in checked]
         pieces: list[str] = []
@@ -218,6 +234,26 @@ def _check_part(part: Any, where: str) -> dict[str, str]:
     return {"type": "text", "text": part["text"]}
 
 
+def _protected(message: dict[str, Any], where: str, special: SpecialTokens) -> dict[str, Any]:
+    """A message whose texts are protected. What that inserts, no text may have of its own.
+
+    Templates compare the role and some build a special token from it, so only whole tokens in it are protected.
+    """
+
+    def protect(value: Any, where: str, at_ends: bool = True) -> Any:
+        if isinstance(value, str):
+            utf8_len(value, where)
+            return special.protect(value, at_ends=at_ends)
+        if isinstance(value, dict):
+            return {key: protect(item, f"{where}.{key}") for key, item in value.items()}
+        return [protect(item, f"{where}[{i}]") for i, item in enumerate(value)]
+
+    return {
+        key: protect(value, f"{where}.{key}", at_ends=key != "role")
+        for key, value in message.items()
+    }
+
+
 def _join_parts(content: str | list[dict[str, str]]) -> str:
     """Text parts for a template that knows strings only; joined by a line break, as vLLM does."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
@@ -305,13 +341,15 @@ def _environment(
         sort_keys: bool = False,
     ) -> str:
         # Jinja's own filter escapes for HTML.
-        return json.dumps(
+        text = json.dumps(
             value,
             ensure_ascii=ensure_ascii,
             indent=indent,
             separators=separators,
             sort_keys=sort_keys,
         )
+        # Spelt in ASCII the mark would be text, and what is behind it a special token.
+        return _ASCII_GUARD.sub(rf"\1{GUARD}", text) if ensure_ascii else text
 
     def bounded_range(*args: int) -> range:
         values = range(*args)

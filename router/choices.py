@@ -57,10 +57,6 @@ class ChoicesStream:
         """Told by the lead, for all."""
         return self._lead.prompt_scores
 
-    def told_chars(self, choice: int) -> int:
-        """See `GenerationStream`."""
-        return self._streams[choice].told_chars(choice)
-
     @property
     def explain(self) -> Explain:
         """Of the lead."""

@@ -8,8 +8,8 @@ the field, its bound and the value.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,10 +138,13 @@ def resolve(
     max_model_len: int,
     vocab_size: int,
     limits: Limits = DEFAULT_LIMITS,
-    rng: random.Random,
     bad_word_ids: tuple[tuple[int, ...], ...] = (),
+    special_stop_ids: Iterable[int] = (),
 ) -> SamplingParams:
     """Check a request against the model and fill in what the client left open.
+
+    A seed is drawn where the client gives none. Report it back: with it the client gets the same stream again. It comes
+    from the system's generator, so that one client's seeds do not tell another's.
 
     Parameters
     ----------
@@ -151,11 +154,10 @@ def resolve(
         Prompt and output tokens together.
     vocab_size
         Token ids are in [0, vocab_size).
-    rng
-        Draws the seed when the client gives none. Report the seed back: with it the client gets the
-        same stream again.
     bad_word_ids
         `bad_words` as token sequences: see `tokenizer.bad_word_ids`.
+    special_stop_ids
+        Ids of the special tokens among the stop strings.
 
     Raises
     ------
@@ -183,7 +185,7 @@ def resolve(
             field="min_tokens",
         )
     temperature = _first(request.temperature, defaults.temperature)
-    seed = rng.getrandbits(63) if request.seed is None else request.seed
+    seed = secrets.randbits(63) if request.seed is None else request.seed
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -191,7 +193,7 @@ def resolve(
         top_k=max(0, _first(request.top_k, defaults.top_k)),
         top_p=float(_first(request.top_p, defaults.top_p)),
         seed=seed & _UINT64_MAX,
-        stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids)),
+        stop_token_ids=tuple(dict.fromkeys((*request.stop_token_ids, *special_stop_ids))),
         ignore_eos=request.ignore_eos,
         min_p=float(_first(request.min_p, defaults.min_p)),
         repetition_penalty=float(_first(request.repetition_penalty, defaults.repetition_penalty)),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
@@ -104,6 +104,7 @@ class _Replica:
     seen_s: float | None = None  # last frame of this attach stream
     row: int = -1  # in `ReplicaColumns`
     block_tokens: int = 0  # of its KV blocks; 0: not known
+    weights: str = ""  # `Hello.weights`
     bookings: dict[RequestBooking, None] = field(default_factory=dict)  # newer than the report
     unanswered: dict[RequestBooking, None] = field(default_factory=dict)  # without a first token
     head_s: float = 0.0  # since when the first of `unanswered` is that
@@ -204,6 +205,7 @@ class ReplicaTable:
         self._host_copy_s_per_token = host_copy_s_per_token
         self._max_sessions = max_sessions
         self._replicas: dict[str, _Replica] = {}
+        self._num_with_weights: Counter[str] = Counter()  # replicas by `Hello.weights`
         self._columns = ReplicaColumns()
         # [rows] float64, read-only, another array when they change: see `router/speeds.py`; 0: not yet known
         self._s_per_work = np.zeros(0)
@@ -220,20 +222,23 @@ class ReplicaTable:
 
     # ---------------------------------------------------------------------------------- membership
 
-    def add(self, replica: str, epoch: str, block_tokens: int = 0) -> None:
+    def add(self, replica: str, epoch: str, block_tokens: int = 0, weights: str = "") -> None:
         """An attach stream to a replica, new or lost, is open; its first frame makes it ready.
 
         Parameters
         ----------
         block_tokens
             Tokens in one of its KV blocks, 0 if not known.
+        weights
+            `Hello.weights`: requests that began elsewhere may continue on it if theirs are equal.
         """
         entry = self._replicas.get(replica)
         if entry is None:
             replay = Replay(self.index, replica, self._max_kept_batches, self._resync_interval_s)
             entry = self._replicas[replica] = _Replica(replica, epoch, replay)
             entry.row = self._columns.add(replica)
-            entry.block_tokens = block_tokens
+            entry.block_tokens, entry.weights = block_tokens, weights
+            self._num_with_weights[weights] += 1
             replay.begin_epoch(epoch)
             self.index.set_row(replica, entry.row)
             self._write_row(entry)
@@ -241,6 +246,9 @@ class ReplicaTable:
             return
         entry.resume()
         entry.block_tokens = block_tokens
+        self._forget_weights(entry)
+        entry.weights = weights
+        self._num_with_weights[weights] += 1
         if epoch != entry.epoch:
             self._begin_epoch(entry, epoch)
         self._write_row(entry)
@@ -250,6 +258,7 @@ class ReplicaTable:
         entry = self._replicas.pop(replica, None)
         if entry is None:
             return
+        self._forget_weights(entry)
         self.index.remove_replica(replica)
         self._num_ours -= entry.num_ours
         name = self._columns.remove(entry.row)
@@ -461,6 +470,16 @@ class ReplicaTable:
 
     # --------------------------------------------------------------------------------------- views
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether replicas differ in their weights, as during an update to another model."""
+        return len(self._num_with_weights) > 1
+
+    def _forget_weights(self, entry: _Replica) -> None:
+        self._num_with_weights[entry.weights] -= 1
+        if not self._num_with_weights[entry.weights]:
+            del self._num_with_weights[entry.weights]
+
     def fleet(
         self,
         hashes: Sequence[int] | np.ndarray,
@@ -468,12 +487,15 @@ class ReplicaTable:
         now_s: float,
         session: str = "",
         avoid: Set[str] = frozenset(),
+        weights: str | None = None,
     ) -> Fleet:
         """The replicas that can take a request with these routing hashes, as a policy sees them. Those that would
         refuse it are among them only if all would.
 
         Parameters
         ----------
+        weights
+            Only replicas with these; None: with any.
         avoid
             Replicas to leave out, unless that leaves none.
         """
@@ -482,17 +504,25 @@ class ReplicaTable:
         held, longest = self._held_tokens(hashes, num_prompt_tokens)
         heard_s = now_s - self.lost_after_s
         speeds, some_below = self._s_per_work, self._columns.some_below
-        # Mostly nobody is left out.
+        is_mixed = weights is not None and self._num_with_weights[weights] < len(self._replicas)
+        # Usually no replica is left out.
         if names and (
-            avoid or some_below(columns.NUM_PLACES, 1) or some_below(columns.SEEN_S, heard_s)
+            avoid
+            or is_mixed
+            or some_below(columns.NUM_PLACES, 1)
+            or some_below(columns.SEEN_S, heard_s)
         ):
             full, out = rows[columns.NUM_PLACES] < 1, rows[columns.SEEN_S] < heard_s
+            foreign = np.zeros(len(names), bool)
+            if is_mixed:
+                own = (self._replicas[name].weights == weights for name in names)
+                foreign = ~np.fromiter(own, bool, len(names))
             if avoid:
                 avoided = out | np.fromiter((name in avoid for name in names), bool, len(names))
-                out = out if avoided.all() else avoided
+                out = out if (avoided | foreign).all() else avoided
             full |= out
-            out = out if full.all() else full
-            kept = (~out).nonzero()[0]
+            out = out if (full | foreign).all() else full
+            kept = (~(out | foreign)).nonzero()[0]
             rows = rows.take(
                 kept, axis=1
             )  # where `rows[:, kept]` would lay a replica's columns side by side

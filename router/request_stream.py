@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,6 +74,8 @@ class RequestStream:
         What its event ids say of it.
     mark
         What the client has of it: none of that comes in a delta.
+    special_stops
+        Stop strings that are special tokens, by id.
     lead
         The first choice of the same request that runs, submitted before: this one goes to the same replica as its
         fork.
@@ -90,6 +93,7 @@ class RequestStream:
         arrived_s: float,
         origin: Origin,
         mark: Mark,
+        special_stops: Mapping[int, str],
         lead: RequestStream | None = None,
     ):
         self.request_id = request.request_id
@@ -105,7 +109,9 @@ class RequestStream:
         self._sampling = sampling
         self._hashes = hashes
         self._eos_token_ids = frozenset(hello.eos_token_ids)
+        self._weights = hello.weights  # of every replica that it runs on
         self._detokenizer = detokenizer
+        self._special_stops = special_stops
         self._stop = StopMatcher(request.stop, request.include_stop_str_in_output)
         self._arrived_s = arrived_s
         self._last_delta_s: float | None = None
@@ -132,7 +138,7 @@ class RequestStream:
         self._logged: int | None = None  # number of the last decision in the log
         self._first: OutputDelta | None = None
         self._told = resume.Told(mark, request.resume_from.field) if mark.num_tokens else None
-        self._told_chars = 0
+        self._num_chars = 0  # of the emitted tokens, as far as `_on_tokens` has seen them
         self._closed = self.is_told = mark.finished  # then nothing is left to do
         if self.is_told:
             self.usage.completion_tokens = mark.num_tokens
@@ -226,6 +232,7 @@ class RequestStream:
             now,
             self._request.session,
             self._failed_on | self._full,
+            self._weights,
         )
         if self._refused is not None and not (self._full | self._failed_on).isdisjoint(
             fleet.replicas
@@ -235,9 +242,10 @@ class RequestStream:
             # Better a replica that failed this request once than none at all: all of them in turn.
             self._failed_on.clear()
         if not len(fleet):
-            raise Unavailable(
-                "no replica is ready to serve the model", retry_after_s=NO_REPLICA_RETRY_S
-            )
+            problem = "no replica is ready to serve the model"
+            if service.table.is_mixed:
+                problem = "no replica is left with the weights that the request began with"
+            raise Unavailable(problem, retry_after_s=NO_REPLICA_RETRY_S)
         return service.policy.choose(self._asked(num_prompt_tokens), fleet, now, service.rng)
 
     def _asked(self, num_prompt_tokens: int) -> RouteRequest:
@@ -405,13 +413,16 @@ class RequestStream:
         self._observe(event)
         pieces: list[str] = []
         matched: str | None = None
+        offsets: list[int] = []
         num_told = 0 if self._told is None else self._told.take(expected, new_ids)
         for i, token_id in enumerate(new_ids):
             self._emitted.append(token_id)
+            offsets.append(self._num_chars)
             last = event.finish_reason == "stop" and i == len(new_ids) - 1
             if last and self._ends(token_id):
                 break  # the ending token counts, its text does not show
             text = self._detokenizer.feed([token_id])
+            self._num_chars += len(text)
             text, matched = self._match(text)
             if i >= num_told:
                 pieces.append(text)
@@ -423,9 +434,10 @@ class RequestStream:
         ends = matched is not None or event.finish_reason is not None
         if ends and self._told is not None:
             self._told.check_end(len(self._emitted))
-        scores = self._scores(event, expected, new_ids)
+        scores = self._scores(event, expected, new_ids, offsets)
         if num_told:
-            new_ids, scores = new_ids[num_told:], self._untold(scores, num_told)
+            new_ids = new_ids[num_told:]
+            scores = None if scores is None else scores[num_told:]
             if not new_ids and not ends:
                 return None
         if matched is not None:
@@ -460,25 +472,21 @@ class RequestStream:
         """The prompt's tokens with their log-probabilities, None of the first; None if not asked for."""
         if self._sampling.prompt_logprobs is None:
             return None
-        return self._service.prompt_scores(int(self._prompt_ids[0]), self._prompt_logprobs)
+        is_text = isinstance(self._request.prompt, str)
+        first_id, parts = int(self._prompt_ids[0]), self._prompt_logprobs
+        return self._service.prompt_scores(first_id, parts, skip_special_tokens=is_text)
 
-    def _scores(self, event: TokenDelta, expected: int, ids: list[int]) -> list[TokenScores] | None:
+    def _scores(
+        self, event: TokenDelta, expected: int, ids: list[int], offsets: list[int]
+    ) -> list[TokenScores] | None:
         """What the replica said of `ids`, whose first has the index `expected`; None if not asked."""
         if event.logprobs is None:
             return None
         of_ids = event.logprobs[expected - event.index :][: len(ids)]
-        return [self._service.scores(i, logprob) for i, logprob in zip(ids, of_ids, strict=True)]
-
-    def _untold(self, scores: list[TokenScores] | None, num_told: int) -> list[TokenScores] | None:
-        """Those after the first ones, which the client of a resumed stream has."""
-        if scores is None:
-            return None
-        self._told_chars += sum(len(of_token.token.text) for of_token in scores[:num_told])
-        return scores[num_told:]
-
-    def told_chars(self, choice: int) -> int:
-        """Of the tokens that the client has: see `GenerationStream`."""
-        return self._told_chars
+        return [
+            self._service.scores(token_id, logprob, offset)
+            for token_id, logprob, offset in zip(ids, of_ids, offsets, strict=True)
+        ]
 
     def _match(self, text: str) -> tuple[str, str | None]:
         if len(self._emitted) <= self._sampling.min_tokens:
@@ -493,7 +501,8 @@ class RequestStream:
             return OutputDelta("".join(pieces), new_ids, "stop", matched)
         pieces.append(self._stop.flush())
         last = self._emitted[-1] if reason == "stop" else None
-        stop_reason = last if last in self._sampling.stop_token_ids else None
+        stop_reason: int | str | None = last if last in self._sampling.stop_token_ids else None
+        stop_reason = self._special_stops.get(last, stop_reason)
         self._close()
         return OutputDelta("".join(pieces), new_ids, reason, stop_reason)
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from quire.protos.errors import (
     ContextLengthExceeded,
+    InvalidRequest,
     ModelNotFound,
     Overloaded,
     Unavailable,
@@ -77,6 +78,7 @@ class ModelFacts:
     defaults: params.GenerationDefaults
     limits: params.Limits
     max_prompt_tokens: int | None = None  # None: as many as the model takes
+    special_tokens_in_messages: bool = False  # whether the text of a message may be special tokens
 
 
 class RouterService:
@@ -186,22 +188,29 @@ class RouterService:
                 field="model",
             )
         params.check(request, self.facts.limits)
-        hello = self._hello()
+        candidates = self._candidates(request)
         self.gate.check(request.tenant, request.priority)
-        prompt_ids = await self._prompt_ids(request, hello)
+        prompt_ids = await self._prompt_ids(request, candidates[0])
         self._check_prompt_len(len(prompt_ids))
-        sampling = params.resolve(
-            _with_seed(request),
-            self.facts.defaults,
-            num_prompt_tokens=len(prompt_ids),
-            max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
-            vocab_size=hello.vocab_size,
-            limits=self.facts.limits,
-            rng=self.rng,
-            bad_word_ids=self._tokenizer.tokenizer.bad_word_ids(request.bad_words),
-        )
-        hashes = prefix_hashes(self._hasher(hello, request.tenant), prompt_ids)
-        origin = self._origin(request, prompt_ids, hashes, sampling, hello)
+        special_stops = self._special_stops(request)
+        for hello in candidates:
+            sampling = params.resolve(
+                _with_seed(request),
+                self.facts.defaults,
+                num_prompt_tokens=len(prompt_ids),
+                max_model_len=min(hello.max_model_len, hello.max_cache_tokens),
+                vocab_size=hello.vocab_size,
+                limits=self.facts.limits,
+                bad_word_ids=self._tokenizer.tokenizer.bad_word_ids(request.bad_words),
+                special_stop_ids=[i for i in special_stops if i < hello.vocab_size],
+            )
+            hashes = prefix_hashes(self._hasher(hello, request.tenant), prompt_ids)
+            try:
+                origin = self._origin(request, prompt_ids, hashes, sampling, hello)
+                break
+            except InvalidRequest:
+                if hello is candidates[-1]:
+                    raise
         context = () if request.messages else prompt_ids[-16:].tolist()
         streams: list[RequestStream] = []
         lead: RequestStream | None = None
@@ -219,6 +228,7 @@ class RouterService:
                 arrived_s,
                 origin,
                 mark,
+                special_stops,
                 lead=lead,
             )
             streams.append(stream)
@@ -227,6 +237,14 @@ class RouterService:
         stream = streams[0] if request.n == 1 else ChoicesStream(streams, lead or streams[0])
         await stream.start()
         return stream
+
+    def _special_stops(self, request: GenerationRequest) -> dict[int, str]:
+        """Stop strings that are special tokens, by id. Where the text leaves special tokens out, only the id shows."""
+        if not request.skip_special_tokens:
+            return {}
+        special = self._tokenizer.tokenizer.special
+        found = ((special.id_of(stop.strip()), stop) for stop in request.stop)
+        return {token_id: stop for token_id, stop in found if token_id is not None}
 
     def _origin(
         self,
@@ -250,23 +268,34 @@ class RouterService:
             return request.resume_from.origin
         return Origin(sampling.seed, fingerprint, uuid.uuid4().hex, int(time.time()))
 
-    def scores(self, token_id: int, of_token: TokenLogprob) -> TokenScores:
+    def scores(self, token_id: int, of_token: TokenLogprob, text_offset: int) -> TokenScores:
         """A token's log-probabilities with the tokens' texts."""
         return TokenScores(
             self._scored(token_id, of_token.logprob),
             tuple(map(self._scored, of_token.top_ids, of_token.top_logprobs)),
+            text_offset=text_offset,
         )
 
-    def prompt_scores(self, first_id: int, parts: Sequence[PromptLogprobs]) -> list[TokenScores]:
-        """The first token of a prompt, and those that the parts are about."""
+    def prompt_scores(
+        self, first_id: int, parts: Sequence[PromptLogprobs], *, skip_special_tokens: bool
+    ) -> list[TokenScores]:
+        """The first token of a prompt, and those that the parts are about.
+
+        Parameters
+        ----------
+        skip_special_tokens
+            Whether special tokens are no part of the prompt's text: so where a tokenizer added them.
+        """
+        detokenizer = self._detokenizers.new(skip_special_tokens)
+        num_chars = len(detokenizer.feed([first_id]))
         scores = [TokenScores(self._scored(first_id, None), ())]
         for part in parts:
             tops = zip(part.top_ids.tolist(), part.top_logprobs.tolist(), strict=True)
             columns = (part.token_ids.tolist(), part.logprobs.tolist(), part.ranks.tolist(), tops)
-            scores += [
-                TokenScores(self._scored(token_id, logprob), tuple(map(self._scored, *top)), rank)
-                for token_id, logprob, rank, top in zip(*columns, strict=True)
-            ]
+            for token_id, logprob, rank, top in zip(*columns, strict=True):
+                token, likeliest = self._scored(token_id, logprob), tuple(map(self._scored, *top))
+                scores.append(TokenScores(token, likeliest, rank, num_chars))
+                num_chars += len(detokenizer.feed([token_id]))
         return scores
 
     def _scored(self, token_id: int, logprob: float | None) -> ScoredToken:
@@ -328,6 +357,20 @@ class RouterService:
                 yield statuses
             await asyncio.sleep(period_s)
 
+    def _candidates(self, request: GenerationRequest) -> list[Hello]:
+        """Replicas that stand for the weights with which the request may run; at least one.
+
+        During an update replicas differ in their weights. A new request draws from all replicas, so that old and new
+        ones share the load; a resumed one has to find the weights that it began with.
+        """
+        first = self._hello()
+        if not self.table.is_mixed:
+            return [first]
+        hellos = list(self.transport.hellos.values())
+        if request.resume_from is None:
+            return [self.rng.choice(hellos)]
+        return list({hello.weights: hello for hello in hellos}.values())
+
     def _hello(self) -> Hello:
         for hello in self.transport.hellos.values():
             return hello
@@ -358,15 +401,20 @@ class RouterService:
                     field="messages",
                 )
             # The template has written the special tokens itself.
-            text, add_special_tokens = self._template.render(request.messages), False
+            special = self._tokenizer.tokenizer.special
+            if self.facts.special_tokens_in_messages:
+                special = None
+            text = self._template.render(request.messages, special=special)
+            add_special_tokens, is_guarded = False, special is not None
         else:
-            text, add_special_tokens = request.prompt, True
+            text, add_special_tokens, is_guarded = request.prompt, True, False
         return await self._tokenizer.encode(
             text,
             add_special_tokens,
             max_model_len=hello.max_model_len,
             field="prompt" if request.messages is None else "messages",
             tenant=request.tenant,
+            is_guarded=is_guarded,
         )
 
     def _hasher(self, hello: Hello, tenant: str) -> RoutingHasher:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
+from quire.router.special_tokens import GUARD, SpecialTokens
 from quire.router.token_cache import TokenCache, cuts_at_words, piece_pattern, split
 
 # Texts up to this length are encoded where they are. Measured with byte-level BPE on one busy core:
@@ -63,6 +64,8 @@ class TextTokenizer:
         Where a text may be cut (`token_cache.py`); None: nowhere.
     cuts_at_words
         Whether it may also be cut between words.
+    special
+        The special tokens, and texts in which they are plain text.
     """
 
     def __init__(self, backend: Tokenizer, special_tokens: dict[str, str]):
@@ -74,6 +77,7 @@ class TextTokenizer:
         self._detokenizers = DetokenizerFactory(backend)
         self.piece_pattern = piece_pattern(backend)
         self.cuts_at_words = cuts_at_words(backend)
+        self.special = SpecialTokens(backend)
         self._around = _added_around(backend) if self.cuts_at_words else None
 
     @classmethod
@@ -219,6 +223,7 @@ class AsyncTokenizer:
         max_model_len: int,
         field: str = "prompt",
         tenant: str = "",
+        is_guarded: bool = False,
     ) -> np.ndarray:
         """As `TextTokenizer.encode`.
 
@@ -230,6 +235,8 @@ class AsyncTokenizer:
             Name of the request's field, for errors.
         tenant
             Whose text it is: what it is made of is remembered for this tenant only.
+        is_guarded
+            A template rendered messages that `SpecialTokens.protect` went over: what it marked is plain text.
 
         Raises
         ------
@@ -240,7 +247,7 @@ class AsyncTokenizer:
         Overloaded
             `max_pending` texts are waiting.
         """
-        num_bytes = utf8_len(text, field)
+        num_bytes = utf8_len(text.replace(GUARD, "") if is_guarded else text, field)
         max_bytes = MAX_BYTES_PER_TOKEN * max_model_len
         if num_bytes > max_bytes:
             raise ContextLengthExceeded(
@@ -248,6 +255,10 @@ class AsyncTokenizer:
                 f" ({MAX_BYTES_PER_TOKEN} for each of the model's {max_model_len} tokens)",
                 field=field,
             )
+        if (
+            is_guarded and GUARD in text
+        ):  # seldom, so what it has in common with other texts is not looked for
+            return await self._in_thread(self.tokenizer.special.encode, text)
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens)
         if self._pattern is not None and (

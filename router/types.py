@@ -103,6 +103,7 @@ class TokenScores:
     token: ScoredToken
     top: tuple[ScoredToken, ...]
     rank: int | None = None  # of a prompt's token, 1 for the likeliest of all; None: not asked for
+    text_offset: int = 0  # characters of the prompt's, or of the answer's, text before it
 
 
 @dataclass(slots=True)
@@ -221,11 +222,6 @@ class GenerationStream(Protocol):
     origin: Origin
     usage: Usage
     explain: Explain
-
-    def told_chars(self, choice: int) -> int:
-        """Characters of the tokens of a choice that the client of a resumed stream has, by themselves, when
-        log-probabilities were asked for; complete with the choice's first delta."""
-        ...
 
     @property
     def prompt_scores(self) -> list[TokenScores] | None: ...

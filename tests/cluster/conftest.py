@@ -74,9 +74,6 @@ class FakeStream:
         self._request = request
         self._deltas = self._generate()
 
-    def told_chars(self, choice: int) -> int:
-        return 0
-
     @property
     def prompt_scores(self) -> list[TokenScores] | None:
         num_top = self._sampling.prompt_logprobs
@@ -105,10 +102,14 @@ class FakeStream:
                     running.remove(deltas)
 
     async def _choice(self, choice: int) -> AsyncIterator[OutputDelta]:
+        num_chars = 0
         async for delta in self._tokens(choice):
             delta.choice = choice
             if self._sampling.logprobs is not None:
-                delta.logprobs = [scores(i, self._sampling.logprobs) for i in delta.token_ids]
+                (token_id,) = delta.token_ids
+                of_token = scores(token_id, self._sampling.logprobs)
+                delta.logprobs = [dataclasses.replace(of_token, text_offset=num_chars)]
+                num_chars += len(VOCAB[token_id])
             yield delta
 
     async def _tokens(self, choice: int) -> AsyncIterator[OutputDelta]:
@@ -172,7 +173,6 @@ class FakeService:
             num_prompt_tokens=prompt_len,
             max_model_len=MAX_MODEL_LEN,
             vocab_size=len(VOCAB),
-            rng=random.Random(),
         )
         try:
             await asyncio.sleep(self.generate_s)

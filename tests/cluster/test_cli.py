@@ -64,6 +64,24 @@ def test_check_prints_every_problem_and_fails(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_check_looks_into_a_folder_that_is_here(tmp_path):
+    (tmp_path / "model").mkdir()
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        (ROOT / "cluster.yaml").read_text().replace("model: embedded", "model: ~/model")
+    )
+    home = {**os.environ, "HOME": str(tmp_path)}
+    result = quire("config", "check", str(path), env=home)
+    assert result.returncode == 1
+    assert f"quire: model: {tmp_path}/model is no checkpoint folder" in result.stderr
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert quire("config", "check", str(path), env=home).returncode == 0
+    path.write_text(path.read_text().replace("~/model", "./elsewhere"))
+    result = quire("config", "check", str(path), env=home, cwd=tmp_path)
+    assert result.returncode == 0  # it may be on the cluster's nodes
+    assert f"there is no folder {tmp_path}/elsewhere on this machine" in result.stdout
+
+
 def test_check_names_an_application_that_is_not_quires(tmp_path):
     path = tmp_path / "other.yaml"
     path.write_text("applications: [{name: other, import_path: 'a.b:c'}]")

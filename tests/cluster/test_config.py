@@ -536,3 +536,12 @@ def test_an_unreadable_file_is_named(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"x\.yaml: cannot be read"):
         serve_config.load(path)
+
+
+def test_a_tilde_is_the_home_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/x")
+    config = AppConfig.from_args(
+        {"model": "~/m/", "chat_template": "~/t", "router": {"decision_log_folder": "~/d"}}
+    )
+    assert (config.model, config.model_name, config.is_folder) == ("/home/x/m/", "m", True)
+    assert (config.chat_template, config.router.decision_log_folder) == ("/home/x/t", "/home/x/d")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from step_driver import engine_config
 
+from quire.kernels.paged_attention import Backend
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.device import Device
@@ -51,10 +52,9 @@ def tight(spec: ModelSpec, spare: int = 5, **changes: object) -> EngineConfig:
 class Harness:
     """A checkpoint whose weights are loaded once, for runners on one device after another."""
 
-    def __init__(self, path):
+    def __init__(self, path, dtype: str = "float32"):
         self.spec = ModelSpec.from_checkpoint(path)
-        config = config_of(self.spec)
-        self.model = load_model(self.spec, "cpu", config.dtype)
+        self.model = load_model(self.spec, "cpu", dtype)
 
     def serve(
         self,
@@ -66,15 +66,20 @@ class Harness:
         prepare: Callable[[Runner], None] = lambda runner: None,
         on_delta: Callable[[EngineLoop, object], None] = lambda loop, delta: None,
         expected_keys: Iterable[object] = (),
+        attention_backend: Backend | None = None,
     ) -> Told:
         """Run the requests, all submitted before the first step; of each the tokens, log-probs and how it ended.
 
         `prepare` gets the runner before it serves; `expected_keys` are those of requests that `on_delta` submits.
         """
-        pool = KVPool(config.num_blocks, self.spec.groups, BLOCK_SIZE, getattr(torch, config.dtype))
+        dtype = getattr(torch, config.pool_dtype)
+        pool = KVPool(config.num_blocks, self.spec.groups, config.block_size, dtype)
         pool.poison()
         # A runner changes its model's modules in place.
-        runner = Runner(config, self.spec, copy.deepcopy(self.model), pool, device=device)
+        model = copy.deepcopy(self.model)
+        runner = Runner(
+            config, self.spec, model, pool, device=device, attention_backend=attention_backend
+        )
         runner.host_pool.poison()
         prepare(runner)
         scheduler = Scheduler(config)

@@ -127,7 +127,14 @@ class FakeDevice:
         Of its memory: what it allocates beyond is an error.
     graph_bytes
         That each graph takes, beside memory that all graphs share: `SCRATCH` times the inputs of the largest.
+    keeps_workspace
+        Whether computing takes memory, `WORKSPACE` times what the work says it reads, and the allocator keeps it for
+        reuse, until `trim` or until an allocation outside a capture lacks it.
+    breaks_after
+        A capture after so many that succeeded fails in a way that the device does not recover from.
     """
+
+    WORKSPACE = 30
 
     SCRATCH = 20
 
@@ -142,6 +149,8 @@ class FakeDevice:
         no_graphs_because: str | None = None,
         total_bytes: int = 1 << 60,
         graph_bytes: int = 0,
+        keeps_workspace: bool = False,
+        breaks_after: int | None = None,
     ):
         self.no_graphs_because = no_graphs_because
         self.waits: set[tuple[str, str]] = set()  # that were asked for
@@ -154,6 +163,12 @@ class FakeDevice:
         self._graph_bytes = graph_bytes
         self._scratch_bytes = 0
         self._num_graphs = 0
+        self._keeps_workspace = keeps_workspace
+        self._kept_bytes = 0
+        self._breaks_after = breaks_after
+        self._is_rehearsing = False
+        self._rehearsed: Work | None = None
+        self.num_broken_captures = 0
         self._rng = random.Random(seed)
         self._pace = _Pace.draw(self._rng)
         self._ignored = frozenset(ignored_waits)
@@ -181,12 +196,23 @@ class FakeDevice:
         weakref.finalize(tensor, self._take, -tensor.nbytes)
 
     def free_bytes(self) -> int:
-        return self._total_bytes - self._held_bytes
+        return self._total_bytes - self._held_bytes - self._kept_bytes
 
     def trim(self) -> None:
         gc.collect()
+        self._kept_bytes = 0
 
-    def _take(self, num_bytes: int) -> None:
+    def _compute_with_workspace(self, reads: Tensors) -> None:
+        needed = self.WORKSPACE * sum(tensor.nbytes for tensor in reads)
+        if needed > self._kept_bytes:
+            self._kept_bytes = 0
+            self._take(needed)
+            self._held_bytes -= needed
+            self._kept_bytes = needed
+
+    def _take(self, num_bytes: int, *, is_capturing: bool = False) -> None:
+        if num_bytes > self.free_bytes() and not is_capturing:
+            self._kept_bytes = 0
         if num_bytes > self.free_bytes():
             raise torch.OutOfMemoryError(f"{num_bytes} bytes, {self.free_bytes()} are free")
         self._held_bytes += num_bytes
@@ -228,13 +254,40 @@ class FakeDevice:
         if not self._is_ignored(stream.value, event):
             self._put(stream, _Item(f"wait for {event.name}", lambda: None, awaits=event))
 
+    def rehearse(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> None:
+        self._is_rehearsing = True
+        try:
+            self.run(Stream.COMPUTE, work, name=name, reads=reads, writes=writes)
+            self.synchronize()
+        except Exception:
+            self._queues[Stream.COMPUTE].popleft()  # where work that raises stays
+            raise
+        finally:
+            self._is_rehearsing = False
+            self.synchronize()
+        self._rehearsed = work
+
+    def make_host_wait(self) -> None:
+        """What work does where it reads the device's memory from the host, as `item` does."""
+        if self._is_rehearsing:
+            raise RuntimeError("called a synchronizing operation")
+
     def capture(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> Graph:
         if self.no_graphs_because is not None:
             raise RuntimeError(f"{name} cannot be captured: {self.no_graphs_because}")
         if any(self._queues.values()):
             raise RuntimeError(f"{name} is captured while work is in flight")
+        if work is not self._rehearsed:
+            raise AssertionError(f"{name} is captured without a rehearsal")
+        if self._breaks_after == 0:
+            self.num_broken_captures += 1
+            self.no_graphs_because = "a capture of this process has failed"
+            raise RuntimeError("the capture was invalidated")
+        if self._breaks_after is not None:
+            self._breaks_after -= 1
         scratch = self.SCRATCH * sum(tensor.nbytes for tensor in reads) if self._graph_bytes else 0
-        self._take(self._graph_bytes + max(0, scratch - self._scratch_bytes))
+        needed = self._graph_bytes + max(0, scratch - self._scratch_bytes)
+        self._take(needed, is_capturing=True)
         self._scratch_bytes = max(self._scratch_bytes, scratch)
         self._num_graphs += 1
         return FakeGraph(name, work, tuple(reads), tuple(writes))
@@ -307,6 +360,8 @@ class FakeDevice:
         for i, tensor in enumerate(item.reads):
             if is_poisoned(tensor):
                 raise PoisonedRead(f"{item.name} reads poison in its input {i}: {tensor}")
+        if self._keeps_workspace:
+            self._compute_with_workspace(item.reads)
         with torch.inference_mode():
             item.run()
         queue.popleft()

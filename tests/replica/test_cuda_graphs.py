@@ -20,6 +20,7 @@ from quire.replica import queued_steps
 from quire.replica.config import EngineConfig
 from quire.replica.device import CpuDevice, Stream
 from quire.replica.device_table import DeviceTable
+from quire.replica.fixed_step import FixedStep
 from quire.replica.fused import NormWeight
 from quire.replica.graph_cache import GraphCache, StaleGraph
 from quire.replica.graph_key import GraphKey, GraphPart
@@ -28,6 +29,14 @@ from quire.replica.runner import Runner
 
 SEEDS = 20
 SIZES = (1, 2, 4, 6)  # of steps of at most six rows
+
+
+def fail(message: str) -> None:
+    """Raise at a place that messages can be checked against."""
+    raise RuntimeError(message)
+
+
+FAILS_AT = f"test_cuda_graphs.py:{fail.__code__.co_firstlineno + 2}"
 
 
 def capture_all(runner: Runner) -> None:
@@ -145,7 +154,7 @@ def test_a_model_that_cannot_be_captured_runs_without_and_the_log_says_why(
 ):
     def refuse(self, work, *, name, reads=(), writes=()):
         try:
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+            fail("operation not permitted when stream is capturing\nand more")
         except RuntimeError as error:
             raise ValueError("the capture was invalidated") from error
 
@@ -157,8 +166,8 @@ def test_a_model_that_cannot_be_captured_runs_without_and_the_log_says_why(
     assert told == expected_of(model, config, plain)
     (message,) = told_by_graph_cache(caplog)
     assert message == (
-        "steps run without graphs: a decode step of 6 rows cannot be captured: RuntimeError: operation not "
-        "permitted when stream is capturing"
+        f"steps run without graphs: a decode step of 6 rows cannot be captured: RuntimeError at {FAILS_AT}: operation "
+        "not permitted when stream is capturing"
     )
     with pytest.raises(RuntimeError, match="cuda_graphs is on: a decode step of 6 rows cannot"):
         model.serve(
@@ -185,7 +194,7 @@ def test_a_size_that_cannot_be_captured_later_is_not_tried_again(harness, monkey
     """Though the only graph has given way for it: an idle engine must come to rest."""
 
     def refuse(self, work, *, name, reads=(), writes=()):
-        raise RuntimeError("not this one")
+        fail("not this one")
 
     def prepare(runner: Runner) -> None:
         runner.warm_up()
@@ -200,8 +209,8 @@ def test_a_size_that_cannot_be_captured_later_is_not_tried_again(harness, monkey
     told = model.serve(config, FakeDevice(0), plain(), plans_ahead=True, prepare=prepare)
     assert told == expected_of(model, config, plain)
     messages = told_by_graph_cache(caplog)
-    assert (
-        messages[0] == "a decode forward of 2 rows cannot be captured: RuntimeError: not this one"
+    assert messages[0] == (
+        f"a decode forward of 2 rows cannot be captured: RuntimeError at {FAILS_AT}: not this one"
     )
     assert len(set(messages)) == len(messages)
 
@@ -219,6 +228,104 @@ def test_a_graph_gives_way_only_when_nothing_is_in_flight(harness):
     model = harness("llama")
     config = config_of(model.spec, max_cached_graphs=2)
     model.serve(config, FakeDevice(0), plain()[:1], plans_ahead=True, prepare=prepare)
+
+
+# -- the rehearsal is the judge ------------------------------------------------------------------------------
+
+
+def make_host_wait(
+    monkeypatch, device: FakeDevice, body: str, *, num_rows: int | None = None
+) -> None:
+    """Have a step read the device's memory from the host; only that of so many rows, if given."""
+    real = getattr(FixedStep, body)
+
+    def read_back(self, inputs, num_blocks=None):
+        if num_rows in (None, len(inputs.rows)):
+            device.make_host_wait()
+        real(self, inputs, num_blocks)
+
+    monkeypatch.setattr(FixedStep, body, read_back)
+
+
+def test_a_step_that_makes_the_host_wait_is_refused_by_name_before_any_capture(
+    harness, monkeypatch, caplog
+):
+    model = harness("llama")
+    config = config_of(model.spec)
+    device = FakeDevice(0)
+    make_host_wait(monkeypatch, device, "whole")
+    monkeypatch.setattr(FakeDevice, "capture", None)  # an error where it is called
+    with caplog.at_level(logging.INFO, "quire.replica.graph_cache"):
+        told = model.serve(config, device, plain(), plans_ahead=True, prepare=Runner.warm_up)
+    assert told == expected_of(model, config, plain)
+    (message,) = told_by_graph_cache(caplog)
+    assert message.startswith(
+        "steps run without graphs: a decode step of 6 rows cannot be captured: RuntimeError at fake_device.py:"
+    )
+    assert message.endswith(": called a synchronizing operation")
+
+
+def test_a_step_that_is_refused_while_serving_costs_no_other_its_graph(harness, monkeypatch):
+    model = harness("llama")
+    config = config_of(model.spec)
+    device = FakeDevice(0)
+
+    def prepare(runner: Runner) -> None:
+        runner.warm_up()
+        make_host_wait(monkeypatch, device, "to_logits", num_rows=2)
+        for rows in (2, 4):
+            for _ in range(20):
+                runner.graphs.find(rows, GraphPart.FORWARD)
+        while runner.graphs.use_idle():
+            pass
+        assert runner.graphs.find(2, GraphPart.FORWARD) is None
+        assert runner.graphs.find(4, GraphPart.FORWARD) is not None
+
+    told = model.serve(config, device, crowd(), plans_ahead=True, prepare=prepare)
+    assert told == expected_of(model, config)
+    assert device.num_replays
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_after_a_capture_that_fails_for_good_none_begins_and_steps_run_on(harness, caplog, mode):
+    """Before serving: no graph is there."""
+    model = harness("llama")
+    config = config_of(model.spec, cuda_graphs=mode)
+    device = FakeDevice(0, breaks_after=0)
+    prepared: list[Runner] = []
+
+    def prepare(runner: Runner) -> None:
+        prepared.append(runner)
+        runner.warm_up()
+
+    def serve() -> Told:
+        return model.serve(config, device, plain(), plans_ahead=True, prepare=prepare)
+
+    if mode == "on":
+        with pytest.raises(RuntimeError, match="cuda_graphs is on: a decode step of 6 rows cannot"):
+            serve()
+        return
+    assert serve() == expected_of(model, config, plain)
+    assert device.num_broken_captures == 1 and device.num_replays == 0
+    assert "the capture was invalidated" in prepared[0].graphs.off_because
+
+
+def test_graphs_that_are_there_when_a_capture_fails_for_good_serve_on(harness):
+    model = harness("llama")
+    config = config_of(model.spec)
+    device = FakeDevice(0, breaks_after=len(SIZES))
+
+    def prepare(runner: Runner) -> None:
+        runner.warm_up()
+        for rows in (2, 4, 6):
+            for _ in range(20):
+                runner.graphs.find(rows, GraphPart.FORWARD)
+        assert runner.graphs.use_idle() and not runner.graphs.use_idle()
+        assert len(runner.graphs) == len(SIZES)
+
+    told = model.serve(config, device, plain(), plans_ahead=True, prepare=prepare)
+    assert told == expected_of(model, config, plain)
+    assert device.num_broken_captures == 1 and device.num_replays
 
 
 # -- when they are captured ----------------------------------------------------------------------------------
@@ -313,6 +420,7 @@ MOVED = {
     "a table of the model": "decoder.rotary_emb.inv_freq",
     "a fused norm's weight": "decoder.norm.weight",
     "a fused norm of heads": "decoder.layers.0.attention.q_norm",
+    "a fused product's bias": "decoder.layers.0.attention.qkv.bias",
 }
 
 
@@ -340,6 +448,9 @@ def test_the_guard_names_the_buffer_that_has_moved(harness, what, caplog):
             decoder.rotary_emb.inv_freq = decoder.rotary_emb.inv_freq.clone()
         elif what == "a fused norm's weight":
             decoder.norm.weight = moved(decoder.norm.weight)
+        elif what == "a fused product's bias":
+            qkv = decoder.layers[0].attention.qkv
+            qkv.bias = qkv.bias.clone()
         else:
             attention = decoder.layers[0].attention
             attention.norms = tuple(map(moved, attention.norms))
@@ -347,7 +458,7 @@ def test_the_guard_names_the_buffer_that_has_moved(harness, what, caplog):
     def moved(norm: NormWeight) -> NormWeight:
         return dataclasses.replace(norm, weight=norm.weight.clone())
 
-    model = harness("qwen3")
+    model = harness("qwen2" if "bias" in what else "qwen3")
     config = config_of(model.spec, check_graphs=True, fuse=fuse)
     told = model.serve(config, FakeDevice(0), plain(), plans_ahead=False, prepare=prepare)
     assert "error" in {reason for _, _, reason, _ in told.values()}

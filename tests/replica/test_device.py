@@ -11,7 +11,7 @@ from fake_device import HOST, FakeDevice, FakeEvent, PoisonedRead, is_poisoned, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.replica.cuda_device import CudaEvent, pin_what_is_asked_for
+from quire.replica.cuda_device import CudaEvent
 from quire.replica.device import CpuDevice, Device, Event, Stream, open_device
 
 SEEDS = range(40)
@@ -68,8 +68,9 @@ def test_an_event_marks_what_was_queued_before_it_and_no_more(device):
 
 def test_a_captured_graph_computes_what_its_buffers_hold_when_it_is_replayed(device):
     if device.no_graphs_because is not None:
-        with pytest.raises(RuntimeError, match=device.no_graphs_because):
-            device.capture(lambda: None, name="nothing")
+        for refuse in (device.rehearse, device.capture):
+            with pytest.raises(RuntimeError, match=device.no_graphs_because):
+                refuse(lambda: None, name="nothing")
         return
     x, y = device.empty((2,), torch.float32), device.empty((2,), torch.float32)
     staging, result = device.pinned((2,), torch.float32), device.pinned((2,), torch.float32)
@@ -78,8 +79,7 @@ def test_a_captured_graph_computes_what_its_buffers_hold_when_it_is_replayed(dev
         torch.mul(x, x, out=y)
 
     x.fill_(0.0)
-    device.run(Stream.COMPUTE, work, name="warm up", reads=[x], writes=[y])
-    device.synchronize()
+    device.rehearse(work, name="rehearsal", reads=[x], writes=[y])
     graph = device.capture(work, name="square", reads=[x], writes=[y])
     for value in (3.0, 5.0):
         staging.fill_(value)
@@ -90,6 +90,71 @@ def test_a_captured_graph_computes_what_its_buffers_hold_when_it_is_replayed(dev
         device.copy(Stream.D2H, result, y, "down")
         device.record(Stream.D2H, "is down").wait()
         assert result.tolist() == [value * value] * 2
+
+
+@pytest.mark.gpu
+def test_a_large_piece_of_pinned_memory_is_exact_and_copied_while_the_host_goes_on():
+    """On a real device: that it is registered, at its size, and that copies of its views do not block."""
+    device = open_device("cuda")
+    shape, dtype = (3, (5 << 20) + 4), torch.float16  # nowhere near a power of two
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    host = device.pinned(shape, dtype)
+    after = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    assert after == before, "it comes from torch's allocator, which rounds up"
+    assert (host.shape, host.dtype) == (shape, dtype)
+    assert host.untyped_storage().nbytes() == 3 * shape[1] * 2
+    assert host.is_pinned() and host[2, 7:].is_pinned()
+    view = host[1]
+    del host  # the view keeps the memory
+    assert view.is_pinned()
+    view.copy_(torch.arange(len(view)) % 2048)
+    x, down = device.empty(view.shape, dtype), device.pinned(view.shape, dtype)
+    # Behind some hundred milliseconds of work a copy that blocks would not return.
+    device.run(Stream.H2D, lambda: torch.cuda._sleep(500_000_000), name="sleep")
+    device.copy(Stream.H2D, x, view, "up")
+    up = device.record(Stream.H2D, "is up")
+    assert not up.is_done()
+    device.wait(Stream.D2H, up)
+    device.copy(Stream.D2H, down, x, "down")
+    is_down = device.record(Stream.D2H, "is down")
+    assert not is_down.is_done()
+    is_down.wait()
+    assert torch.equal(down, view)
+
+
+@pytest.mark.gpu
+def test_an_error_that_cuda_returned_is_not_raised_by_the_next_kernel():
+    device = open_device("cuda")
+    host = device.pinned((1 << 21,), torch.uint8)
+    assert int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), 4096, 0))  # it is registered
+    device._forget_last_error()
+    x = device.empty((4,), torch.float32).fill_(1.0)
+    assert x.tolist() == [1.0] * 4
+
+
+@pytest.mark.gpu
+def test_a_rehearsal_refuses_what_makes_the_host_wait_and_a_capture_works_afterwards():
+    device = open_device("cuda")
+    x = device.empty((4,), torch.float32)
+    x.fill_(3.0)
+    device.synchronize()
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        device.rehearse(lambda: x.add_(x[0].item()), name="reads back")
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert device.no_graphs_because is None
+    torch.empty(
+        1 << 26, dtype=torch.uint8, device="cuda"
+    )  # freed at once, and kept by the allocator
+    reserved = torch.cuda.memory_reserved()
+    device.rehearse(lambda: x.mul_(2.0), name="double")
+    graph = device.capture(lambda: x.mul_(2.0), name="double")
+    assert torch.cuda.memory_reserved() >= reserved, "a capture leaves the allocator's cache alone"
+    device.replay(graph)
+    device.synchronize()
+    assert x.tolist() == [12.0] * 4
+    device.release(graph)
+    device.trim()
+    assert torch.cuda.memory_reserved() < reserved
 
 
 def test_work_runs_without_gradients_whoever_queued_it(device):
@@ -263,16 +328,3 @@ def test_an_ignored_wait_of_the_host_reads_what_has_not_come():
 
     assert all(read(seed) == 1 for seed in SEEDS)
     assert any(read(seed, ignored_waits=[(HOST, "result")]) != 1 for seed in SEEDS)
-
-
-def test_a_torch_that_cannot_pin_exactly_is_told_of_once_and_serves(caplog, monkeypatch):
-    pin_what_is_asked_for()
-    assert not caplog.records
-
-    def refuse(settings: str) -> None:
-        raise RuntimeError(f"Unrecognized key in {settings}")
-
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse)
-    pin_what_is_asked_for()
-    (record,) = caplog.records
-    assert "cpu_offload_gib" in record.message and "Unrecognized key" in record.message

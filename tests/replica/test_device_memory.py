@@ -29,9 +29,13 @@ def test_the_largest_graph_counts_once_and_the_others_as_their_mean():
 class Start:
     """An engine's start on a device whose memory is counted, the weights and the pool with it."""
 
-    def __init__(self, zoo, monkeypatch, total_bytes: int, **args: object):
+    def __init__(
+        self, zoo, monkeypatch, total_bytes: int, *, keeps_workspace: bool = False, **args: object
+    ):
         self.spec = ModelSpec.from_checkpoint(zoo("llama"))
-        self.device = FakeDevice(0, total_bytes=total_bytes, graph_bytes=50_000)
+        self.device = FakeDevice(
+            0, total_bytes=total_bytes, graph_bytes=50_000, keeps_workspace=keeps_workspace
+        )
         self.total_bytes = total_bytes
         device = self.device
 
@@ -91,8 +95,9 @@ def capture_all(started: runtime.Runtime) -> None:
 TOTAL = 3_500_000
 
 
-def test_the_pool_gets_what_is_left_when_all_graphs_are_there(zoo, monkeypatch):
-    start = Start(zoo, monkeypatch, TOTAL)
+@pytest.mark.parametrize("keeps_workspace", [False, True])
+def test_the_pool_gets_what_is_left_when_all_graphs_are_there(zoo, monkeypatch, keeps_workspace):
+    start = Start(zoo, monkeypatch, TOTAL, keeps_workspace=keeps_workspace)
     started = start.run()
     capture_all(started)
     block = started.runner.pool.data[0].nbytes
@@ -111,6 +116,27 @@ def test_the_table_holds_the_measured_terms(zoo, monkeypatch, caplog):
     assert 0 <= table.remainder < table.block
     text = str(table)
     assert "measured at the largest batch" in text and "graphs" in text
+
+
+def test_what_eager_steps_leave_for_reuse_is_workspace_and_no_graphs_size(zoo, monkeypatch):
+    """torch's allocator keeps memory; a capture takes none of it, and the rehearsal before adds to it."""
+    measured = []
+    real = runtime.measure_memory
+
+    def measure(*args: object):
+        result = real(*args)
+        measured.append(result[0])
+        return result
+
+    monkeypatch.setattr(runtime, "measure_memory", measure)
+    Start(zoo, monkeypatch, TOTAL).run()
+    start = Start(zoo, monkeypatch, TOTAL, keeps_workspace=True)
+    start.device._kept_bytes = 1_000_000  # by an earlier engine of the process
+    start.run()
+    without, kept = measured
+    assert kept.graphs == without.graphs
+    assert kept.workspace - without.workspace >= 10_000
+    assert (kept.available, kept.weights) == (without.available, without.weights)
 
 
 @pytest.mark.parametrize("left_out", ["graphs", "workspace"])
@@ -162,3 +188,23 @@ def test_a_graph_for_which_no_memory_is_left_is_refused_and_serving_goes_on(
     assert graphs.use_idle() and not graphs.use_idle()
     assert "no memory left for it" in caplog.text
     assert graphs.find(3, GraphPart.WHOLE) is not None
+
+
+def test_a_graph_gets_what_eager_steps_left_for_reuse_only_if_it_lacks_memory(zoo, monkeypatch):
+    start = Start(zoo, monkeypatch, TOTAL, keeps_workspace=True)
+    device = start.device
+    graphs = start.run().runner.graphs
+    device._kept_bytes = kept = 200_000
+
+    def use_idle(size: int) -> None:
+        for _ in range(20):
+            graphs.find(size, GraphPart.FORWARD)
+        assert graphs.use_idle()
+        assert graphs.find(size, GraphPart.FORWARD) is not None
+
+    use_idle(1)
+    assert device._kept_bytes == kept
+    others = torch.empty(device.free_bytes() - 10, dtype=torch.uint8)
+    device.hold(others)
+    use_idle(2)
+    assert device._kept_bytes < kept

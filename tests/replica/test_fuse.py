@@ -20,11 +20,12 @@ from quire.kernels.cpu_attention import has_native
 from quire.kernels.cpu_linear import PackedWeight
 from quire.kernels.cpu_sequence import LayerSequence, LayerStack
 from quire.replica import fuse as fuse_module
-from quire.replica import fused as fused_module
+from quire.replica import fused_layer as fused_layer_module
 from quire.replica import runner as runner_module
 from quire.replica.chains import tabled_rotation
 from quire.replica.engine import Engine
-from quire.replica.fused import FusedLayer, PackedEmbedding, Product
+from quire.replica.fused import PackedEmbedding, Product
+from quire.replica.fused_layer import FusedLayer
 from quire.replica.kv_pool import KVPool
 from quire.replica.loader import load_model
 from quire.replica.probe import Probe
@@ -251,9 +252,9 @@ def test_a_wrong_query_key_or_value_is_found_out(zoo, what, monkeypatch):
     """Were only outputs compared, a few tokens with flat scores would hide it."""
     original = fuse_module.FusedAttention._write_cpu
 
-    def wrong(self, qkv, cos, sin, step):
-        q = original(self, qkv, cos, sin, step)
-        rows = step.write_rows[step.pool.group_of(self.facts.layer)]
+    def wrong(self, qkv, tables, step):
+        q = original(self, qkv, tables, step)
+        rows = step.write_rows(step.pool.group_of(self.facts.layer))
         k_pages, v_pages = step.pool.pages(self.facts.layer)
         if what == "q":
             return q * 1.001
@@ -332,7 +333,7 @@ def test_the_last_layer_runs_for_the_tokens_that_are_read(zoo, name, changes, mo
     expected = logits_of(runner)
     assert set(selected) == {None}  # so small a layer runs as fast for all of them
     selected.clear()
-    monkeypatch.setattr(fused_module, "_MIN_WORK_SAVED", 1)
+    monkeypatch.setattr(fused_layer_module, "_MIN_WORK_SAVED", 1)
     found = logits_of(runner)
     chains = len(runner.fused.chains)
     # The last token of each of three rows; when all decode, there is nobody to leave out.
@@ -364,7 +365,7 @@ def test_a_model_that_mixes_tokens_after_its_layers_has_all_of_them_run(zoo, mon
     assert last == [True, False]
     assert [runner.fused.fused["decoders"] for runner in (plain, mixed)] == [1, 0]
     selected = count_selected(monkeypatch)
-    monkeypatch.setattr(fused_module, "_MIN_WORK_SAVED", 1)
+    monkeypatch.setattr(fused_layer_module, "_MIN_WORK_SAVED", 1)
     logits_of(mixed)
     assert set(selected) == {None}
 

@@ -16,6 +16,7 @@ from quire.replica.checkpoint import (
     count_parameters,
     resolve_checkpoint,
     weight_files,
+    weights_revision,
 )
 from quire.replica.loader import load_model
 from quire.replica.spec import CheckpointError, ModelSpec
@@ -65,6 +66,16 @@ def test_a_folder_resolves_and_an_unknown_name_is_refused(zoo):
         resolve_checkpoint("no such")
 
 
+def test_a_path_is_named_as_it_was_looked_for(copy, monkeypatch):
+    monkeypatch.setenv("HOME", str(copy.parent))
+    assert resolve_checkpoint(f"~/{copy.name}") == copy
+    monkeypatch.chdir(copy.parent)
+    assert resolve_checkpoint(f"./{copy.name}").samefile(copy)
+    for name in ("./gone", "~/gone", f"{copy.parent}/gone"):
+        with pytest.raises(CheckpointError, match=f"no folder {copy.parent}/.*gone on node '.+'"):
+            resolve_checkpoint(name)
+
+
 def test_a_hub_id_is_downloaded_without_code_or_pickles(zoo, monkeypatch):
     calls = []
 
@@ -90,16 +101,50 @@ def test_a_failed_download_names_model_and_revision(monkeypatch):
         resolve_checkpoint("owner/name", "v1")
 
 
-def test_python_files_are_refused(copy):
-    (copy / "modeling_x.py").write_text("raise SystemExit")
-    with pytest.raises(CheckpointError, match=r"modeling_x\.py.*Python code"):
-        resolve_checkpoint(str(copy))
+def test_weights_are_told_apart_by_commit_or_by_content(zoo, copy, tmp_path):
+    original = weights_revision(zoo("llama"))
+    assert weights_revision(copy) == original  # not by where they lie
+    tensors = load_file(copy / "model.safetensors")
+    name = max(tensors, key=lambda name: tensors[name].numel())
+    tensors[name][-1, -1] += 1.0
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    assert weights_revision(copy) != original
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    downloaded = shutil.copytree(zoo("llama"), tmp_path / "models--a--b" / "snapshots" / commit)
+    assert weights_revision(downloaded) == commit
 
 
-def test_auto_map_is_refused(copy):
+def test_code_that_is_never_read_does_not_matter(copy):
+    """Published Phi-3 checkpoints carry Python files and an auto_map beside a class that transformers has built in."""
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "auto_map": {}}))
-    with pytest.raises(CheckpointError, match="auto_map"):
+    auto_map = {
+        "AutoConfig": "modeling_x.Config",
+        "AutoModelForCausalLM": "modeling_x.Model",
+    }
+    (copy / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
+    (copy / "modeling_x.py").write_text("raise SystemExit")
+    assert resolve_checkpoint(str(copy)) == copy
+    model = load_model(ModelSpec.from_checkpoint(copy), "cpu", "float32")
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_the_configuration_that_was_judged_is_the_one_that_is_built(copy):
+    """transformers itself would read the other file."""
+    config = json.loads((copy / "config.json").read_text())
+    other = {**config, "hidden_act": "relu", "num_hidden_layers": 2}
+    (copy / "config.4.0.0.json").write_text(json.dumps(other))
+    pointing = {**config, "configuration_files": ["config.4.0.0.json"]}
+    (copy / "config.json").write_text(json.dumps(pointing))
+    spec = ModelSpec.from_checkpoint(copy)
+    model = load_model(spec, "cpu", "float32")
+    assert spec.num_layers == config["num_hidden_layers"] == len(model.model.layers)
+    assert model.config.hidden_act == "silu"
+
+
+def test_an_adapter_is_not_a_model(copy):
+    """transformers would read the base model that it names."""
+    (copy / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other"}))
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: .*adapter"):
         resolve_checkpoint(str(copy))
 
 
@@ -195,8 +240,8 @@ def test_an_index_may_not_leave_the_folder_nor_misplace_a_tensor(zoo, tmp_path):
             resolve_checkpoint(str(path))
 
 
-# Streamed, and by transformers' loader.
-@pytest.mark.parametrize("name, dtype, count", [("llama", "float32", 1), ("gpt_oss", "float16", 2)])
+# Only what transformers renames or dequantises goes through its loader.
+@pytest.mark.parametrize("name, dtype, count", [("llama", "float32", 0), ("gpt_oss", "float16", 1)])
 def test_remote_code_is_never_trusted(zoo, monkeypatch, name, dtype, count):
     seen = []
     for automatic in (transformers.AutoConfig, transformers.AutoModelForCausalLM):
@@ -208,9 +253,6 @@ def test_remote_code_is_never_trusted(zoo, monkeypatch, name, dtype, count):
 
         monkeypatch.setattr(automatic, "from_pretrained", spy)
     load_model(ModelSpec.from_checkpoint(zoo(name)), "cpu", dtype)
-    assert seen[0]["trust_remote_code"] is False
-    assert len(seen) >= count
-    assert any("dtype" in kwargs for kwargs in seen) == (count > 1)
-    assert not any(kwargs.get("trust_remote_code") for kwargs in seen)
+    assert [kwargs["trust_remote_code"] for kwargs in seen] == [False] * count
     assert all(kwargs["local_files_only"] is True for kwargs in seen if "dtype" in kwargs)
     assert all(kwargs["use_safetensors"] is True for kwargs in seen if "dtype" in kwargs)

@@ -16,7 +16,7 @@ from quire.replica.request import Request
 from quire.replica.runner import Runner
 
 Q_PADDING = 6
-TOKENS, ROWS = (6, 12, 18, 24), (2, 4, 7)  # of steps of at most 24 tokens and 6 rows
+TOKENS, ROWS = (6, 12, 18, 24), (7,)  # of steps of at most 24 tokens and 6 rows
 
 
 def mixed_config(model: Harness, make=config_of, **changes: object) -> EngineConfig:
@@ -90,11 +90,26 @@ def test_hits_misses_and_padding_are_those_of_the_steps(harness, monkeypatch):
     assert use["padding"] == pytest.approx(1 - sum(hits) / padded)
 
 
-def test_kv_padding_makes_a_graph_for_each_reach_and_changes_no_token(harness):
+def test_kv_padding_makes_a_graph_for_each_reach_and_changes_no_token(harness, monkeypatch):
+
+    def requests() -> list[Request]:
+        """Steps of at most 24 tokens: the first end within 16 tokens of their row, the last beyond 48."""
+        lengths = (5, 7, 20, 40, 60)
+        return [
+            Request(i, prompt(n, i), SamplingParams(max_tokens=4)) for i, n in enumerate(lengths)
+        ]
+
     model = harness("llama")
     config = mixed_config(model, kv_padding=16)
-    expected = expected_of(model, config)
-    runners: list[Runner] = []
+    expected = expected_of(model, config, requests)
+    used: set[int] = set()
+    real = GraphCache.find_mixed
+
+    def find(self, *args):
+        cached = real(self, *args)
+        if cached is not None:
+            used.add(cached.key.kv_tokens)
+        return cached
 
     def prepare(runner: Runner) -> None:
         capture_mixed(runner)
@@ -103,14 +118,14 @@ def test_kv_padding_makes_a_graph_for_each_reach_and_changes_no_token(harness):
                 for n in ROWS:
                     for reach in (16, 32, 48, 64):
                         runner.graphs.capture(GraphKey(n, part, size, reach))
-        runners.append(runner)
+        monkeypatch.setattr(GraphCache, "find_mixed", find)
 
     config = mixed_config(model, kv_padding=16, max_cached_graphs=400)
     for seed in range(2):
         device = FakeDevice(seed)
-        assert model.serve(config, device, crowd(), plans_ahead=True, prepare=prepare) == expected
-    used = {key.kv_tokens for key in list(runners[0].graphs.shelf._captured)[-40:] if key.is_mixed}
-    assert len(used) >= 3 and used <= {16, 32, 48, 64}
+        told = model.serve(config, device, requests(), plans_ahead=True, prepare=prepare)
+        assert told == expected
+    assert used == {16, 32, 48, 64}
 
 
 def test_without_padding_configured_mixed_steps_run_as_they_are(harness):
@@ -184,7 +199,7 @@ def test_a_shape_that_steps_miss_is_captured_when_idle(harness, monkeypatch):
     graphs = runners[0].graphs
     while graphs.use_idle():
         pass
-    assert captured == [GraphKey(2, GraphPart.FORWARD, 12, 96)]
+    assert captured == [GraphKey(7, GraphPart.FORWARD, 12, 96)]
     assert len(graphs) == 5 and graphs.shelf.mixed.num_hits + graphs.shelf.mixed.num_misses == 12
 
 

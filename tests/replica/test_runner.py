@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import model_zoo
 import numpy as np
@@ -212,6 +214,18 @@ def test_num_compiles_counts_triton_kernels(zoo, monkeypatch):
     runner.mark_ready()
     knobs.runtime.jit_post_compile_hook(key="k", repr="kernel")
     assert runner.num_compiles == 1
+
+
+def test_counting_kernels_does_not_keep_a_runner_that_is_gone(zoo, monkeypatch):
+    """Triton keeps the hook, and a runner has the weights."""
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
+    runner = make_runner(zoo("llama"))
+    runner.mark_ready()
+    gone = weakref.ref(runner)
+    del runner
+    gc.collect()
+    assert gone() is None
 
 
 def test_deterministic_needs_float32(zoo):

@@ -267,6 +267,35 @@ def test_a_step_is_in_flight_by_default_only_beside_a_device_that_queues(
     assert found == {"auto": by_default, "on": True, "off": False}
 
 
+def test_memory_of_a_gpu_that_torch_keeps_for_reuse_is_available(monkeypatch):
+    monkeypatch.setattr(sizing.torch.cuda, "mem_get_info", lambda: (3 * GIB, 8 * GIB))
+    monkeypatch.setattr(sizing.torch.cuda, "memory_reserved", lambda: 4 * GIB)
+    monkeypatch.setattr(sizing.torch.cuda, "memory_allocated", lambda: 1 * GIB)
+    assert available_bytes("cuda") == 6 * GIB
+
+
+@pytest.mark.parametrize(
+    "device, args, expected",
+    [
+        ("cuda", {}, 256),
+        ("cuda", dict(cuda_graphs="on"), 256),
+        ("cuda", dict(cuda_graphs="off"), None),
+        ("cuda", dict(q_padding=0), None),
+        ("cuda", dict(q_padding=64), 64),
+        ("cuda", dict(max_batch_tokens=100), 100),  # no larger than a step
+        ("cuda", dict(max_model_len=40), 40),  # nor than a request
+        ("cuda", dict(max_batch_tokens=3), None),
+        ("cpu", {}, None),
+    ],
+)
+def test_mixed_steps_are_padded_by_default_where_they_may_be_captured(
+    spec, monkeypatch, device, args, expected
+):
+    monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sizing.torch.cuda, "mem_get_info", lambda: (8 * GIB, 8 * GIB))
+    assert resolve(EngineArgs(device=device, **args), spec).q_padding == expected
+
+
 def test_a_length_left_open_is_cut_to_the_cache(spec):
     assert resolve(EngineArgs(device="cpu", num_blocks=4), spec).max_model_len == 4 * 32
 
@@ -291,6 +320,9 @@ def test_a_length_left_open_is_cut_to_the_cache(spec):
         ),
         (dict(demotion_order="mru"), "demotion_order must be one of lru, most_recent, got 'mru'"),
         (dict(max_prefill_ms=0.5), "max_prefill_ms must be at least 1"),
+        (dict(q_padding=3), r"q_padding must be 0 or in \[4, 512\].*got 3"),
+        (dict(q_padding=513), r"q_padding must be 0 or in \[4, 512\].*got 513"),
+        (dict(q_padding=False), r"q_padding must be 0 or in .*got False"),
         (dict(max_prefill_ms=float("nan")), "max_prefill_ms must be at least 1"),
         (
             dict(safety_margin=0.4, resume_margin=0.3),

@@ -60,28 +60,108 @@ def test_defaults_come_from_the_generation_config(checkpoint):
         "generation_config.json", eos_token_id=[5, 6], temperature=0.7, top_p=0.9, top_k=20
     )
     spec = ModelSpec.from_checkpoint(path)
-    assert (spec.eos_token_ids, spec.temperature, spec.top_p, spec.top_k) == ((5, 6), 0.7, 0.9, 20)
+    assert (spec.temperature, spec.top_p, spec.top_k) == (0.7, 0.9, 20)
 
 
-def test_eos_falls_back_to_the_tokenizers(checkpoint):
+@pytest.mark.parametrize("eos_token", ["<end>", {"content": "<end>"}])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        dict(added_tokens=[{"id": 9, "content": "<end>"}, {"id": 8, "content": "<x>"}]),
+        dict(model={"vocab": {"<end>": 9, "<x>": 8}}),
+    ],
+)
+def test_any_of_the_checkpoints_ends_ends_a_sequence(checkpoint, eos_token, tokenizer):
+    """A chat fine-tune: config.json has the base model's id, the turn ends with the tokenizer's."""
+    checkpoint("generation_config.json", eos_token_id=[5, 6, 2])
+    checkpoint("tokenizer_config.json", eos_token=eos_token)
+    checkpoint("tokenizer.json", **tokenizer)
+    assert ModelSpec.from_checkpoint(checkpoint(eos_token_id=0)).eos_token_ids == (5, 6, 2, 0, 9)
     checkpoint("generation_config.json", eos_token_id=None)
-    checkpoint("tokenizer_config.json", eos_token={"content": "<end>"})
-    checkpoint(
-        "tokenizer.json", added_tokens=[{"id": 9, "content": "<end>"}, {"id": 8, "content": "<x>"}]
-    )
     assert ModelSpec.from_checkpoint(checkpoint(eos_token_id=None)).eos_token_ids == (9,)
+
+
+def test_a_tokenizers_end_that_the_model_cannot_produce_is_left_out(checkpoint):
+    checkpoint("tokenizer_config.json", eos_token="<end>")
+    path = checkpoint("tokenizer.json", added_tokens=[{"id": 999, "content": "<end>"}])
+    assert ModelSpec.from_checkpoint(path).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    "rope, tokens",
+    [
+        (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), 2048),
+        (dict(rope_scaling={"type": "yarn", "factor": 4.0}), 2048),  # older
+        # Qwen's published recipe, and gpt-oss' form, which states the scaled length too
+        (
+            dict(
+                rope_scaling={
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                }
+            ),
+            2048,
+        ),
+        (
+            dict(
+                rope_scaling={
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "original_max_position_embeddings": 16,
+                }
+            ),
+            512,
+        ),
+        (dict(rope_scaling={"rope_type": "linear", "factor": 2.0}), 1024),
+        (
+            dict(
+                rope_scaling={
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            ),
+            512,
+        ),
+        ({}, 512),
+    ],
+)
+def test_rope_scaling_lengthens_the_context(checkpoint, rope, tokens):
+    path = checkpoint(rope_parameters=None, rope_theta=10000.0, **rope)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None})
+    )
+    assert ModelSpec.from_checkpoint(path).max_position_embeddings == tokens
 
 
 @pytest.mark.parametrize(
     "entries, message",
     [
-        (dict(auto_map={"AutoModel": "x.Y"}), "auto_map"),
+        (
+            dict(architectures=["FooForCausalLM"], auto_map={"AutoModel": "x.Y"}),
+            "FooForCausalLM.*auto_map.*never run",
+        ),
+        # The class is chosen by model_type: another one would run under the served architecture's name.
+        (
+            dict(model_type="lightglue", trust_remote_code=True),
+            "model_type is 'lightglue'.*'llama'",
+        ),
+        (dict(model_type=None), "model_type is None"),
+        (dict(architectures="LlamaForCausalLM"), "architectures is LlamaForCausalLM"),
         (dict(architectures=["BloomForCausalLM"]), "BloomForCausalLM"),
         (dict(architectures=[]), "architectures"),
         (dict(quantization_config={"quant_method": "awq"}), "quantization_config.*awq"),
         (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
         (
-            dict(architectures=["Gemma2ForCausalLM"], hidden_activation="relu"),
+            dict(
+                architectures=["Gemma2ForCausalLM"],
+                model_type="gemma2",
+                hidden_activation="relu",
+            ),
             "hidden_activation is 'relu', served is 'gelu_pytorch_tanh'",
         ),
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention"),

@@ -46,7 +46,7 @@ class EngineTransport:
         self.submits.clear()
         for name in self.names:
             if name not in self.table:
-                self.table.add(name, self.engine.epoch)
+                self.table.add(name, self.engine.epoch, weights=self.engine.hello(name).weights)
                 self.table.on_frame(name, Frame(self.engine.epoch), time.monotonic())
 
     @property

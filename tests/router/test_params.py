@@ -27,14 +27,13 @@ def request(**fields):
     return GenerationRequest(**fields)
 
 
-def resolved(defaults=None, num_prompt_tokens=NUM_PROMPT_TOKENS, rng=None, **fields):
+def resolved(defaults=None, num_prompt_tokens=NUM_PROMPT_TOKENS, **fields):
     return resolve(
         request(**fields),
         defaults or GenerationDefaults(),
         num_prompt_tokens=num_prompt_tokens,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB_SIZE,
-        rng=rng or random.Random(0),
     )
 
 
@@ -209,12 +208,17 @@ def test_min_tokens_is_bounded_by_max_tokens():
         resolved(min_tokens=6, max_tokens=5)
 
 
-def test_a_drawn_seed_is_reproducible_and_can_be_given_back():
-    seeds = {resolved(rng=random.Random(i)).seed for i in range(50)}
+def test_a_drawn_seed_cannot_be_foretold_and_can_be_given_back(monkeypatch):
+    seeds = set()
+    for _ in range(50):
+        random.seed(0)  # no generator of this process decides
+        seeds.add(resolved().seed)
     assert len(seeds) == 50
     for seed in seeds:
         assert 0 <= seed < 2**63 and resolved(seed=seed).seed == seed
-    assert resolved(rng=random.Random(3)).seed == resolved(rng=random.Random(3)).seed
+    asked = []
+    monkeypatch.setattr("secrets.randbits", lambda bits: asked.append(bits) or 5)
+    assert (resolved().seed, asked) == (5, [63])
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1.5, -math.inf])

@@ -453,6 +453,25 @@ def test_replicas_to_avoid_are_left_out_unless_they_are_all():
     assert table.fleet([], 1, 0.0, avoid={"a", "b"}).replicas == []
 
 
+def test_replicas_with_other_weights_are_no_choice_even_where_no_other_is_left():
+    table = ReplicaTable(PrefixIndex())
+    for name, weights in (("a", "old"), ("b", "new"), ("c", "old")):
+        table.add(name, "e1", weights=weights)
+        table.on_frame(name, FakeReplica().frame(), 0.0)
+    assert table.is_mixed
+    assert table.fleet([], 1, 0.0).replicas == ["a", "b", "c"]
+    assert table.fleet([], 1, 0.0, weights="old").replicas == ["a", "c"]
+    assert table.fleet([], 1, 0.0, avoid={"a"}, weights="old").replicas == ["c"]
+    # To be avoided is better than foreign.
+    assert table.fleet([], 1, 0.0, avoid={"a", "c"}, weights="old").replicas == ["a", "c"]
+    table.add("a", "e2", weights="new")  # the same name, started again
+    table.on_frame("a", FakeReplica("e2").frame(), 0.0)
+    table.remove("c")
+    assert not table.is_mixed
+    assert table.fleet([], 1, 0.0, weights="old").replicas == []
+    assert sorted(table.fleet([], 1, 0.0, weights="new").replicas) == ["a", "b"]
+
+
 def test_speeds_and_sessions_stay_with_their_replicas_when_others_come_and_go():
     table = ReplicaTable(PrefixIndex())
     speeds = {"a": 1e-4, "b": 3e-4, "c": 5e-4}

@@ -28,7 +28,7 @@ from quire.protos.errors import (
     QuireError,
     Unavailable,
 )
-from quire.protos.wire import Frame, SamplingParams
+from quire.protos.wire import Frame, Grammar, SamplingParams
 from quire.replica import Engine
 from quire.replica import actor as actor_module
 from quire.replica.embedded import CHECKPOINT
@@ -285,6 +285,51 @@ def test_stop_token_ids_are_named_as_the_reason(runner, replicas, reference):
             assert answer.token_ids == whole.token_ids[:count]
             assert answer.text == TOKENIZER.decode(whole.token_ids[: count - 1])
             assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+
+    runner.run(run())
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("stop", ["<|im_start|>", " <|im_start|>\n"])
+def test_a_stop_string_that_is_a_special_token_ends_the_text(runner, replicas, stop, skip):
+    """The text leaves special tokens out, so no text would ever match."""
+    if not skip:
+        stop = stop.strip()
+    token_id = TOKENIZER.backend.token_to_id(stop.strip())
+    # A stop id is masked before `min_tokens`, a stop string is not looked for.
+    wanted = dict(logit_bias=((token_id, 100.0),), skip_special_tokens=skip)
+    wanted |= dict(min_tokens=5) if skip else {}
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            answer = await stack.answer(stop=("never", stop), **wanted)
+            assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+            if skip:
+                assert answer.token_ids[-1] == token_id and len(answer.token_ids) == 6
+                assert answer.text == TOKENIZER.decode(answer.token_ids[:-1])
+            assert "im_start" not in answer.text
+
+    runner.run(run())
+
+
+def test_text_offsets_are_the_length_of_the_text_before_a_token(runner, replicas):
+    """Characters of several tokens count once, with the token that completes them; special tokens do not count."""
+    grammar = Grammar("regex", "[一-龥éüß😀-😏]{12,16}", "structured_outputs.regex")
+    special = TOKENIZER.backend.token_to_id("<|im_start|>")
+
+    async def run() -> None:
+        async with stack_of(replicas) as stack:
+            for asked in (
+                dict(grammar=grammar, ignore_eos=False, max_tokens=80),
+                dict(logit_bias=((special, 3.0),), temperature=1.0, seed=3),
+            ):
+                answer = await stack.answer(logprobs=1, **asked)
+                scores = [s for delta in answer.deltas for s in delta.logprobs or ()]
+                ids = answer.token_ids
+                before = [TOKENIZER.decode(ids[:i]).rstrip("\ufffd") for i in range(len(ids))]
+                assert [score.text_offset for score in scores] == [len(text) for text in before]
+                by_themselves = sum(len(score.token.text) for score in scores)
+                assert by_themselves > len(answer.text)  # what used to be added up
 
     runner.run(run())
 

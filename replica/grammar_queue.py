@@ -1,0 +1,111 @@
+"""Which grammar is judged next: tenants take turns, queues are bounded, and those that wait have deadlines.
+
+Pure: no clock but the one passed in, no threads.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from quire.protos.errors import Overloaded
+
+MAX_WAITING = 64  # grammars
+MAX_WAITING_PER_TENANT = 16
+_RETRY_AFTER_S = 1.0
+W = TypeVar("W")
+
+
+@dataclass(slots=True)
+class WaitingGrammar(Generic[W]):
+    """A grammar that waits, and the requests of one tenant that wait for it.
+
+    Parameters
+    ----------
+    waiters
+        (when it gives up, the request) each.
+    """
+
+    key: bytes
+    waiters: list[tuple[float, W]] = field(default_factory=list)
+
+
+class GrammarQueue(Generic[W]):
+    """The grammars that wait for one judge.
+
+    Owns the order; what a waiter is only its caller knows.
+    """
+
+    def __init__(self) -> None:
+        # Tenants in the order of their turns, each with its grammars in the order of arrival.
+        self._tenants: OrderedDict[str, OrderedDict[bytes, WaitingGrammar[W]]] = OrderedDict()
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def push(
+        self,
+        tenant: str,
+        key: bytes,
+        waiters: list[tuple[float, W]],
+        *,
+        is_bounded: bool = True,
+    ) -> None:
+        """Add requests that wait for one grammar; a grammar that this tenant already waits for is judged once.
+
+        Raises
+        ------
+        Overloaded
+            Too many grammars wait, of all tenants or of this one, unless `is_bounded` is false.
+        """
+        own = self._tenants.get(tenant, {})
+        if key not in own:
+            if is_bounded:
+                self._check_room(len(own))
+            own = self._tenants.setdefault(tenant, OrderedDict())
+            own[key] = WaitingGrammar(key)
+            self._num_waiting += 1
+        own[key].waiters.extend(waiters)
+
+    def pop(self) -> tuple[str, WaitingGrammar[W]] | None:
+        """The oldest grammar of the tenant whose turn it is; the tenant then goes last."""
+        if not self._tenants:
+            return None
+        tenant, own = self._tenants.popitem(last=False)
+        _, waiting = own.popitem(last=False)
+        self._num_waiting -= 1
+        if own:
+            self._tenants[tenant] = own
+        return tenant, waiting
+
+    def expire(self, now_s: float) -> list[W]:
+        """Remove and return the waiters whose time is up."""
+        expired: list[W] = []
+        for tenant, own in list(self._tenants.items()):
+            for key, waiting in list(own.items()):
+                expired += [waiter for until_s, waiter in waiting.waiters if until_s <= now_s]
+                waiting.waiters = [pair for pair in waiting.waiters if pair[0] > now_s]
+                if not waiting.waiters:
+                    del own[key]
+                    self._num_waiting -= 1
+            if not own:
+                del self._tenants[tenant]
+        return expired
+
+    def clear(self) -> None:
+        """Forget all waiters."""
+        self._tenants.clear()
+        self._num_waiting = 0
+
+    def _check_room(self, num_own: int) -> None:
+        for num, bound, whose in (
+            (self._num_waiting, MAX_WAITING, "all tenants"),
+            (num_own, MAX_WAITING_PER_TENANT, "this tenant"),
+        ):
+            if num >= bound:
+                raise Overloaded(
+                    f"too many grammars wait to be compiled: at most {bound} of {whose}, got {num + 1}",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
