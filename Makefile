@@ -5,16 +5,19 @@
 #   make lint    ruff, formatting, the configuration
 #   make proto   regenerate protos/ from the .proto files
 #   make bench   benchmarks          (ARGS="..." goes to the benchmark)
-#   make gpu     tests that need an NVIDIA GPU, then gpu-kernels
+#   make gpu     tests that need an NVIDIA GPU
+#   make gpu-1, gpu-2, gpu-3   everything to measure on a GPU, ten minutes each: docs/measuring_on_a_gpu.md
+#                       (GPU_OUT, GPU_CARRY, QUIRE_COMMIT; GPU_REHEARSE=1 without a GPU)
 #   make gpu-engine     the engine on a GPU and against transformers, parts of four minutes; ARGS="--rehearse" without one
 #   make gpu-kernels    every kernel against the machine's roof, six minutes; ARGS="--rehearse" without a GPU
+#   make gpu-rehearse   gpu-1 to gpu-3 without a GPU, with that machine's libraries: 5 GB to install, then some minutes
 #   make kernels-table  compile every kernel for every architecture against the committed table, five minutes
 #   make chaos   tests that kill processes   (SIZE=long for the long run)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test lint proto bench gpu gpu-kernels gpu-engine kernels-table chaos
+.PHONY: help venv serve test lint proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -72,18 +75,41 @@ proto: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m quire.bench $(ARGS)
 
+# A machine with a GPU needs no installation, pip, network, Ray or git: a Python with torch, Triton, transformers, pytest,
+# pytest-xdist, pytest-timeout, hypothesis, msgpack, protobuf and psutil, and a link named `quire` to this folder.
+GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
+GPU_OUT ?= gpu-out
+GPU_CARRY ?= gpu-out
+GPU_WORK ?= .cache/gpu
+GPU_REHEARSE ?=
+GPU_VENV ?= .venv-gpu
+PYTHON312 ?= python3.12
+WITH_QUIRE = link=$$(mktemp -d) && trap 'rm -r "$$link"' EXIT && ln -s "$(CURDIR)" "$$link/quire" && \
+	PYTHONPATH="$$link$${PYTHONPATH:+:$$PYTHONPATH}"
+
+gpu-1 gpu-2 gpu-3:
+	@$(WITH_QUIRE) $(GPU_PYTHON) -m quire.bench gpu-plan $(@:gpu-%=%) --out "$(GPU_OUT)" --carry "$(GPU_CARRY)" \
+		--work "$(GPU_WORK)" $(if $(filter-out 0,$(GPU_REHEARSE)),--rehearse)
+
 # pytest's exit status 5, nothing collected, stays a failure.
-gpu: $(INSTALLED)
-	$(BIN)/python -m pytest -m gpu $(ARGS)
-	$(BIN)/python -m quire.bench gpu-kernels
+gpu:
+	@$(WITH_QUIRE) $(GPU_PYTHON) -m pytest -m gpu -p quire.bench.gpu_worker -p no:cacheprovider \
+		tests/kernels tests/replica $(ARGS)
 
-# In an environment that has torch, Triton, pytest and hypothesis already:
-# pip install --no-deps -e . && make gpu-kernels INSTALLED= BIN=/path/to/its/bin
-gpu-kernels: $(INSTALLED)
-	$(BIN)/python -m quire.bench gpu-kernels $(ARGS)
+gpu-kernels gpu-engine:
+	@$(WITH_QUIRE) $(GPU_PYTHON) -m quire.bench $@ $(ARGS)
 
-gpu-engine: $(INSTALLED)
-	$(BIN)/python -m quire.bench gpu-engine $(ARGS)
+gpu-rehearse: $(GPU_VENV)/.installed
+	@$(WITH_QUIRE) $(GPU_VENV)/bin/python -m quire.bench gpu-rehearse $(ARGS)
+
+$(GPU_VENV)/.installed: bench/gpu_requirements.txt
+	@if ! [ -x $(GPU_VENV)/bin/python ] && ! "$(PYTHON312)" -c '' 2>/dev/null; then \
+		echo "The environment needs Python 3.12. Choose one with: make PYTHON312=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+		exit 1; \
+	fi
+	test -x $(GPU_VENV)/bin/python || "$(PYTHON312)" -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --no-input -r $<
+	touch $@
 
 kernels-table: $(INSTALLED)
 	$(BIN)/python -m quire.kernels.compile_table --check tests/kernels/compile_table.json $(ARGS)

@@ -17,7 +17,7 @@ from quire.kernels.attention_decode import decode_attention
 from quire.kernels.attention_prefill import prefill_attention
 from quire.kernels.decode_plan import DecodePlan, allocate_decode_workspace, plan_decode
 from quire.kernels.prefill_plan import plan_prefill
-from quire.kernels.tuning import BLOCK_SIZE, decode_config, device_arch
+from quire.kernels.tuning import BLOCK_SIZE, DecodeConfig, decode_config, device_arch
 
 PeerMaker = Callable[[], dict[str, list[Call]]]
 
@@ -44,19 +44,22 @@ def decode_points(rehearsal: bool) -> list[Point]:
     return sorted(points, key=lambda p: p["batch"] * p["context"] < BAR_TOKENS)
 
 
-class _PagedRows:
+class PagedRows:
     """Rows of given lengths over a permuted pool, with as many layers as a candidate should have calls."""
 
-    def __init__(self, session: Session, model: Model, lengths: list[int]):
+    def __init__(
+        self, session: Session, model: Model, lengths: list[int], block_size: int = BLOCK_SIZE
+    ):
         self.lengths = lengths
+        self.block_size = block_size
         self.tokens = sum(lengths)
         self.layers = session.layers(self.tokens * model.token_bytes)
-        counts = torch.tensor([-(-length // BLOCK_SIZE) for length in lengths])
+        counts = torch.tensor([-(-length // block_size) for length in lengths])
         blocks = int(counts.sum())
-        size = BLOCK_SIZE * model.head_dim * model.kv_heads * 2
+        size = block_size * model.head_dim * model.kv_heads * 2
         # As the engine's pool lies: a block holds all layers.
         pool = session.pool(blocks * self.layers * size).view(
-            blocks, self.layers, 2, model.kv_heads, BLOCK_SIZE, model.head_dim
+            blocks, self.layers, 2, model.kv_heads, block_size, model.head_dim
         )
         self.pages = [pool[:, layer] for layer in range(self.layers)]
         tables = torch.zeros(len(lengths), int(counts.max()), dtype=torch.int32)
@@ -68,19 +71,26 @@ class _PagedRows:
         self.out = torch.empty_like(self.q)
         self.scale = model.head_dim**-0.5
 
-    def plan(self, session: Session, model: Model, share_prefixes: bool = False) -> DecodePlan:
-        """A plan with slots for every split."""
+    def plan(
+        self,
+        session: Session,
+        model: Model,
+        share_prefixes: bool = False,
+        config: DecodeConfig | None = None,
+    ) -> DecodePlan:
+        """A plan with slots for every split, with today's configuration or another one."""
         arch = device_arch(session.device)
-        split = decode_config(arch, model.head_dim, torch.bfloat16).split_tokens
-        slots = sum(-(-length // split) for length in self.lengths)
+        config = config or decode_config(arch, model.head_dim, torch.bfloat16)
+        slots = sum(-(-length // config.split_tokens) for length in self.lengths)
         workspace = allocate_decode_workspace(
             len(self.lengths),
             slots,
             *(model.heads, model.kv_heads, model.head_dim),
             session.device,
             share_prefixes=share_prefixes,
+            config=config,
         )
-        return plan_decode(workspace, self.cu_q, self.kv_len, self.tables, BLOCK_SIZE)
+        return plan_decode(workspace, self.cu_q, self.kv_len, self.tables, self.block_size)
 
     def calls(self, plan: DecodePlan) -> list[Call]:
         """One call a layer."""
@@ -102,7 +112,7 @@ class _PagedRows:
 def measure_decode(session: Session, point: Point) -> Row:
     """GB/s of the keys and values, queries and results; peers beside it at some batch sizes."""
     model = model_of(point["model"], session.rehearsal)
-    rows = _PagedRows(session, model, LENGTHS[point["lengths"]](point["batch"], point["context"]))
+    rows = PagedRows(session, model, LENGTHS[point["lengths"]](point["batch"], point["context"]))
     makers: dict[str, PeerMaker] = {}
     if point["lengths"] == "uniform" and (session.rehearsal or point["batch"] in PEER_BATCHES):
         flat = session.pool(2 * rows.layers * rows.tokens * model.kv_heads * model.head_dim)
@@ -163,7 +173,7 @@ def prefill_points(rehearsal: bool) -> list[Point]:
 def measure_prefill(session: Session, point: Point) -> Row:
     """TFLOP/s of causal attention, the pairs (query, key) that see each other counted."""
     model, tokens = model_of(point["model"], session.rehearsal), point["tokens"]
-    rows = _PagedRows(session, model, [tokens])
+    rows = PagedRows(session, model, [tokens])
     # Flops grow with the square: beyond 4k tokens one call is long enough.
     rows.pages = rows.pages[: max(4096 // tokens, 1)]
     layers = len(rows.pages)
@@ -235,7 +245,7 @@ def shared_points(rehearsal: bool) -> list[Point]:
 def measure_shared(session: Session, point: Point) -> Row:
     """With and without the sharing, and what one read of every distinct key would take."""
     model, batch = model_of(point["model"], session.rehearsal), point["batch"]
-    rows = _PagedRows(session, model, [point["prefix"] + point["own"]] * batch)
+    rows = PagedRows(session, model, [point["prefix"] + point["own"]] * batch)
     common = point["prefix"] // BLOCK_SIZE
     rows.tables[:, :common] = rows.tables[0, :common]
     spreads = session.timer.compare(

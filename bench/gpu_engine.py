@@ -14,6 +14,7 @@ A rehearsal proves that the command runs. It measures nothing: its bars have no 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -62,11 +63,15 @@ def all_parts(folder: Path) -> list[Part]:
     ]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where a part raises."""
+def option_parser() -> argparse.ArgumentParser:
     parser = gpu_run.option_parser(BENCHMARK, __doc__)
     parser.add_argument("--checkpoints", type=Path, default=Path("bench-checkpoints"))
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit status: 1 where a part raises."""
+    options = option_parser().parse_args(arguments)
     return gpu_run.main(BENCHMARK, options, partial(all_parts, options.checkpoints))
 
 

@@ -12,38 +12,19 @@ from __future__ import annotations
 import functools
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from quire.bench import report
+from quire.bench import gpu_tiny_models, report
 from quire.bench.gpu_crowd import random_prompts
 from quire.bench.gpu_session import Part, Point, Row, Session, free_memory, significant, worst
 from quire.protos.wire import SamplingParams
 from quire.replica.engine import Engine
 
-_COMMON = dict(
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=512,
-    bos_token_id=0,
-    eos_token_id=1,
-    pad_token_id=0,
-)
-ARCHITECTURES: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**_COMMON),
-    "qwen3": lambda: transformers.Qwen3Config(**_COMMON),
-    "mistral": lambda: transformers.MistralConfig(**_COMMON, sliding_window=64),
-    "gemma3": lambda: transformers.Gemma3TextConfig(
-        **_COMMON, sliding_window=64, query_pre_attn_scalar=64
-    ),
-}
+ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma3")
 # A cache of so few blocks that requests give way to each other and come back from the host, however they come in.
 _TIGHT_BLOCKS = {"llama": 44, "qwen3": 44, "mistral": 30, "gemma3": 34}
 _TIGHT: dict[str, Any] = dict(
@@ -67,7 +48,10 @@ NEW_TOKENS = 48
 
 
 def tokens_points(rehearsal: bool) -> list[Point]:
-    """Every architecture with every setting, in both types; a few of them in a rehearsal."""
+    """Every architecture with every setting, in both types; a few of them in a rehearsal.
+
+    The points of one setting follow each other: when the time ends early, every architecture has some rows.
+    """
     if rehearsal:
         return [
             {"model": "llama", "dtype": "float32", "setting": "offload"},
@@ -76,9 +60,9 @@ def tokens_points(rehearsal: bool) -> list[Point]:
         ]
     return [
         {"model": name, "dtype": dtype, "setting": setting}
-        for name in ARCHITECTURES
-        for dtype in DTYPES
         for setting in SETTINGS
+        for dtype in DTYPES
+        for name in ARCHITECTURES
     ]
 
 
@@ -93,20 +77,17 @@ class Reference:
     answers: list[list[int]]
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=len(ARCHITECTURES) * len(DTYPES))
 def reference(name: str, dtype: str, device: str) -> Reference:
     """Random weights, prompts, and what `generate` continues them with."""
     folder = tempfile.TemporaryDirectory(prefix="quire-bench-")
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        ARCHITECTURES[name](), dtype=torch.float32
-    ).to(getattr(torch, dtype))
-    model.save_pretrained(folder.name)
-    model = model.to(device).eval()
-    model.generation_config.eos_token_id = None  # neither of them ends early
+    gpu_tiny_models.write(name, Path(folder.name), getattr(torch, dtype))
     load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(folder.name, dtype=getattr(torch, dtype)).to(device).eval()
+    model.generation_config.eos_token_id = None  # neither of them ends early
     exact = load(folder.name, dtype=torch.float32).to(device).eval()
-    prompts = [random_prompts(1, length, 512, length)[0] for length in PROMPTS]
+    vocab_size = gpu_tiny_models.VOCAB_SIZE
+    prompts = [random_prompts(1, length, vocab_size, length)[0] for length in PROMPTS]
     answers = []
     for ids in prompts:
         out = model.generate(

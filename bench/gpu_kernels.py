@@ -15,6 +15,7 @@ A rehearsal proves that the command runs. It measures nothing: its bars have no 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from quire.bench import gpu_run, report
 if TYPE_CHECKING:
     from quire.bench.gpu_session import Part
 
-BUDGET_S = 350  # of the six minutes; the rest is for imports and the last write
+BUDGET_S = 350.0  # of the six minutes; the rest is for imports and the last write
 BENCHMARK = gpu_run.Benchmark(
     "python -m quire.bench gpu-kernels",
     "medians of CUDA graph replays between events, L2 cold, candidates in turns",
@@ -33,10 +34,10 @@ BENCHMARK = gpu_run.Benchmark(
 
 def all_parts() -> list[Part]:
     """In the order in which they run. Imports the kernels, so TRITON_INTERPRET must be decided before."""
-    from quire.bench import gpu_attention, gpu_machine, gpu_rows, gpu_step
+    from quire.bench import gpu_attention, gpu_machine, gpu_numerics, gpu_rows, gpu_step
 
     return [
-        gpu_machine.NUMERICS,
+        gpu_numerics.NUMERICS,
         gpu_machine.MACHINE,
         *gpu_attention.PARTS,
         *gpu_rows.PARTS,
@@ -44,12 +45,15 @@ def all_parts() -> list[Part]:
     ]
 
 
+def option_parser() -> argparse.ArgumentParser:
+    parser = gpu_run.option_parser(BENCHMARK, __doc__)
+    parser.set_defaults(budget_s=BUDGET_S)
+    return parser
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status: 1 for a test that fails or a kernel that raises."""
-    parser = gpu_run.option_parser(BENCHMARK, __doc__)
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all parts")
-    options = parser.parse_args(arguments)
-    return gpu_run.main(BENCHMARK, options, all_parts, options.budget_s)
+    return gpu_run.main(BENCHMARK, option_parser().parse_args(arguments), all_parts)
 
 
 if __name__ == "__main__":

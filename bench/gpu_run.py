@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from quire.bench import report
 
 if TYPE_CHECKING:
-    from quire.bench.gpu_session import Part, Row, Session
+    from quire.bench.gpu_session import Part, Point, Row, Session
 
+REHEARSAL_PATIENCE = 10.0  # times the budget: nothing is measured, and the machine may be busy
+WRITE_PERIOD_S = 5.0  # a part that is killed loses at most the rows of so many seconds
 _CELL = 24  # characters of the widest cell of a table
 
 
@@ -47,7 +49,13 @@ def option_parser(benchmark: Benchmark, description: str) -> argparse.ArgumentPa
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--resume", action="store_true", help="keep what the result file has")
     parser.add_argument("--parts", nargs="+", metavar="PART", help="only these")
+    parser.add_argument("--without", nargs="+", metavar="PART", default=[], help="all but these")
     parser.add_argument("--out", type=Path, default=benchmark.result)
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        help="seconds for all parts; where they ask for more, each gets its share",
+    )
     return parser
 
 
@@ -55,7 +63,7 @@ def main(
     benchmark: Benchmark,
     options: argparse.Namespace,
     make_parts: Callable[[], list[Part]],
-    budget_s: float | None = None,
+    summarise: Callable[[Session, dict[str, list[Row]]], str] | None = None,
 ) -> int:
     """Run what the options ask for; returns the exit status: 1 where a row has an error or a test failed.
 
@@ -63,24 +71,16 @@ def main(
     ----------
     make_parts
         All parts, in the order in which they run; called when the session has decided whether Triton interprets.
-    budget_s
-        Seconds of the whole run; None: what the parts may take together.
+    summarise
+        Text about all rows, printed last.
     """
     try:
         session = open_session(options.rehearse)
-        from quire.bench.gpu_session import REHEARSAL_PATIENCE
-
         parts = make_parts()
-        if budget_s is None:
-            budget_s = sum(part.budget_s for part in parts)
+        chosen = _chosen(parts, options.parts, options.without)
+        parts, budget_s = _share(parts, chosen, options.budget_s)
         patience = REHEARSAL_PATIENCE if options.rehearse else 1.0
         session.deadline_s = session.clock() + patience * budget_s
-        names = [part.name for part in parts]
-        unknown = set(options.parts or ()) - set(names)
-        if unknown:
-            raise ValueError(
-                f"--parts: must be of {', '.join(names)}, got {', '.join(sorted(unknown))}"
-            )
         results = Results(options.out, options.rehearse, benchmark)
         results.check_overwrite()
         if options.resume:
@@ -88,10 +88,31 @@ def main(
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    errors = run(session, results, parts, set(options.parts or names))
+    errors = run(session, results, parts, chosen)
+    if summarise is not None:
+        print(summarise(session, results.rows), flush=True)
     failed = sum(row.get("failed", 0) for rows in results.rows.values() for row in rows)
     print(*errors, sep="\n", file=sys.stderr)
     return 1 if errors or failed else 0
+
+
+def _chosen(parts: list[Part], wanted: list[str] | None, without: list[str]) -> set[str]:
+    names = [part.name for part in parts]
+    unknown = {*(wanted or ()), *without} - set(names)
+    if unknown:
+        raise ValueError(
+            f"--parts: must be of {', '.join(names)}, got {', '.join(sorted(unknown))}"
+        )
+    return set(wanted or names) - set(without)
+
+
+def _share(parts: list[Part], chosen: set[str], budget_s: float | None) -> tuple[list[Part], float]:
+    """The parts with the seconds that each may take, and those of the run (None: what the parts ask for)."""
+    wanted_s = sum(part.budget_s for part in parts if part.name in chosen)
+    if budget_s is None:
+        return parts, wanted_s
+    share = min(1.0, budget_s / wanted_s)
+    return [replace(part, budget_s=share * part.budget_s) for part in parts], budget_s
 
 
 def open_session(rehearsal: bool) -> Session:
@@ -118,6 +139,23 @@ def open_session(rehearsal: bool) -> Session:
     return Session(torch.device("cpu" if rehearsal else "cuda"), rehearsal, time.monotonic())
 
 
+def differs(found: dict[str, Any], rehearsal: bool) -> str:
+    """Why a run here cannot go on with that result; empty where it can.
+
+    A new machine may have another processor beside the same card, so the cards are compared where there are any.
+    """
+    if found["rehearsal"] != rehearsal:
+        return f"is {'a rehearsal' if found['rehearsal'] else 'of measurements'}"
+    if found["commit"] != report.commit():
+        return f"is of commit {found['commit']}, not {report.commit()}"
+    was, now = (_card(hardware) for hardware in (found["hardware"], report.hardware()))
+    return "" if was == now else f"is of hardware {was}, not {now}"
+
+
+def _card(hardware: dict[str, Any]) -> Any:
+    return hardware.get("accelerators") or hardware
+
+
 class Results:
     """The rows of a run, part by part, and the file that they are kept in.
 
@@ -138,7 +176,7 @@ class Results:
         self.rows: dict[str, list[Row]] = {}
 
     def load(self) -> None:
-        """Take over the rows of an earlier run, if it was of the same commit on the same hardware.
+        """Take over the rows of an earlier run, if it was of the same commit on the same card.
 
         Raises
         ------
@@ -148,9 +186,9 @@ class Results:
         if not self._path.exists():
             return
         found = json.loads(self._path.read_text())
-        for key, now in (("commit", report.commit()), ("hardware", report.hardware())):
-            if found[key] != now:
-                raise ValueError(f"--resume: {self._path.name} is of {key} {found[key]}, not {now}")
+        reason = differs(found, self._rehearsal)
+        if reason:
+            raise ValueError(f"--resume: {self._path.name} {reason}")
         self.rows = {name: part["rows"] for name, part in found["parts"].items()}
 
     def check_overwrite(self) -> None:
@@ -186,7 +224,7 @@ class Results:
 def run(session: Session, results: Results, parts: list[Part], chosen: set[str]) -> list[str]:
     """Run the chosen parts; returns the errors of their rows."""
     from quire.bench.gpu_peers import installed
-    from quire.bench.gpu_session import free_memory, is_final
+    from quire.bench.gpu_session import NO_TIME, free_memory, is_final
 
     facts = _versions() | {"peers": ["torch SDPA", *installed()]}
     errors = []
@@ -198,12 +236,18 @@ def run(session: Session, results: Results, parts: list[Part], chosen: set[str])
         kept = [row for row in results.rows.get(part.name, []) if is_final(row)]
         if part.name == "machine":
             kept = []  # the session needs its numbers
-        open_points = [
-            point for point in points if not any(point.items() <= r.items() for r in kept)
-        ]
-        new = list(part.run(session, open_points))
-        free_memory()
+        new: list[Row] = []
+        written_s = session.clock()
+        for row in part.run(session, _without_row(points, kept)):
+            new.append(row)
+            if session.clock() - written_s >= WRITE_PERIOD_S:
+                rows = kept + new
+                left = [point | {"skipped": NO_TIME} for point in _without_row(points, rows)]
+                results.rows[part.name] = rows + left
+                results.write(parts, show=False, **facts)
+                written_s = session.clock()
         rows = results.rows[part.name] = kept + new
+        free_memory()
         errors += [f"{part.name}: {row['error']}" for row in new if "error" in row]
         results.write(parts, show=False, **facts)
         skipped = sum("skipped" in row for row in rows)
@@ -216,6 +260,10 @@ def run(session: Session, results: Results, parts: list[Part], chosen: set[str])
             print(table(rows), flush=True)
     results.write(parts, show=True, **facts)
     return errors
+
+
+def _without_row(points: list[Point], rows: list[Row]) -> list[Point]:
+    return [point for point in points if not any(point.items() <= row.items() for row in rows)]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -237,7 +285,9 @@ def _cell(value: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
+    import numpy
     import torch
+    import transformers
     import triton
 
-    return {"torch": torch.__version__, "triton": triton.__version__}
+    return {module.__name__: module.__version__ for module in (torch, triton, transformers, numpy)}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from quire.bench import report
+from quire.bench.gpu_run import REHEARSAL_PATIENCE
 from quire.bench.gpu_timing import Timer
 
 Point = dict[str, Any]
@@ -23,7 +24,6 @@ Row = dict[str, Any]
 NO_TIME = "time"
 POOL_FRACTION = 0.6  # of the device's free memory: the rest is for what a point allocates
 MAX_POOL_BYTES = 72 << 30  # 512 rows of 32k tokens, 4 KiB a token and layer, and a little
-REHEARSAL_PATIENCE = 10.0  # times the budget: nothing is measured, and the machine may be busy
 LAYER_BYTES = 256_000_000  # that the calls of a candidate move together
 MAX_LAYERS = 32
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping
@@ -18,6 +19,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+COMMIT_VARIABLE = "QUIRE_COMMIT"
+_COMMIT = re.compile(r"([0-9a-f]{7,40})(\+?)")
+_EXPORTED_COMMIT = ".git_archival.txt"  # `git archive` writes the commit into it
+_COMMIT_LEN = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +104,54 @@ def hardware() -> dict[str, Any]:
         "python": platform.python_version(),
     }
     command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    names = _output(*command).splitlines()
+    names = output(*command).splitlines()
     if names:
         facts["accelerators"] = names
     return facts
 
 
 def commit() -> str:
-    """The commit that was measured; `+` when files that git follows differ from it."""
-    name = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD") or "unknown"
-    changes = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    """Return the commit that is measured; `+` at its end when files that git follows differ from it.
+
+    The first of these that knows it: the variable `QUIRE_COMMIT` (a copy of a working tree), git, the file that
+    `git archive` fills in. "unknown" otherwise.
+
+    Raises
+    ------
+    ValueError
+        The variable holds something else than a commit.
+    """
+    given = os.environ.get(COMMIT_VARIABLE, "")
+    if given:
+        if _COMMIT.fullmatch(given) is None:
+            raise ValueError(
+                f"{COMMIT_VARIABLE}: must be 7 to 40 hexadecimal digits and perhaps a +, got {given!r}"
+            )
+        return _short(given)
+    return _git_commit() or _exported_commit() or "unknown"
+
+
+def _short(name: str) -> str:
+    digits, mark = _COMMIT.fullmatch(name).groups()
+    return digits[:_COMMIT_LEN] + mark
+
+
+def _git_commit() -> str:
+    """Empty without a repository of our own: a folder above may belong to another one."""
+    if not (ROOT / ".git").exists():
+        return ""
+    name = output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    if not name:
+        return ""
+    changes = output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     others = [line for line in changes.splitlines() if "bench/results/" not in line]
-    return name + ("+" if others else "")
+    return _short(name + ("+" if others else ""))
+
+
+def _exported_commit() -> str:
+    path = ROOT / _EXPORTED_COMMIT
+    name = path.read_text().strip() if path.exists() else ""
+    return _short(name) if _COMMIT.fullmatch(name) else ""
 
 
 def load_average() -> float:
@@ -169,7 +210,7 @@ def _cpu_model() -> str:
     return model
 
 
-def _output(*command: str) -> str:
+def output(*command: str) -> str:
     """What a program prints; empty when it is absent or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)

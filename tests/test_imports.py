@@ -191,8 +191,17 @@ UNSAFE_CALLS = {
     "yaml.full_load",
 }
 # Ray's own settings, for the process that `quire serve` starts and for its REST API.
-# gpu_run sets TRITON_INTERPRET for a rehearsal: Triton looks at it when it is imported.
-MAY_READ_ENVIRONMENT = {"quire.bench.gpu_run", "quire.cluster.local_serve"}
+# gpu_run sets TRITON_INTERPRET for a rehearsal: Triton looks at it when it is imported. gpu_plan and gpu_rehearse set
+# variables of the processes that they start, gpu_worker asks whether it is in one of pytest-xdist's. report reads the
+# commit of a copy without git.
+MAY_READ_ENVIRONMENT = {
+    "quire.bench.gpu_plan",
+    "quire.bench.gpu_rehearse",
+    "quire.bench.gpu_run",
+    "quire.bench.gpu_worker",
+    "quire.bench.report",
+    "quire.cluster.local_serve",
+}
 
 
 def unsafe(tree: ast.AST) -> Iterator[str]:

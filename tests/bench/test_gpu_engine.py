@@ -21,14 +21,19 @@ from quire.bench import (
     gpu_engine_throughput,
     gpu_engine_tokens,
     gpu_models,
+    gpu_smoke,
+    gpu_tiny_models,
     report,
 )
 from quire.bench.floor import Rates, floor_of
 from quire.bench.gpu_contestants import ContestantProcess, Job, Served
 from quire.bench.gpu_crowd import Crowd, Crowds, Reading, Turns, between, random_prompts
 from quire.bench.gpu_engine_steps import DECODE_OPTIONS, Steps, Window
+from quire.bench.gpu_profile import Kernel
+from quire.bench.gpu_profile import describe as describe_profile
 from quire.bench.gpu_session import NO_TIME, Session
 from quire.bench.workloads import Workload
+from quire.replica.spec import ARCHITECTURES
 
 # What issue 5 asks of a GPU: name, goal.
 BARS = {
@@ -85,7 +90,8 @@ sys.exit(main(sys.argv[1:]))
 
 def test_parts_are_rehearsed_one_by_one_with_torch_and_transformers_alone(tmp_path, folder):
     out = tmp_path / "gpu.json"
-    parts = ["tokens", "checkpoints", "compiles", "decode", "prefill", "offload"]
+    # test_gpu_plan.py rehearses compiles and decode
+    parts = ["tokens", "checkpoints", "prefill", "offload"]
     done = rehearse(folder, "--out", str(out), "--parts", *parts, code=WITHOUT_OTHERS)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
@@ -94,7 +100,7 @@ def test_parts_are_rehearsed_one_by_one_with_torch_and_transformers_alone(tmp_pa
     found = result["parts"]
     assert found.keys() == {"machine", *parts} and min(p["points"] for p in found.values()) > 0
     assert not any(part["rows"] for part in found.values())
-    assert "percent_of_floor" in done.stdout and " 0 skipped" in done.stdout
+    assert "percent_of_gemm" in done.stdout and " 0 skipped" in done.stdout
 
 
 def test_a_start_is_rehearsed(folder):
@@ -107,6 +113,29 @@ def test_a_start_is_rehearsed(folder):
         assert min(row[f"{name}_s"] for name in phases) > 0
         # What is between the phases, the scheduler and the threads, takes no time to speak of.
         assert sum(row[f"{name}_s"] for name in phases) == pytest.approx(row["seconds"], rel=0.15)
+
+
+def test_files_that_stay_in_memory_are_not_measured_as_dropped(folder, monkeypatch):
+    model = gpu_models.checkpoint(folder, gpu_models.SMALL, session())
+    for file in model.path.iterdir():
+        file.read_bytes()
+    assert gpu_engine_start.cached_fraction(model.path) == 1.0
+    gpu_engine_start.drop_from_page_cache(model.path)
+    assert gpu_engine_start.cached_fraction(model.path) < 1.0 or on_tmpfs(folder)
+    monkeypatch.setattr(gpu_engine_start, "drop_from_page_cache", lambda path: None)
+    monkeypatch.setattr(gpu_engine_start, "start", lambda *_: 1 / 0)
+    for file in model.path.iterdir():
+        file.read_bytes()
+    part = gpu_engine_start.parts(folder)[1]
+    (row,) = part.run(
+        session(), [point for point in part.points(True) if point["files"] == "dropped"]
+    )
+    assert row["skipped"] == "files: 100% of them stay in memory, as on a tmpfs"
+
+
+def on_tmpfs(folder: Path) -> bool:
+    kind = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True)
+    return kind.stdout.strip() == "tmpfs"
 
 
 def test_a_workload_of_each_kind_is_rehearsed_against_transformers(folder):
@@ -199,6 +228,20 @@ def test_in_bfloat16_a_token_counts_when_it_is_not_among_those_that_tie():
     assert changed["beyond_margin"] >= 1 and changed["worst_gap"] > changed["margin"]
 
 
+def test_every_architecture_has_a_row_before_any_has_a_second_setting():
+    points = gpu_engine_tokens.tokens_points(False)
+    first = [(point["model"], point["dtype"]) for point in points[: len(points) // 6]]
+    assert len(set(first)) == len(first) == 2 * len(gpu_engine_tokens.ARCHITECTURES)
+    assert len(points) == len({tuple(point.values()) for point in points})
+
+
+def test_every_served_architecture_has_a_tiny_model():
+    with torch.device("meta"):
+        configs = map(gpu_tiny_models.config_of, gpu_tiny_models.NAMES)
+        models = map(transformers.AutoModelForCausalLM.from_config, configs)
+        assert {type(model).__name__ for model in models} == set(ARCHITECTURES)
+
+
 # -- steps ---------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +293,42 @@ def test_means_are_of_what_came_between_two_readings():
 def test_turns_tell_each_requests_times():
     turns = Turns(10.0, [11.0, 12.0, 13.0], [[0, 1], [1], [0]])
     assert turns.arrivals_s(2) == [[1.0, 3.0], [1.0, 2.0]]
+
+
+# -- smoke and profile ---------------------------------------------------------------------------------------
+
+
+def test_smoke_names_what_is_wrong():
+    well = {"same_twice": True, "compiles": 0, "graphs_off": None, "hits": 9}
+    assert gpu_smoke.findings(well, {}, "cuda") == []
+    (found,) = gpu_smoke.findings(well | {"graphs_off": "captures fail", "hits": 0}, {}, "cuda")
+    assert found == "no graphs: captures fail"
+    (found,) = gpu_smoke.findings(well | {"hits": 0}, {}, "cuda")
+    assert found == "no step was replayed as a graph"
+    assert gpu_smoke.findings(well | {"hits": 0}, {"cuda_graphs": "off"}, "cuda") == []
+    assert gpu_smoke.findings(well | {"hits": 0}, {}, "cpu") == []
+    wrong = gpu_smoke.findings(well | {"compiles": 3, "same_twice": False}, {}, "cpu")
+    assert len(wrong) == 2 and "3 kernels or graphs" in wrong[1]
+
+
+def test_a_profile_is_by_group_and_what_is_left_of_the_step_is_gaps():
+    kernels = [
+        Kernel("nvjet_tst_128x64_64x6_2x1_v_bz_coopA_TNN", 3000.0, 129.0),
+        Kernel("_decode_kernel", 800.0, 32.0),
+        Kernel("_merge_kernel", 100.0, 32.0),
+        Kernel("void at::native::vectorized_elementwise_kernel<4, ...>", 90.0, 64.0),
+        Kernel("Memcpy DtoH (Device -> Pinned)", 10.0, 1.0),
+    ]
+    row = describe_profile(4.5, kernels)
+    assert (row["ms"], row["kernels_ms"], row["gaps_ms"], row["kernels"]) == (4.5, 4.0, 0.5, 258.0)
+    assert row["percent"] == {
+        "products": 75.0,
+        "decode_attention": 20.0,
+        "merge": 2.5,
+        "elementwise": 2.25,
+        "copies": 0.25,
+    }
+    assert row["largest"][1] == {"name": "_decode_kernel", "us": 800.0, "count": 32.0}
 
 
 # -- a device that queues its work ---------------------------------------------------------------------------

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench import gpu_kernels, gpu_run, report
+from quire.bench import gpu_kernels, gpu_numerics, gpu_run, report
 from quire.bench.gpu_kernels import BENCHMARK
 from quire.bench.gpu_run import Results
-from quire.bench.gpu_session import NO_TIME, OutOfRoom, Part, Session, worst
+from quire.bench.gpu_session import NO_TIME, OutOfRoom, Part, Session, is_final, worst
 from quire.bench.gpu_shapes import MAX_LEN, MODELS, skewed_lengths
 
 COMMITTED = report.RESULTS / "gpu_kernels.json"
@@ -39,18 +39,11 @@ def rehearse(*options):
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
-def test_every_part_runs_in_the_interpreter(tmp_path):
-    out = tmp_path / "gpu.json"
-    done = rehearse("--out", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(out.read_text())
-    assert {bar["name"]: bar["goal"] for bar in result["bars"]} == BARS
-    assert {(bar["value"], bar["holds"]) for bar in result["bars"]} == {(None, None)}
-    assert result["rehearsal"] is True
-    points = {name: part["points"] for name, part in result["parts"].items()}
-    assert len(points) == 11 and min(points.values()) > 0
-    # The interpreter's times say nothing: none is written down.
-    assert not any(part["rows"] for part in result["parts"].values())
+def test_the_parts_have_every_bar():
+    """`test_gpu_plan.py` runs all of them in the interpreter."""
+    bars = [bar.to_json() for part in gpu_kernels.all_parts() for bar in part.bars([])]
+    assert {bar["name"]: bar["goal"] for bar in bars} == BARS
+    assert {(bar["value"], bar["holds"]) for bar in bars} == {(None, None)}
 
 
 def test_the_committed_result_has_every_bar():
@@ -150,6 +143,89 @@ def test_a_resumed_run_measures_only_what_is_open(tmp_path, capsys):
     assert clock.now - before == 2.0  # the error and the one without time
     assert sorted(row["x"] for row in results.rows["count"]) == list(range(6))
     assert json.loads((tmp_path / "gpu.json").read_text())["parts"]["count"]["points"] == 6
+
+
+def test_a_run_that_is_killed_leaves_the_rows_that_it_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_run, "WRITE_PERIOD_S", 0.0)
+    out = tmp_path / "gpu.json"
+    clock = Clock()
+    seen = []
+
+    def measure(session, point):
+        if point["x"]:
+            seen.append(json.loads(out.read_text())["parts"]["slow"]["rows"])
+        return {"us": 1.0}
+
+    part = Part("slow", lambda rehearsal: [{"x": x} for x in range(3)], measure)
+    results = Results(out, rehearsal=False, benchmark=BENCHMARK)
+    gpu_run.run(session_with(clock), results, [part], {"slow"})
+    late = {"skipped": NO_TIME}  # so that no bar holds for lack of rows
+    assert seen == [
+        [{"x": 0, "us": 1.0}, {"x": 1} | late, {"x": 2} | late],
+        [{"x": 0, "us": 1.0}, {"x": 1, "us": 1.0}, {"x": 2} | late],
+    ]
+
+
+def test_parts_share_a_run_that_is_too_short_for_them():
+    parts = [
+        Part(name, lambda _: [], lambda *_: {}, budget_s=s)
+        for name, s in (("a", 30.0), ("b", 90.0), ("c", 50.0))
+    ]
+    chosen = gpu_run._chosen(parts, None, ["c"])
+    assert chosen == {"a", "b"}
+    shared, budget_s = gpu_run._share(parts, chosen, 60.0)
+    assert [part.budget_s for part in shared[:2]] == [15.0, 45.0] and budget_s == 60.0
+    assert gpu_run._share(parts, chosen, 500.0)[0] == parts
+    assert gpu_run._share(parts, chosen, None) == (parts, 120.0)
+
+
+SLOW_TESTS = """
+import time
+
+def test_quick():
+    pass
+
+def test_bad():
+    assert 1 == 2
+
+def test_without_end():
+    time.sleep(600)
+"""
+
+
+def test_tests_without_end_are_interrupted_and_the_others_counted(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to load
+    (tmp_path / "test_slow.py").write_text(SLOW_TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    result = tmp_path / "junit.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path)]
+    command += ["-p", "no:cacheprovider", "-o", "junit_family=xunit1", str(tmp_path)]
+    assert gpu_numerics.run_tests([*command, f"--junit-xml={result}"], 10.0) is None
+    (row,) = gpu_numerics.read_counts(result).values()
+    assert (row["tests"], row["failed"], row["failures"]) == (2, 1, ["test_bad"])
+
+
+def test_files_whose_tests_did_not_end_are_open(monkeypatch):
+    counts = {"tests/a.py": {"tests": 3, "failed": 1, "skipped_tests": 0, "seconds": 1.0}}
+    monkeypatch.setattr(gpu_numerics, "read_counts", lambda result: counts)
+    points = [{"file": "tests/a.py"}, {"file": "tests/b.py"}]
+    part = gpu_numerics.NUMERICS
+    monkeypatch.setattr(gpu_numerics, "run_tests", lambda command, limit_s: None)
+    rows = list(part.run(session_with(Clock()), points))
+    assert not any(is_final(row) for row in rows) and rows[0]["failed"] == 1
+    (bar,) = part.bars(rows)
+    assert (bar.value, bar.holds, bar.details["missing"]) == (1, False, 2)
+    monkeypatch.setattr(gpu_numerics, "run_tests", lambda command, limit_s: 1)
+    rows = list(part.run(session_with(Clock()), points))
+    assert "tests" in rows[0] and rows[1]["error"] == "pytest ended with 1 and counted no test"
+    assert part.bars([])[0].value is None
+    assert part.bars([rows[0] | {"failed": 0}])[0].holds is True
+
+
+def test_every_test_file_of_a_kernel_runs_on_the_device():
+    files = {point["file"] for point in gpu_numerics.numerics_points(False)}
+    assert {"tests/kernels/test_norm.py", "tests/replica/test_device.py"} <= files
+    assert {point["file"] for point in gpu_numerics.numerics_points(True)} <= files
 
 
 def test_a_bar_is_the_worst_row_and_open_while_rows_are_missing():

@@ -1,4 +1,5 @@
 import json
+import subprocess
 
 import pytest
 
@@ -88,6 +89,40 @@ def test_a_result_names_commit_hardware_and_command_and_no_machine(tmp_path, cap
     assert "holds" in printed[1]
 
 
-def test_the_commit_is_one_of_this_repository_or_unknown():
+def test_the_commit_is_one_of_this_repository_or_unknown(monkeypatch):
+    monkeypatch.delenv(report.COMMIT_VARIABLE, raising=False)
     name = report.commit().removesuffix("+")
     assert name == "unknown" or (len(name) == 12 and set(name) <= set("0123456789abcdef"))
+
+
+def test_a_copy_without_git_has_the_commit_of_the_variable_or_of_its_export(tmp_path, monkeypatch):
+    """A repository that a folder above belongs to is not the one that is measured."""
+    git = ("git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "other"], check=True)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    monkeypatch.setattr(report, "ROOT", copy)
+    monkeypatch.delenv(report.COMMIT_VARIABLE, raising=False)
+    assert report.commit() == "unknown"
+    exported = copy / ".git_archival.txt"
+    exported.write_text("$Format:%H$\n")  # as it is where `git archive` has not filled it in
+    assert report.commit() == "unknown"
+    exported.write_text("0123456789abcdef" + "0" * 24 + "\n")
+    assert report.commit() == "0123456789ab"
+    monkeypatch.setenv(report.COMMIT_VARIABLE, "fedcba98765432100+")
+    assert report.commit() == "fedcba987654+"
+    monkeypatch.setenv(report.COMMIT_VARIABLE, "main")
+    with pytest.raises(
+        ValueError, match=r"QUIRE_COMMIT: must be 7 to 40 hexadecimal .* got 'main'"
+    ):
+        report.commit()
+
+
+def test_git_archive_fills_in_the_commit():
+    attributes = (report.ROOT / ".gitattributes").read_text()
+    assert ".git_archival.txt export-subst" in attributes
+    assert (report.ROOT / ".git_archival.txt").read_text().strip() in (
+        "$Format:%H$",
+        report.commit(),
+    )

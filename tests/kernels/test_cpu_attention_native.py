@@ -93,7 +93,9 @@ class Batch:
 
 
 def available_isas():
-    return native_library.load().isas
+    """Empty without the library: the module is collected all the same, and its tests fail."""
+    library = native_library.load()
+    return () if library is None else library.isas
 
 
 @settings(max_examples=80, deadline=None)
