@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 
 from quire.kernels import reference
 from quire.kernels.interpreter import kernel_device
+from quire.kernels.logit_edits import Edits, edit_logits
 from quire.kernels.noise import gumbel, noise_keys, uniform
-from quire.kernels.sampling import NO_TOKEN, SamplingConfig, sample_tokens
+from quire.kernels.row_survey import SamplingConfig, Workspace
+from quire.kernels.sampling import NO_TOKEN, sample_tokens
 from quire.kernels.sampling_tile import uniform_noise
 
 DEVICE = kernel_device()
-# Small tiles and a list that is often too short, so that small vocabularies take every path.
-CONFIG = SamplingConfig(tile=64, max_candidates=64, pivots=16, num_warps=4)
+# Small parts, and lists that are often too short, so that small vocabularies take every path.
+CONFIG = SamplingConfig(
+    chunk=16, part_chunks=2, part_slots=16, tile=64, pivots=16, num_warps=4
+)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -27,10 +31,12 @@ def keys_of(rows, seed=0):
 
 
 def choose(
-    logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, keys=None, config=CONFIG, **options
+    logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, keys=None, config=CONFIG, mask=None, **options
 ):
-    """`sample_tokens` with columns from numbers or lists."""
+    """`sample_tokens` with columns from numbers or lists; with a mask of the edited rows."""
     rows = len(logits)
+    if mask is not None:
+        options |= dict(edited=edit_logits(logits, masked(mask, logits.shape[1])), source=-1 - ids(*range(rows)))
 
     def column(value, dtype):
         values = value if isinstance(value, list) else [value] * rows
@@ -40,6 +46,20 @@ def choose(
     return sample_tokens(
         logits, column(temperature, torch.float32), column(top_k, torch.int32), column(top_p, torch.float32),
         column(min_p, torch.float32), torch.from_numpy(keys.view(np.int64)).to(DEVICE), config=config, **options,
+    )  # fmt: skip
+
+
+def ids(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def masked(mask, vocab):
+    """Edits of all rows by a packed mask, and nothing else."""
+    rows = len(mask)
+    every, none, off = ids(*range(rows)), ids(*[-1] * rows), torch.zeros(rows, device=DEVICE)
+    return Edits(
+        every, mask, every, ids(*[0] * (rows + 1)), ids(), torch.empty(0, device=DEVICE),
+        mask.new_empty(0, vocab), none, off + 1, off, off,
     )  # fmt: skip
 
 
@@ -179,7 +199,8 @@ def test_the_length_of_the_list_changes_no_token():
     logits = draw_rows(2, 150, spread=1.0)
     for limits in (dict(top_k=100), dict(top_p=0.99), dict(min_p=0.01, top_p=0.9)):
         short, long = (
-            choose(logits, **limits, config=SamplingConfig(64, size, 8, 4)) for size in (8, 512)
+            choose(logits, **limits, config=SamplingConfig(16, 2, slots, 64, 8, 4))
+            for slots in (2, 32)
         )
         assert torch.equal(short, long)
 
@@ -215,10 +236,14 @@ def test_bad_arguments_are_named():
         (dict(logits=torch.zeros(40, 2).T), "logits: rows must be contiguous"),
         (dict(top_k=column), "top_k: must be one of int32, got torch.float32"),
         (dict(top_p=torch.ones(3)), r"top_p: must have shape \[2\], got \[3\]"),
-        (dict(mask=torch.zeros(2, 1).int()), r"mask: must have shape \[2, 2\], got \[2, 1\]"),
+        (dict(edited=torch.zeros(1, 40)), "edited, source: give both or none"),
         (
-            dict(candidates=torch.zeros(2, 8).int()),
-            r"candidates: must have shape \[8192\], got \[16\]",
+            dict(edited=torch.zeros(1, 41), source=torch.zeros(2).int()),
+            r"edited: must have shape \[any, 40\], got \[1, 41\]",
+        ),
+        (
+            dict(workspace=Workspace.allocate(1, 40, logits.device)),
+            r"workspace.stats: must be contiguous of at least 2 rows, got \[1, 21\]",
         ),
     ):
         with pytest.raises(ValueError, match=message):
