@@ -165,7 +165,8 @@ def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
     if kind != "/top":
         limits |= {**_pointers("fp32", "temperature", "top_p", "min_p"), **_pointers("i32", "noise")}
         limits |= _pointers("i64", "tokens")
-    wide = launch_options(arch, config.num_warps)
+    resident = row_survey.SURVEY_RESIDENT, row_survey.GATHER_RESIDENT
+    wide = [launch_options(arch, config.num_warps, 1, count) for count in resident]
     name = f"{value}{kind}"
 
     yield Entry(
@@ -174,7 +175,8 @@ def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
         row_survey._survey_kernel,
         {**rows, **limits},
         dict(CHUNK=config.chunk, **shape),
-        wide,
+        wide[0],
+        resident[0],
     )
     if value == "bf16" and kind != "/edited":
         yield Entry(
@@ -190,8 +192,11 @@ def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
         arch,
         row_survey._gather_kernel,
         rows,
-        dict(CHUNK=config.chunk, PART_SLOTS=config.part_slots, **shape),
-        wide,
+        dict(
+            CHUNK=config.chunk, PART_SLOTS=config.part_slots, TILE=config.gather_tile, **shape
+        ),
+        wide[1],
+        resident[1],
     )
     if kind == "/top":
         yield Entry(
@@ -200,7 +205,7 @@ def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
             log_probs._log_probs_kernel,
             {**rows, **_pointers("fp32", "scores"), **_pointers("i32", "num_top"), **_pointers("i64", "tokens")},
             lists,
-            wide,
+            launch_options(arch, config.num_warps),
         )
         return
     yield Entry(

@@ -45,12 +45,12 @@ class Edits(NamedTuple):
     starts: torch.Tensor  # [E + 1] int32: row e's list is [starts[e], starts[e + 1])
     ids: torch.Tensor  # [n] int32, each once in its row
     bias: torch.Tensor  # [n] float32
-    # [R, vocab] int32, how often the output has each id; bit 30: the prompt has it
-    counts: torch.Tensor
     count_rows: torch.Tensor  # [E] int32, of `counts`; -1: no penalties
     repetition: torch.Tensor  # [E] float32, above 0; 1 for off
     presence: torch.Tensor  # [E] float32
     frequency: torch.Tensor  # [E] float32
+    # [R, vocab] int32, how often the output has each id; bit 30: the prompt has it
+    counts: torch.Tensor
 
 
 # Single numbers and short lists are loaded from them: how they are aligned is of no use.
@@ -161,7 +161,10 @@ def edit_logits(logits: torch.Tensor, edits: Edits) -> torch.Tensor:
     edited = torch.empty(count, vocab, dtype=torch.float32, device=device)
     blocks = triton.cdiv(vocab, BLOCK)
     masks = (edits.masks, edits.mask_rows)
-    penalties = (edits.counts, *edits[-4:])
+    penalties = (
+        *(edits.counts, edits.count_rows),
+        *(edits.repetition, edits.presence, edits.frequency),
+    )
     strides = (logits.stride(0), triton.cdiv(vocab, 32))
     options = dict(num_warps=NUM_WARPS, enable_fp_fusion=False)
     if count:

@@ -37,19 +37,20 @@ from quire.kernels.sampling_tile import (
     LOG2E,
     MASS_MARGIN,
     MINUS_INF_KEY,
+    STAGES,
     gumbel_noise,
     key_value,
     limits_of,
     load_logits,
     order_key,
     row_source,
-    scaled,
 )
 from quire.kernels.tuning import device_arch, launch_options
 
 MAX_VOCAB = 1 << 20
 _NEVER_KEY = tl.constexpr(2147483647)  # above that of every value
 COMBINE_WARPS = 4
+SURVEY_RESIDENT, GATHER_RESIDENT = 4, 3  # programs that fit a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,17 @@ class SamplingConfig:
     """Shape of the kernels; sizes are powers of two. `chunk`, `part_chunks` and `tile` fix the order of additions."""
 
     chunk: int = 256  # ids of which the survey keeps the largest
-    part_chunks: int = 16  # chunks of one program: all of them are in flight at once
-    part_slots: int = 256  # candidates of a part that fit
+    part_chunks: int = 8  # chunks of one program: all of them are in flight at once
+    part_slots: int = 128  # candidates of a part that fit
     tile: int = 1024  # ids of one step of the kernels that walk a list or a row
     # thresholds of a search pass; 8 take too many registers for `sampling.RESIDENT`
     pivots: int = 4
     num_warps: int = 8
+
+    @property
+    def gather_tile(self) -> int:
+        """Ids of one step of the gathering."""
+        return min(self.tile, self.chunk * self.part_chunks)
 
     def num_parts(self, vocab: int) -> int:
         """Programs of a row."""
@@ -155,13 +161,20 @@ def _survey_kernel(
         if (temperature > 0.0) & (truncates == 0):
             key_low = tl.load(noise_ptr + row * 2).to(tl.uint32, bitcast=True)
             key_high = tl.load(noise_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
-            score = scaled(x, temperature) + gumbel_noise(token, key_low, key_high)
+            score = quotient(x, temperature) + gumbel_noise(token, key_low, key_high)
     best = tl.max(tl.max(score, 1), 0)
     best_id = tl.min(tl.min(tl.where(score == best, token, VOCAB), 1), 0)
     tl.store(stats_ptr + chunk, maxima)
     tl.store(stats_ptr + PARTS * CHUNKS + part, total)
     tl.store(stats_ptr + PARTS * CHUNKS + PARTS + part, best)
     tl.store(marks_ptr + part, best_id)
+
+
+@triton.jit
+def quotient(x, temperature):
+    """x / temperature, in its last bit perhaps another than `scaled`: a fifth of its instructions."""
+    y = x * tl.minimum(tl.div_rn(1.0, temperature), FLOAT_MAX)
+    return tl.where(x == float("-inf"), x, tl.maximum(y, -FLOAT_MAX))
 
 
 @triton.jit
@@ -260,7 +273,8 @@ def _cut_key(maxima, highest, scale, count, mass):
 @triton.jit(do_not_specialize_on_alignment=("source_ptr",))
 def _gather_kernel(
     ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, edited_ptr, source_ptr, stride_logits,
-    VOCAB: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PART_SLOTS: tl.constexpr,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    PART_SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One part of one row."""
     row = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -271,16 +285,21 @@ def _gather_kernel(
     highest = tl.max(tl.load(stats_ptr + part * CHUNKS + tl.arange(0, CHUNKS)), 0)
     count = tl.full([], 0, tl.int32)
     if (order_key(highest) >= cut) & (highest > float("-inf")):
-        slots = (row * 2 * PARTS + part) * PART_SLOTS
-        token = part * CHUNKS * CHUNK + tl.arange(0, CHUNKS * CHUNK)
+        ids_ptr += (row * 2 * PARTS + part) * PART_SLOTS
+        values_ptr += (row * 2 * PARTS + part) * PART_SLOTS
         source = row_source(source_ptr, row)
-        x = load_logits(logits_ptr, edited_ptr, source, stride_logits, token, token < VOCAB, VOCAB)
-        chosen = ((order_key(x) >= cut) & (x > float("-inf"))).to(tl.int32)
-        place = tl.cumsum(chosen, 0) - 1
-        fits = (chosen != 0) & (place < PART_SLOTS)
-        tl.store(ids_ptr + slots + place, token, mask=fits)
-        tl.store(values_ptr + slots + place, x, mask=fits)
-        count = tl.sum(chosen, 0)
+        begin = part * CHUNKS * CHUNK
+        for start in tl.range(begin, begin + CHUNKS * CHUNK, TILE, num_stages=STAGES):
+            token = start + tl.arange(0, TILE)
+            x = load_logits(
+                logits_ptr, edited_ptr, source, stride_logits, token, token < VOCAB, VOCAB
+            )
+            chosen = ((order_key(x) >= cut) & (x > float("-inf"))).to(tl.int32)
+            place = count + tl.cumsum(chosen, 0) - 1
+            fits = (chosen != 0) & (place < PART_SLOTS)
+            tl.store(ids_ptr + place, token, mask=fits)
+            tl.store(values_ptr + place, x, mask=fits)
+            count += tl.sum(chosen, 0)
     tl.store(marks_ptr + PARTS + part, count)
 
 
@@ -298,20 +317,25 @@ def survey_rows(
     parts, chunks = config.num_parts(vocab), config.part_chunks
     shape = dict(VOCAB=vocab, PARTS=parts, CHUNKS=chunks)
     arch = device_arch(rows.logits.device)
-    wide, small = launch_options(arch, config.num_warps), launch_options(arch, COMBINE_WARPS)
+
+    def options(resident: int) -> dict[str, int | bool]:
+        return launch_options(arch, config.num_warps, 1, resident)
+
     limits = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
     noise = None if rows.noise_keys is None else rows.noise_keys.view(torch.int32)
     stride = rows.logits.stride(0)
     _survey_kernel[(count * parts,)](
-        work.stats, work.marks, rows.logits, rows.edited, rows.source, *limits, noise, stride, CHUNK=config.chunk, **shape, **wide,
+        work.stats, work.marks, rows.logits, rows.edited, rows.source, *limits, noise, stride, CHUNK=config.chunk, **shape, **options(SURVEY_RESIDENT),
     )  # fmt: skip
     _combine_kernel[(count,)](
         tokens, work.stats, work.marks, *limits,
-        PADDED=triton.next_power_of_2(parts), FULL=full_chunks(vocab, config), **shape, **small,
+        PADDED=triton.next_power_of_2(parts), FULL=full_chunks(vocab, config), **shape,
+        **launch_options(arch, COMBINE_WARPS),
     )  # fmt: skip
     _gather_kernel[(count * parts,)](
         work.ids, work.values, work.stats, work.marks, rows.logits, rows.edited, rows.source, stride,
-        CHUNK=config.chunk, PART_SLOTS=config.part_slots, **shape, **wide,
+        CHUNK=config.chunk, PART_SLOTS=config.part_slots, TILE=config.gather_tile, **shape,
+        **options(GATHER_RESIDENT),
     )  # fmt: skip
 
 

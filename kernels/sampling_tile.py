@@ -41,12 +41,17 @@ def row_source(source_ptr, row):
 def load_logits(logits_ptr, edited_ptr, source, stride_logits, token, held, VOCAB: tl.constexpr):
     """Logits of `token` float32; -inf where not held or NaN."""
     if edited_ptr is None:
-        x = tl.load(logits_ptr + source * stride_logits + token, mask=held, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + source * stride_logits + token, mask=held, other=float("-inf"))
+        x = x.to(tl.float32)
     else:
-        if source < 0:
-            x = tl.load(edited_ptr + (-1 - source) * VOCAB + token, mask=held, other=float("-inf"))
-        else:
-            x = tl.load(logits_ptr + source * stride_logits + token, mask=held, other=float("-inf")).to(tl.float32)
+        # Both loads and no branch: loops over a row keep their loads in flight.
+        bound = tl.where(source < 0, VOCAB, 0)
+        in_edited, in_logits = held & (token < bound), held & (token >= bound)
+        x = tl.load(edited_ptr + (-1 - source) * VOCAB + token, mask=in_edited, other=0.0)
+        x += tl.load(logits_ptr + source * stride_logits + token, mask=in_logits, other=0.0).to(
+            tl.float32
+        )
+        x = tl.where(held, x, float("-inf"))
     return tl.where(x == x, tl.minimum(x, FLOAT_MAX), float("-inf"))
 
 

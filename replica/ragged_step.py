@@ -67,7 +67,9 @@ class RaggedStep:
             _selected(plan),
         )
         if in_flight is not None:
-            in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
+            in_flight.prompts = self._forward.score_prompts(
+                hidden, plan.prompts, inputs.target_ids
+            )
         if not _all_sample(plan):
             hidden = hidden.index_select(0, inputs.token_index)
         return self._forward.logits(hidden)
@@ -81,7 +83,7 @@ class RaggedStep:
         masks: Masks,
         choose: Choose | None = None,
     ) -> None:
-        """To the step's slot; `in_flight` gets the log-probabilities.
+        """To the step's slot, with the log-probabilities; where the sampler is torch's.
 
         Parameters
         ----------
@@ -98,9 +100,8 @@ class RaggedStep:
         if choose is not None and is_plain:
             tokens = choose(logits)
         else:
-            tokens, in_flight.logprobs = self._sampler.sample(
-                logits.float(), sampling, masks, choose
-            )
+            scores = in_flight.slot.scores
+            tokens = self._sampler.sample(logits.float(), sampling, masks, scores, choose)
         self._outputs.keep(in_flight.slot, tokens, rows)
 
 

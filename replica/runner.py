@@ -105,7 +105,7 @@ class Runner:
             open_device(config.device, use_nvtx=config.nvtx) if device is None else device
         )
         self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
-        self._sampler = StepSampler(config.vocab_size, self._device.torch_device)
+        self._sampler = StepSampler(config.vocab_size)
         # One more pads steps; and warm-up adds a prompt to all of them.
         self._outputs = StepOutputs(self._device, config.num_rows + 1)
         self._busy_until_s = 0.0  # when the step that was collected last was over
@@ -246,6 +246,7 @@ class Runner:
             raise
 
     def _draw(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
+        in_flight.slot.asked = sampling.logprobs
         in_flight.draw(sampling, masks)
         in_flight.draw = None
         if self.queued is not None:
@@ -290,7 +291,7 @@ class Runner:
         tokens = in_flight.slot.collect()
         if self.queued is not None:
             self.queued.note(in_flight)
-        logprobs = {} if in_flight.logprobs is None else in_flight.logprobs.to_host()
+        logprobs = in_flight.slot.collect_scores()
         prompts = tuple(scores.to_host() for scores in in_flight.prompts)
         finished_s = in_flight.finished_s or time.perf_counter()
         # Launched behind another step it has not run before that was over.

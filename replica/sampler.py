@@ -1,4 +1,4 @@
-"""From logits to tokens: one vectorised pass over the rows that sample.
+"""From logits to tokens by torch on a CPU: one vectorised pass over the rows that sample.
 
 Order, as vLLM documents it: grammar masks, allowed ids, suppressed ids (bad words; EOS and stop ids before
 min_tokens), logit bias, penalties, temperature, min-p, top-k, top-p, then the draw. The draw is
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from quire.kernels.noise import gumbel, noise_keys
-from quire.replica.plan import NO_TOKEN, SamplingBatch, TokenMask, TokenRules
+from quire.replica.plan import NO_TOKEN, Penalties, SamplingBatch, TokenMask, TokenRules
+from quire.replica.sampling_arrays import HistoryArrays
 from quire.replica.token_counts import TokenCounts
 
 _NEVER = float("-inf")
@@ -75,8 +76,7 @@ def sample(
     if batch.penalties is not None:
         if counts is None:
             raise ValueError("the batch has penalties: the counts of its rows are needed")
-        counts.begin(batch.penalties)
-        counts.apply(logits, batch.penalties)
+        _penalise(logits, batch.penalties, counts)
     tokens = draw(logits, Draw.of(batch)) if choose is None else choose(logits)
     if len(constrained):
         rows = torch.from_numpy(constrained).to(logits.device)
@@ -84,8 +84,24 @@ def sample(
         chosen = logits[rows, tokens[rows]]
         tokens[rows] = tokens[rows].masked_fill_(chosen == _NEVER, NO_TOKEN)
     if batch.penalties is not None:
-        counts.add(batch.penalties, tokens)
+        index, rows = (torch.from_numpy(x) for x in (batch.penalties.index, batch.penalties.row))
+        counts.add(rows, tokens[index])
     return tokens
+
+
+def _penalise(logits: torch.Tensor, penalties: Penalties, counts: TokenCounts) -> None:
+    """Take in the rows' histories, and change their logits in place."""
+    history = HistoryArrays.of(penalties, logits.shape[1])
+    if len(history.rows):
+        counts.write(int(history.rows.max()) + 1, *map(torch.from_numpy, history))
+    index, rows, *columns = (
+        torch.from_numpy(x)
+        for x in (
+            *(penalties.index, penalties.row),
+            *(penalties.repetition, penalties.presence, penalties.frequency),
+        )
+    )
+    logits[index] = counts.apply(logits[index], rows, *columns)
 
 
 def fill_masks(grammars: Sequence[tuple[int, TokenMask]]) -> np.ndarray:
