@@ -143,8 +143,10 @@ def _score_on_device(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> S
 
     width = min(num_top, logits.shape[1])
     each = torch.full((len(ids),), width, dtype=torch.int32, device=logits.device)
+    # As where tokens are sampled, so that no other variant of the kernels is needed.
+    source = torch.arange(len(ids), dtype=torch.int32, device=logits.device)
     out = torch.empty(len(ids), 1 + 2 * width, dtype=torch.float32, device=logits.device)
-    scores = log_probs(logits, ids, each, out=out)
+    scores = log_probs(logits, ids, each, source=source, out=out)
     ranks = (logits > logits.gather(-1, ids[:, None])).sum(-1) + 1
     return scores.chosen, ranks, scores.top, scores.top_ids
 

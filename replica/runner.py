@@ -44,7 +44,14 @@ from quire.replica.kv_scales import read_kv_scales
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
 from quire.replica.output_head import split_model
-from quire.replica.plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.plan import (
+    Penalties,
+    PromptTargets,
+    SamplingBatch,
+    StepPlan,
+    StepResult,
+    TokenRules,
+)
 from quire.replica.pool_backing import PoolBacking
 from quire.replica.queued_steps import QueuedSteps
 from quire.replica.ragged_step import RaggedStep
@@ -368,6 +375,8 @@ class Runner:
         self._warm_up_steps([1] * rows, sampled)
         self._warm_up_steps([chunk], greedy)
         self._warm_up_steps([1] * min(rows, budget - chunk // 2) + [chunk // 2], sampled)
+        if not self._device.is_immediate:
+            self.run(self._special_trash_plan())
 
     def _affordable(self, budget: int, few: int) -> int:
         """As many of `budget` tokens as this processor computes in `_WARM_UP_STEP_S`, by the time of a few."""
@@ -415,6 +424,23 @@ class Runner:
             sampling=columns,
             decode_rows=rows if decodes else rows[:0],
             rows=rows,
+        )
+
+    def _special_trash_plan(self) -> StepPlan:
+        """A row that asks for everything that a sampler can do: kernels with variants of their own."""
+        plan = self._trash_plan([1], 0.0)
+        one, never = np.ones(1, np.float32), np.zeros(1, np.int64)
+        # Row 0 of the counts: the first request there brings its own history.
+        history = ((0, never, never),)
+        return plan._replace(
+            sampling=plan.sampling._replace(
+                suppressed=((0, (1,)),),
+                rules=((0, TokenRules(allowed_ids=np.arange(2))),),
+                penalties=Penalties(never, never, one, one, one, history),
+                logprobs=((0, 1),),
+            ),
+            prompts=(PromptTargets(self.config.num_rows, 0, 1, never, 1),),
+            decode_rows=plan.decode_rows[:0],
         )
 
     def mark_ready(self) -> None:

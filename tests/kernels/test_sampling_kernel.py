@@ -185,7 +185,7 @@ def test_bad_arguments_are_named():
         ),
         (
             dict(workspace=Workspace.allocate(1, 40, logits.device)),
-            r"workspace.stats: must be contiguous of at least 2 rows, got \[1, 21\]",
+            r"workspace.stats: must be contiguous of at least 2 rows, got \[1, 13\]",
         ),
     ):
         with pytest.raises(ValueError, match=message):
