@@ -163,7 +163,10 @@ def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
         rows |= _pointers("fp32", "edited")
     limits = _pointers("i32", "top_k")
     if kind != "/top":
-        limits |= {**_pointers("fp32", "temperature", "top_p", "min_p"), **_pointers("i32", "noise")}
+        limits |= {
+            **_pointers("fp32", "temperature", "top_p", "min_p"),
+            **_pointers("i32", "noise"),
+        }
         limits |= _pointers("i64", "tokens")
     resident = row_survey.SURVEY_RESIDENT, row_survey.GATHER_RESIDENT
     wide = [launch_options(arch, config.num_warps, 1, count) for count in resident]
@@ -187,32 +190,39 @@ def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
             dict(FULL=row_survey.full_chunks(VOCAB, config), **shape, **padded),
             launch_options(arch, row_survey.COMBINE_WARPS),
         )
-    yield Entry(
-        f"{arch}/gather/{name}",
-        arch,
-        row_survey._gather_kernel,
-        rows,
-        dict(
-            CHUNK=config.chunk, PART_SLOTS=config.part_slots, TILE=config.gather_tile, **shape
-        ),
-        wide[1],
-        resident[1],
-    )
+    if kind != "/top":
+        yield Entry(
+            f"{arch}/gather/{name}",
+            arch,
+            row_survey._gather_kernel,
+            rows,
+            dict(
+                CHUNK=config.chunk, PART_SLOTS=config.part_slots, TILE=config.gather_tile, **shape
+            ),
+            wide[1],
+            resident[1],
+        )
     if kind == "/top":
         yield Entry(
             f"{arch}/log_probs/{value}",
             arch,
             log_probs._log_probs_kernel,
-            {**rows, **_pointers("fp32", "scores"), **_pointers("i32", "num_top"), **_pointers("i64", "tokens")},
+            {
+                **rows,
+                **_pointers("fp32", "scores"),
+                **_pointers("i32", "num_top"),
+                **_pointers("i64", "tokens"),
+            },
             lists,
             launch_options(arch, config.num_warps),
         )
+    if kind:
         return
     yield Entry(
         f"{arch}/draw/{name}",
         arch,
         sampling._draw_kernel,
-        {**rows, **limits},
+        {**rows, **limits, **_pointers("fp32", "edited")},
         dict(PIVOTS=config.pivots, **lists),
         launch_options(arch, config.num_warps, 1, sampling.RESIDENT),
         sampling.RESIDENT,

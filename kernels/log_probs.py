@@ -2,8 +2,8 @@
 
     log p(i) = x_i - log sum_j e^x_j        x: the logits before bias, penalties, mask and temperature
 
-The largest n come without a sort: `quire.kernels.row_survey` lists n ids or some more, from which n rounds each take the
-largest that comes after the last in the order (value, falling; id, rising).
+The largest n come without a sort: `quire.kernels.row_survey` lists n ids or some more, from which n rounds each take
+the largest that comes after the last in the order (value, falling; id, rising).
 
 Bytes a row: at most 2 vocab itemsize, the second time from the L2 cache if it holds the rows that run. Flops: 15 an
 element, and n times the list.
@@ -32,7 +32,6 @@ from quire.kernels.sampling_tile import (
     key_value,
     load_candidates,
     order_key,
-    row_source,
 )
 from quire.kernels.tuning import device_arch, launch_options
 
@@ -41,10 +40,10 @@ MAX_TOP = 128
 
 @triton.jit(
     do_not_specialize=("num_columns",),
-    do_not_specialize_on_alignment=("scores_ptr", "tokens_ptr", "num_top_ptr", "source_ptr"),
+    do_not_specialize_on_alignment=("scores_ptr", "tokens_ptr", "num_top_ptr"),
 )
 def _log_probs_kernel(
-    scores_ptr, ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, source_ptr, tokens_ptr, num_top_ptr,
+    scores_ptr, ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, tokens_ptr, num_top_ptr,
     stride_logits, num_columns,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr,
     PART_SLOTS: tl.constexpr, TILE: tl.constexpr,
@@ -54,9 +53,9 @@ def _log_probs_kernel(
     ids_ptr += row * 2 * PARTS * PART_SLOTS
     values_ptr += row * 2 * PARTS * PART_SLOTS
     stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3) + PARTS * CHUNKS + 2 * PARTS
-    marks_ptr += row * (2 * PARTS + 3) + PARTS
+    marks_ptr += row * (2 * PARTS + 4) + PARTS
     scores_ptr += row * num_columns
-    source = row_source(source_ptr, row)
+    source = tl.load(marks_ptr + PARTS + 3).to(tl.int64)
     highest = tl.load(stats_ptr)
     log_sum = highest + tl.log(tl.load(stats_ptr + 1))
     token = tl.load(tokens_ptr + source)
@@ -167,7 +166,7 @@ def log_probs(
         parts = config.num_parts(vocab)
         # fmt: off
         _log_probs_kernel[(rows,)](
-            out, work.ids, work.values, work.stats, work.marks, logits, source, tokens, num_top,
+            out, work.ids, work.values, work.stats, work.marks, logits, tokens, num_top,
             logits.stride(0), out.shape[1],
             VOCAB=vocab, PARTS=parts, PADDED=triton.next_power_of_2(parts), CHUNKS=config.part_chunks,
             PART_SLOTS=config.part_slots, TILE=config.tile,

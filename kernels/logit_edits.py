@@ -14,7 +14,8 @@ The order is vLLM's. The logits stay as they are: log-probs are of the model's o
                     └── the same and the bias ───────▶  edited[e, ids[i]]        the listed ids, over it
 ```
 
-Bytes a row: vocab (itemsize + 4), with penalties 4 vocab more, with a mask vocab / 8; 16 a listed id. Flops: 8 an element.
+Bytes a row: vocab (itemsize + 4), with penalties 4 vocab more, with a mask vocab / 8; 16 a listed id. Flops: 8 an
+element.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Edits(NamedTuple):
     """What E rows ask for, all on one device. Every part may be empty, and then no row refers to it."""
 
     rows: torch.Tensor  # [E] int32, of the logits
-    masks: torch.Tensor  # [M, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set: id i is allowed
+    masks: (
+        torch.Tensor
+    )  # [M, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set: id i is allowed
     mask_rows: torch.Tensor  # [E] int32, of `masks`; -1: all ids are allowed
     starts: torch.Tensor  # [E + 1] int32: row e's list is [starts[e], starts[e + 1])
     ids: torch.Tensor  # [n] int32, each once in its row

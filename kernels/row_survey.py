@@ -7,17 +7,18 @@
  gather     ids at or above the cut: a list a part          read once more     a program a part
 ```
 
-The cut is a guess that is nearly always right. The chunks' maxima are a sample of the row's largest values: the cut is
-the highest of them at or above which there are k of them (then k ids as well), or, for top-p, at or above which their
-own mass reaches p. Where neither happens soon enough it is so low that the lists are a quarter full if the candidates are
-spread evenly. Whoever reads the lists checks (`quire.kernels.sampling_tile.find_candidates`).
+The cut is a guess that is nearly always right. The chunks' maxima are a sample of the row's largest values. The cut is
+the highest of them at or above which there are k of them (and so k ids), or, for top-p, at or above which their own
+mass reaches p. Where neither happens soon enough, the cut is so low that the lists are a quarter full if the candidates
+are spread evenly. The kernel that reads the lists checks them (`quire.kernels.sampling_tile.find_candidates`).
 
 A part that has no value at or above the cut is not read a second time, nor is a row that needs no candidates.
 
-Parts depend on the vocabulary alone, and everything is combined in one order: a row's result does not depend on the batch.
+Parts depend on the vocabulary alone, and everything is combined in one order: a row's result does not depend on the
+batch.
 
-Bytes a row: vocab itemsize in the survey, at most the same in the gathering (from the L2 cache if it holds the rows that
-run). Flops an element: 10 in the survey, 60 with noise; 5 in the gathering.
+Bytes a row: vocab itemsize in the survey, at most the same in the gathering (from the L2 cache if it holds the rows
+that run). Instructions an element: 15 in the survey, 75 with noise; 15 in the gathering.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from quire.kernels.sampling_tile import (
     MINUS_INF_KEY,
     STAGES,
     gumbel_noise,
-    key_value,
     limits_of,
     load_logits,
     order_key,
@@ -84,8 +84,10 @@ _DTYPES = (torch.float32, torch.int32, torch.int32, torch.float32)
 class Workspace(NamedTuple):
     """What a row's kernels hand on; C chunks, P parts, L slots."""
 
-    stats: torch.Tensor  # [rows, C + 2 P + 3] float32: maxima | sums | scores | largest, sum, mass that is enough
-    marks: torch.Tensor  # [rows, 2 P + 3] int32: best ids | candidates | key of the cut, best id, count that is enough
+    # [rows, C + 2 P + 3] float32: maxima | sums | scores | largest, sum, mass that is enough
+    stats: torch.Tensor
+    # [rows, 2 P + 4] int32: best ids | candidates | key of the cut, best id, count that is enough, source
+    marks: torch.Tensor
     ids: torch.Tensor  # [rows, 2 L] int32: by part | joined
     values: torch.Tensor  # [rows, 2 L] float32: logits of `ids` | scaled
 
@@ -101,11 +103,9 @@ class Workspace(NamedTuple):
     def _widths(vocab: int, config: SamplingConfig) -> tuple[int, ...]:
         parts = config.num_parts(vocab)
         slots = parts * config.part_slots
-        return parts * (config.part_chunks + 2) + 3, 2 * parts + 3, 2 * slots, 2 * slots
+        return parts * (config.part_chunks + 2) + 3, 2 * parts + 4, 2 * slots, 2 * slots
 
-    def check(
-        self, rows: int, vocab: int, device: torch.device, config: SamplingConfig
-    ) -> None:
+    def check(self, rows: int, vocab: int, device: torch.device, config: SamplingConfig) -> None:
         """Raise unless it holds so many rows of this vocabulary."""
         for name, x, width, dtype in zip(
             self._fields, self, self._widths(vocab, config), _DTYPES, strict=True
@@ -122,7 +122,9 @@ class Rows(NamedTuple):
 
     logits: torch.Tensor  # [any, vocab]
     edited: torch.Tensor | None  # [any, vocab] float32
-    source: torch.Tensor | None  # [rows] int32: row s of the logits, or row -1 - s of the edited ones; None: row i
+    source: (
+        torch.Tensor | None
+    )  # [rows] int32: row s of the logits, or row -1 - s of the edited ones; None: row i
     temperature: torch.Tensor | None  # [rows] float32
     top_k: torch.Tensor  # [rows] int32
     top_p: torch.Tensor | None  # [rows] float32
@@ -144,7 +146,7 @@ def _survey_kernel(
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3)
-    marks_ptr += row * (2 * PARTS + 3)
+    marks_ptr += row * (2 * PARTS + 4)
     temperature, _, _, _, _, truncates = limits_of(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB
     )
@@ -168,6 +170,8 @@ def _survey_kernel(
     tl.store(stats_ptr + PARTS * CHUNKS + part, total)
     tl.store(stats_ptr + PARTS * CHUNKS + PARTS + part, best)
     tl.store(marks_ptr + part, best_id)
+    if part == 0:
+        tl.store(marks_ptr + 2 * PARTS + 3, source.to(tl.int32))
 
 
 @triton.jit
@@ -180,9 +184,7 @@ def quotient(x, temperature):
 @triton.jit
 def exponent_scale(temperature):
     """Factor of a difference of logits whose exp2 is the ratio of their likelihoods."""
-    return tl.minimum(
-        tl.div_rn(LOG2E, tl.where(temperature > 0.0, temperature, 1.0)), FLOAT_MAX
-    )
+    return tl.minimum(tl.div_rn(LOG2E, tl.where(temperature > 0.0, temperature, 1.0)), FLOAT_MAX)
 
 
 @triton.jit(do_not_specialize_on_alignment=("tokens_ptr", *UNALIGNED))
@@ -190,10 +192,10 @@ def _combine_kernel(
     tokens_ptr, stats_ptr, marks_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """One row; FULL maxima at or above the cut fill a quarter of the lists, PADDED is the next power of two of PARTS."""
+    """One row; FULL maxima at or above the cut fill a quarter of the lists, PADDED is PARTS or a little more."""
     row = tl.program_id(0).to(tl.int64)
     stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3)
-    marks_ptr += row * (2 * PARTS + 3)
+    marks_ptr += row * (2 * PARTS + 4)
     temperature, top_k, top_p, min_p, limits_k, truncates = limits_of(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB
     )
@@ -202,9 +204,7 @@ def _combine_kernel(
     chunk = part[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
     maxima = tl.load(stats_ptr + chunk, mask=held[:, None], other=float("-inf"))
     totals = tl.load(stats_ptr + PARTS * CHUNKS + part, mask=held, other=0.0)
-    scores = tl.load(
-        stats_ptr + PARTS * CHUNKS + PARTS + part, mask=held, other=float("-inf")
-    )
+    scores = tl.load(stats_ptr + PARTS * CHUNKS + PARTS + part, mask=held, other=float("-inf"))
     ids = tl.load(marks_ptr + part, mask=held, other=VOCAB)
     part_highest = tl.max(maxima, 1)
     highest = tl.max(part_highest, 0)
@@ -270,9 +270,9 @@ def _cut_key(maxima, highest, scale, count, mass):
     return tl.where(low - 1 <= floor, MINUS_INF_KEY, (low - 1) << 16)
 
 
-@triton.jit(do_not_specialize_on_alignment=("source_ptr",))
+@triton.jit
 def _gather_kernel(
-    ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, edited_ptr, source_ptr, stride_logits,
+    ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, edited_ptr, stride_logits,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     PART_SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -280,14 +280,14 @@ def _gather_kernel(
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     part = tl.program_id(0) % PARTS
     stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3)
-    marks_ptr += row * (2 * PARTS + 3)
+    marks_ptr += row * (2 * PARTS + 4)
     cut = tl.load(marks_ptr + 2 * PARTS)
     highest = tl.max(tl.load(stats_ptr + part * CHUNKS + tl.arange(0, CHUNKS)), 0)
     count = tl.full([], 0, tl.int32)
     if (order_key(highest) >= cut) & (highest > float("-inf")):
         ids_ptr += (row * 2 * PARTS + part) * PART_SLOTS
         values_ptr += (row * 2 * PARTS + part) * PART_SLOTS
-        source = row_source(source_ptr, row)
+        source = tl.load(marks_ptr + 2 * PARTS + 3).to(tl.int64)
         begin = part * CHUNKS * CHUNK
         for start in tl.range(begin, begin + CHUNKS * CHUNK, TILE, num_stages=STAGES):
             token = start + tl.arange(0, TILE)
@@ -325,7 +325,8 @@ def survey_rows(
     noise = None if rows.noise_keys is None else rows.noise_keys.view(torch.int32)
     stride = rows.logits.stride(0)
     _survey_kernel[(count * parts,)](
-        work.stats, work.marks, rows.logits, rows.edited, rows.source, *limits, noise, stride, CHUNK=config.chunk, **shape, **options(SURVEY_RESIDENT),
+        work.stats, work.marks, rows.logits, rows.edited, rows.source, *limits, noise, stride,
+        CHUNK=config.chunk, **shape, **options(SURVEY_RESIDENT),
     )  # fmt: skip
     _combine_kernel[(count,)](
         tokens, work.stats, work.marks, *limits,
@@ -333,7 +334,7 @@ def survey_rows(
         **launch_options(arch, COMBINE_WARPS),
     )  # fmt: skip
     _gather_kernel[(count * parts,)](
-        work.ids, work.values, work.stats, work.marks, rows.logits, rows.edited, rows.source, stride,
+        work.ids, work.values, work.stats, work.marks, rows.logits, rows.edited, stride,
         CHUNK=config.chunk, PART_SLOTS=config.part_slots, TILE=config.gather_tile, **shape,
         **options(GATHER_RESIDENT),
     )  # fmt: skip

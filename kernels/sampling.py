@@ -57,7 +57,6 @@ from quire.kernels.sampling_tile import (
     limits_of,
     load_candidates,
     order_key,
-    row_source,
     scaled,
 )
 from quire.kernels.tuning import device_arch, launch_options
@@ -69,11 +68,11 @@ RESIDENT = 2  # programs of the draw that fit a multiprocessor: 256 rows run at 
 
 @triton.jit
 def _search(
-    target, bottom, highest,
+    by_mass, target_count, target_mass, bottom, highest,
     ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
-    BY_MASS: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Threshold at which the values above `bottom` (a key, exclusive) reach `target`, a number or a mass.
+    """Threshold at which the values above `bottom` (a key, exclusive) reach their target, a number or a mass.
 
     Returns (threshold key, how many of the ids that equal it belong to the set). A threshold that is `bottom`: all
     above it do not reach the target.
@@ -98,15 +97,10 @@ def _search(
             key = order_key(y)[None, :]
             above = (key >= pivot_key) & (key > bottom)
             counts += above.to(tl.int32)
-            if BY_MASS:
-                masses += tl.where(above, likelihood(y, highest)[None, :], 0.0)
-        num = tl.sum(counts, 1)
-        if BY_MASS:
-            mass = tl.sum(masses, 1)
-            met = mass >= target
-            mass_high = tl.maximum(mass_high, tl.max(tl.where(met, 0.0, mass), 0))
-        else:
-            met = num >= target
+            masses += tl.where(above, likelihood(y, highest)[None, :], 0.0)
+        num, mass = tl.sum(counts, 1), tl.sum(masses, 1)
+        met = tl.where(by_mass, mass - target_mass, (num - target_count).to(tl.float32)) >= 0.0
+        mass_high = tl.maximum(mass_high, tl.max(tl.where(met, 0.0, mass), 0))
         num_low = tl.minimum(num_low, tl.min(tl.where(met, num, VOCAB + 1), 0))
         num_high = tl.maximum(num_high, tl.max(tl.where(met, 0, num), 0))
         next_low = tl.maximum(low, tl.max(tl.where(met, pivot, low), 0))
@@ -114,16 +108,13 @@ def _search(
         low = next_low
         # One value between the bounds, or just as many as asked for: the lower bound separates as well.
         exact = (num_low - num_high <= 1).to(tl.int32)
-        if not BY_MASS:
-            exact = exact | (num_low == target).to(tl.int32)
+        exact |= tl.where(by_mass, 0, (num_low == target_count).to(tl.int32))
     threshold = low.to(tl.int32)
-    if BY_MASS:
-        missing = tl.ceil((target - mass_high) / likelihood(key_value(threshold), highest))
-        # Rounding may leave nothing missing; the largest value is always kept.
-        least = tl.where(num_high == 0, 1.0, 0.0)
-        missing = tl.maximum(least, tl.minimum(missing, ALL_TIES * 1.0)).to(tl.int32)
-    else:
-        missing = target - num_high
+    missing = tl.ceil((target_mass - mass_high) / likelihood(key_value(threshold), highest))
+    # Rounding may leave nothing missing; the largest value is always kept.
+    least = tl.where(num_high == 0, 1.0, 0.0)
+    missing = tl.maximum(least, tl.minimum(missing, ALL_TIES * 1.0)).to(tl.int32)
+    missing = tl.where(by_mass, missing, target_count - num_high)
     return threshold, tl.where(exact != 0, ALL_TIES, missing)
 
 
@@ -178,7 +169,7 @@ def _draw_kept(
 
 @triton.jit(do_not_specialize_on_alignment=("tokens_ptr", *UNALIGNED))
 def _draw_kernel(
-    tokens_ptr, ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, edited_ptr, source_ptr,
+    tokens_ptr, ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, edited_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, noise_ptr, stride_logits,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr,
     PART_SLOTS: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
@@ -188,12 +179,12 @@ def _draw_kernel(
     temperature, top_k, top_p, min_p, limits_k, truncates = limits_of(
         temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB
     )
-    marks_ptr += row * (2 * PARTS + 3) + PARTS
+    marks_ptr += row * (2 * PARTS + 4) + PARTS
     if truncates & (tl.load(marks_ptr + PARTS + 1) >= 0):
         ids_ptr += row * 2 * PARTS * PART_SLOTS
         values_ptr += row * 2 * PARTS * PART_SLOTS
         stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3) + PARTS * CHUNKS + 2 * PARTS
-        source = row_source(source_ptr, row)
+        source = tl.load(marks_ptr + PARTS + 3).to(tl.int64)
         highest = scaled(tl.load(stats_ptr), temperature)
         total = tl.load(stats_ptr + 1)
         lowest = highest + tl.log(tl.maximum(min_p, LEAST_SHARE))
@@ -210,28 +201,22 @@ def _draw_kernel(
         ties = tl.full([], 0, tl.int32)
         if min_p > 0.0:
             threshold = tl.maximum(threshold, order_key(lowest) - 1)
-        bottom = threshold
-        if limits_k:
-            threshold, ties = _search(
-                top_k, bottom, highest,
-                ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
-                False, VOCAB, TILE, PIVOTS,
-            )  # fmt: skip
-            ties = tl.where(threshold == bottom, 0, ties)
-        if top_p < 1.0:
-            if limits_k | (min_p > 0.0):
-                total = _kept_mass(
-                    threshold, ties, highest,
+        for step in range(2):  # top-k, then top-p: one copy of the search in the code
+            by_mass = step == 1
+            if tl.where(by_mass, top_p < 1.0, limits_k):
+                bottom = threshold
+                if by_mass & (limits_k | (min_p > 0.0)):
+                    total = _kept_mass(
+                        threshold, ties, highest,
+                        ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+                        VOCAB, TILE,
+                    )  # fmt: skip
+                threshold, found = _search(
+                    by_mass, top_k, top_p * total, bottom, highest,
                     ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
-                    VOCAB, TILE,
+                    VOCAB, TILE, PIVOTS,
                 )  # fmt: skip
-            bottom = threshold
-            threshold, ties_p = _search(
-                top_p * total, bottom, highest,
-                ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
-                True, VOCAB, TILE, PIVOTS,
-            )  # fmt: skip
-            ties = tl.where(threshold == bottom, tl.minimum(ties, ties_p), ties_p)
+                ties = tl.where(threshold == bottom, tl.minimum(ties, found), found)
         key_low = tl.load(noise_ptr + row * 2).to(tl.uint32, bitcast=True)
         key_high = tl.load(noise_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
         token = _draw_kept(
@@ -311,9 +296,10 @@ def sample_tokens(
     parts = config.num_parts(vocab)
     given = Rows(logits, edited, source, temperature, top_k, top_p, min_p, noise_keys)
     survey_rows(given, work, config, out)
+    # The sources lie in the workspace: one variant of this kernel serves with edited rows and without.
     # fmt: off
     _draw_kernel[(rows,)](
-        out, work.ids, work.values, work.stats, work.marks, logits, edited, source,
+        out, work.ids, work.values, work.stats, work.marks, logits, work.values if edited is None else edited,
         temperature, top_k, top_p, min_p, noise_keys.view(torch.int32), logits.stride(0),
         VOCAB=vocab, PARTS=parts, PADDED=triton.next_power_of_2(parts), CHUNKS=config.part_chunks,
         PART_SLOTS=config.part_slots, TILE=config.tile, PIVOTS=config.pivots,

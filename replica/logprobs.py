@@ -16,7 +16,6 @@ import torch
 from quire.protos.wire import MAX_LOGPROBS, PromptLogprobs, TokenLogprob
 from quire.replica.plan import PromptTargets, SamplingBatch
 
-
 # Of a row: the token's own, the likeliest ids' and their bits; what a row has not asked for is undefined.
 SCORE_COLUMNS = 1 + 2 * MAX_LOGPROBS
 

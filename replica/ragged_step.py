@@ -39,7 +39,6 @@ class RaggedStep:
         self._sampler = sampler
         self._outputs = outputs
         self._pool = pool
-        self._is_on_cpu = pool.data.device.type == "cpu"
 
     def logits(
         self,
@@ -67,9 +66,7 @@ class RaggedStep:
             _selected(plan),
         )
         if in_flight is not None:
-            in_flight.prompts = self._forward.score_prompts(
-                hidden, plan.prompts, inputs.target_ids
-            )
+            in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts, inputs.target_ids)
         if not _all_sample(plan):
             hidden = hidden.index_select(0, inputs.token_index)
         return self._forward.logits(hidden)
@@ -95,7 +92,7 @@ class RaggedStep:
             Draws as the device's columns of the rows say; None: as the plan's say.
         """
         is_plain = sampling.is_plain
-        if choose is None and is_plain and self._is_on_cpu and not sampling.temperature.any():
+        if choose is None and is_plain and not sampling.temperature.any():
             choose = likeliest  # in the model's own type: a copy in float32 has the same order
         if choose is not None and is_plain:
             tokens = choose(logits)

@@ -1,7 +1,7 @@
 """What the rows of a step ask of their sampling, as arrays that travel to a device in one piece.
 
-Most steps have none of it. `EditArrays` are the masks, lists and penalties of `quire.kernels.logit_edits`, `HistoryArrays`
-what `TokenCounts` learns; all of them may be empty.
+Most steps have none of it. `EditArrays` are the masks, lists and penalties of `quire.kernels.logit_edits`,
+`HistoryArrays` are what `TokenCounts` learns; all of them may be empty.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class EditArrays(NamedTuple):
     frequency: np.ndarray  # [E] float32
 
     @classmethod
-    def of(cls, batch: SamplingBatch, grammar_masks: np.ndarray | None, vocab_size: int) -> EditArrays:
+    def of(
+        cls, batch: SamplingBatch, grammar_masks: np.ndarray | None, vocab_size: int
+    ) -> EditArrays:
         """
         Parameters
         ----------
@@ -70,7 +72,10 @@ class EditArrays(NamedTuple):
             *(
                 column(values, default).astype(dtype)
                 for values, default, dtype in zip(
-                    columns, (-1, 1, 0, 0), (np.int32, np.float32, np.float32, np.float32), strict=True
+                    columns,
+                    (-1, 1, 0, 0),
+                    (np.int32, np.float32, np.float32, np.float32),
+                    strict=True,
                 )
             ),
         )
@@ -79,7 +84,9 @@ class EditArrays(NamedTuple):
 def _constrained(batch: SamplingBatch) -> np.ndarray:
     """[C] int64, in [0, S): rows whose constraints may leave no token."""
     allowed = [i for i, rules in batch.rules if rules.allowed_ids is not None]
-    return np.unique([i for i, _ in (*batch.grammars, *batch.suppressed)] + allowed).astype(np.int64)
+    return np.unique([i for i, _ in (*batch.grammars, *batch.suppressed)] + allowed).astype(
+        np.int64
+    )
 
 
 def _place(items: object) -> dict[int, int]:
@@ -135,8 +142,12 @@ class HistoryArrays(NamedTuple):
         begun = penalties.begun
         return cls(
             np.array([row for row, _, _ in begun], np.int64),
-            np.concatenate([empty, *(row * vocab_size + np.asarray(ids, np.int64) for row, ids, _ in begun)]),
-            np.concatenate([empty, *(row * vocab_size + np.asarray(ids, np.int64) for row, _, ids in begun)]),
+            np.concatenate(
+                [empty, *(row * vocab_size + np.asarray(ids, np.int64) for row, ids, _ in begun)]
+            ),
+            np.concatenate(
+                [empty, *(row * vocab_size + np.asarray(ids, np.int64) for row, _, ids in begun)]
+            ),
         )
 
 

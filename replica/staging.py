@@ -1,9 +1,9 @@
-"""Arrays of the host on their way to the device: how they lie in one buffer, and pinned memory that is written in turn."""
+"""Arrays of the host on their way to the device: how they lie in one buffer, and the pinned memory in between."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,9 +30,8 @@ class Layout(NamedTuple):
     num_bytes: int
 
     @classmethod
-    @lru_cache(maxsize=256)
-    def of(cls, shapes: tuple[tuple[tuple[int, ...], type], ...], begin: int = 0) -> Layout:
-        sections, end = [], begin
+    def of(cls, shapes: Iterable[tuple[tuple[int, ...], type]]) -> Layout:
+        sections, end = [], 0
         for shape, dtype in shapes:
             dtype = np.dtype(dtype)
             sections.append((end, shape, dtype))
@@ -41,8 +40,10 @@ class Layout(NamedTuple):
         return cls(tuple(sections), end)
 
     @classmethod
-    def of_arrays(cls, arrays: Sequence[Typed]) -> Layout:
-        return cls.of(tuple((array.shape, dtype) for array, dtype in arrays))
+    @lru_cache(maxsize=256)
+    def known(cls, shapes: tuple[tuple[tuple[int, ...], type], ...]) -> Layout:
+        """As `of`, of shapes that come again."""
+        return cls.of(shapes)
 
     def on_host(self, raw: np.ndarray) -> list[np.ndarray]:
         """Views of staging memory, [any] uint8."""
@@ -96,7 +97,7 @@ class Staging:
 
     def write(self, arrays: Sequence[Typed]) -> Staged:
         """Stage arrays; `queued` must follow once the work that copies them is queued."""
-        layout = Layout.of_arrays(arrays)
+        layout = Layout.of((array.shape, dtype) for array, dtype in arrays)
         if (copied := self._copied[self._turn]) is not None:
             copied.wait()
         buffer = self._buffers[self._turn]

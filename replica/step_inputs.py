@@ -258,7 +258,7 @@ class InputRing:
 
     def _upload(self, name: str, arrays: Sequence[Typed]) -> list[torch.Tensor]:
         device = self._device
-        layout = Layout.of_arrays(arrays)
+        layout = Layout.known(tuple((array.shape, dtype) for array, dtype in arrays))
         num_bytes = layout.num_bytes
         if num_bytes > len(self.inputs):
             raise ValueError(f"{name}: {num_bytes} bytes, the bound is {len(self.inputs)}")

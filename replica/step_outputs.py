@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.replica.device import Device, Event, Stream
 from quire.protos.wire import TokenLogprob
+from quire.replica.device import Device, Event, Stream
 from quire.replica.logprobs import SCORE_COLUMNS, StepPromptLogprobs, token_logprobs
 from quire.replica.plan import SamplingBatch
 from quire.replica.step_sampler import Masks
@@ -30,10 +30,12 @@ class TokenSlot:
 
     tokens: torch.Tensor  # [max rows] int64, on the device
     result: torch.Tensor  # [max rows] int64, pinned
-    scores: torch.Tensor  # [max rows, SCORE_COLUMNS] float32, on the device: of the rows that want log-probs
+    # [max rows, SCORE_COLUMNS] float32, on the device: first those of the rows that want log-probs
+    scores: torch.Tensor
     scores_result: torch.Tensor  # the same, pinned
     num_tokens: int = 0
-    asked: tuple[tuple[int, int], ...] = ()  # `SamplingBatch.logprobs`: whose log-probs come with the tokens
+    # `SamplingBatch.logprobs`: whose log-probs come with the tokens
+    asked: tuple[tuple[int, int], ...] = ()
     arrived: Event | None = None
 
     def collect(self) -> np.ndarray:

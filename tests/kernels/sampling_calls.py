@@ -13,9 +13,7 @@ from quire.kernels.sampling import sample_tokens
 
 DEVICE = kernel_device()
 # Small parts, and lists that are often too short, so that small vocabularies take every path.
-CONFIG = SamplingConfig(
-    chunk=16, part_chunks=2, part_slots=16, tile=64, pivots=16, num_warps=4
-)
+CONFIG = SamplingConfig(chunk=16, part_chunks=2, part_slots=16, tile=64, pivots=16, num_warps=4)
 
 
 def keys_of(rows, seed=0):
@@ -23,12 +21,22 @@ def keys_of(rows, seed=0):
 
 
 def choose(
-    logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, keys=None, config=CONFIG, mask=None, **options
+    logits,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    keys=None,
+    config=CONFIG,
+    mask=None,
+    **options,
 ):
     """`sample_tokens` with columns from numbers or lists; with a mask of the edited rows."""
     rows = len(logits)
     if mask is not None:
-        options |= dict(edited=edit_logits(logits, masked(mask, logits.shape[1])), source=-1 - ids(*range(rows)))
+        options |= dict(
+            edited=edit_logits(logits, masked(mask, logits.shape[1])), source=-1 - ids(*range(rows))
+        )
 
     def column(value, dtype):
         values = value if isinstance(value, list) else [value] * rows

@@ -1,6 +1,6 @@
 """Sampling by kernels: the tokens and log-probs of torch's sampler, and no host array that is not pinned.
 
-The kernels run in Triton's interpreter, the rest on `FakeDevice`, or on the meta device where only what is copied counts.
+The kernels run in Triton's interpreter, the rest on `FakeDevice`, or on the meta device where only copies count.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -115,7 +116,9 @@ def test_tokens_and_log_probs_are_those_of_torch(rows, data):
     banned = tuple((i, (i, 5, 40)) for i in data.draw(some))
     batch = columns(rows, banned)._replace(
         grammars=tuple((i, Mask(i)) for i in sorted(data.draw(some))),
-        logprobs=tuple((i, data.draw(st.sampled_from([0, 1, 20]))) for i in sorted(data.draw(some))),
+        logprobs=tuple(
+            (i, data.draw(st.sampled_from([0, 1, 20]))) for i in sorted(data.draw(some))
+        ),
     )
     device, found = FakeDevice(1), []
     before = logits.clone()
@@ -173,7 +176,8 @@ def test_staging_grows_to_what_is_asked_for():
     for size in (1, 100_000, 10, 400_000, 5):
         array, found = np.arange(size), []
         staged = staging.write([(array, np.int64), (array[:3] / 2, np.float32)])
-        device.run(Stream.COMPUTE, lambda staged=staged: found.extend(staged.copy()), name="work")
+        work = partial(lambda staged, found: found.extend(staged.copy()), staged, found)
+        device.run(Stream.COMPUTE, work, name="work")
         staging.queued()
         device.synchronize()
         assert torch.equal(found[0], torch.arange(size))
@@ -207,7 +211,9 @@ def tokens_of(told) -> dict:
     return {key: (tokens, reason, error) for key, (tokens, _, reason, error) in told.items()}
 
 
-@pytest.mark.parametrize("requests", [everything, test_awaited_tokens.crowd], ids=["mixed", "grammars"])
+@pytest.mark.parametrize(
+    "requests", [everything, test_awaited_tokens.crowd], ids=["mixed", "grammars"]
+)
 def test_what_is_served_is_what_torch_samples(harness, requests):
     model = harness("llama")
     config = config_of(model.spec)
@@ -271,7 +277,11 @@ class MetaDevice(CpuDevice):
         return tensor
 
     def copy(self, stream, target, source, name):
-        target.copy_(source, non_blocking=True)
+        if target.is_meta:
+            target.copy_(source, non_blocking=True)
+        else:  # which this device cannot
+            begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
+            assert any(low <= begin and end <= high for low, high in self.pinned_ranges)
 
 
 class OnlyPinned(TorchDispatchMode):
@@ -297,11 +307,15 @@ class OnlyPinned(TorchDispatchMode):
 
     @staticmethod
     def _is_copy(func, args, kwargs) -> bool:
-        return func is torch.ops.aten.copy_.default and (args[2] if len(args) > 2 else kwargs["non_blocking"])
+        return func is torch.ops.aten.copy_.default and (
+            args[2] if len(args) > 2 else kwargs["non_blocking"]
+        )
 
     def _is_pinned(self, x: torch.Tensor) -> bool:
         begin = x.data_ptr()
-        return any(low <= begin and begin + x.nbytes <= high for low, high in self._device.pinned_ranges)
+        return any(
+            low <= begin and begin + x.nbytes <= high for low, high in self._device.pinned_ranges
+        )
 
 
 class NoValues(TorchFunctionMode):
