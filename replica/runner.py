@@ -376,7 +376,7 @@ class Runner:
         self._warm_up_steps([chunk], greedy)
         self._warm_up_steps([1] * min(rows, budget - chunk // 2) + [chunk // 2], sampled)
         if not self._device.is_immediate:
-            self.run(self._special_trash_plan())
+            self.run(self._special_trash_plan(rows))
 
     def _affordable(self, budget: int, few: int) -> int:
         """As many of `budget` tokens as this processor computes in `_WARM_UP_STEP_S`, by the time of a few."""
@@ -426,20 +426,22 @@ class Runner:
             rows=rows,
         )
 
-    def _special_trash_plan(self) -> StepPlan:
-        """A row that asks for everything that a sampler can do: kernels with variants of their own."""
-        plan = self._trash_plan([1], 0.0)
-        one, never = np.ones(1, np.float32), np.zeros(1, np.int64)
-        # Row 0 of the counts: the first request there brings its own history.
-        history = ((0, never, never),)
+    def _special_trash_plan(self, num_rows: int) -> StepPlan:
+        """Rows that ask for masks, lists and log-probs, one with penalties: all that a sampler has kernels for.
+
+        Only row 0 gets counts, which stay: the first request there brings its own history.
+        """
+        plan = self._trash_plan([1] * num_rows, 0.0)
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.int64)
+        two_ids = TokenRules(allowed_ids=np.arange(2))
         return plan._replace(
             sampling=plan.sampling._replace(
-                suppressed=((0, (1,)),),
-                rules=((0, TokenRules(allowed_ids=np.arange(2))),),
-                penalties=Penalties(never, never, one, one, one, history),
-                logprobs=((0, 1),),
+                suppressed=tuple((i, (1,)) for i in range(num_rows)),
+                rules=tuple((i, two_ids) for i in range(num_rows)),
+                penalties=Penalties(zero, zero, one, one, one, ((0, zero, zero),)),
+                logprobs=tuple((i, 1) for i in range(num_rows)),
             ),
-            prompts=(PromptTargets(self.config.num_rows, 0, 1, never, 1),),
+            prompts=(PromptTargets(self.config.num_rows, 0, 1, zero, 1),),
             decode_rows=plan.decode_rows[:0],
         )
 

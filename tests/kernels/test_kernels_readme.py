@@ -40,4 +40,6 @@ def test_the_example_of_the_readme_runs(close):
     assert torch.equal(x["pool"][0], x["pool"][9])
     assert x["sampled"][1] == x["logits"][1].argmax()
     assert x["last_token"][[3, 5]].tolist() == x["sampled"].tolist()
-    assert torch.isfinite(x["chosen"]).all() and (x["chosen"] <= x["top"][:, 0]).all()
+    assert float(x["edited"][0, 250]) == float("-inf")
+    chosen, top, _ = x["scores"]
+    assert torch.isfinite(chosen).all() and (chosen <= top[:, 0]).all()
