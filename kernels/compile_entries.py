@@ -214,7 +214,8 @@ def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
                 **_pointers("i64", "tokens"),
             },
             lists,
-            launch_options(arch, config.num_warps),
+            launch_options(arch, config.num_warps, 1, log_probs.RESIDENT),
+            log_probs.RESIDENT,
         )
     if kind:
         return

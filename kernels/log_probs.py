@@ -36,6 +36,7 @@ from quire.kernels.sampling_tile import (
 from quire.kernels.tuning import device_arch, launch_options
 
 MAX_TOP = 128
+RESIDENT = 2  # programs that fit a multiprocessor
 
 
 @triton.jit(
@@ -63,37 +64,36 @@ def _log_probs_kernel(
     x = tl.load(logits_ptr + source * stride_logits + tl.where(known, token, 0)).to(tl.float32)
     tl.store(scores_ptr, tl.where(known, x - log_sum, float("-inf")))
     num_top = tl.load(num_top_ptr + row)
-    if num_top > 0:
-        count, listed = find_candidates(
-            ids_ptr, values_ptr, marks_ptr, tl.load(marks_ptr + PARTS + 2), 0.0,
-            logits_ptr, None, source, stride_logits, 1.0, num_top, 0.0, float("-inf"), highest,
-            VOCAB, PARTS, PADDED, PART_SLOTS, TILE,
-        )  # fmt: skip
-        ids_ptr += PARTS * PART_SLOTS
-        values_ptr += PARTS * PART_SLOTS
-        width = num_columns // 2
-        last_key = tl.full([], 2147483647, tl.int32)  # above that of every finite value
-        last_id = tl.full([], -1, tl.int32)
-        for rank in range(num_top):
-            best_key = tl.full([TILE], -2147483648, tl.int32)
-            best_id = tl.full([TILE], VOCAB, tl.int32)
-            for start in range(0, count, TILE):
-                ids, y = load_candidates(
-                    ids_ptr, values_ptr, logits_ptr, None, source, stride_logits, 1.0, start, count, listed,
-                    VOCAB, TILE,
-                )  # fmt: skip
-                key = order_key(y)
-                after = (key < last_key) | ((key == last_key) & (ids > last_id))
-                better = after & (y > float("-inf")) & (key > best_key)
-                best_key = tl.where(better, key, best_key)
-                best_id = tl.where(better, ids, best_id)
-            last_key = tl.max(best_key, 0)
-            last_id = tl.min(tl.where(best_key == last_key, best_id, VOCAB), 0)
-            found = last_id < VOCAB
-            value = tl.where(found, key_value(last_key) - log_sum, float("-inf"))
-            best = tl.where(found, last_id, -1).to(tl.float32, bitcast=True)
-            tl.store(scores_ptr + 1 + rank, value)
-            tl.store(scores_ptr + 1 + width + rank, best)
+    count, listed = find_candidates(
+        ids_ptr, values_ptr, marks_ptr, tl.load(marks_ptr + PARTS + 2), 0.0,
+        logits_ptr, None, source, stride_logits, 1.0, num_top, 0.0, float("-inf"), highest,
+        VOCAB, PARTS, PADDED, PART_SLOTS, TILE,
+    )  # fmt: skip
+    ids_ptr += PARTS * PART_SLOTS
+    values_ptr += PARTS * PART_SLOTS
+    width = num_columns // 2
+    last_key = tl.full([], 2147483647, tl.int32)  # above that of every finite value
+    last_id = tl.full([], -1, tl.int32)
+    for rank in range(num_top):
+        best_key = tl.full([TILE], -2147483648, tl.int32)
+        best_id = tl.full([TILE], VOCAB, tl.int32)
+        for start in range(0, count, TILE):
+            ids, y = load_candidates(
+                ids_ptr, values_ptr, logits_ptr, None, source, stride_logits, 1.0, start, count, listed,
+                VOCAB, TILE,
+            )  # fmt: skip
+            key = order_key(y)
+            after = (key < last_key) | ((key == last_key) & (ids > last_id))
+            better = after & (y > float("-inf")) & (key > best_key)
+            best_key = tl.where(better, key, best_key)
+            best_id = tl.where(better, ids, best_id)
+        last_key = tl.max(best_key, 0)
+        last_id = tl.min(tl.where(best_key == last_key, best_id, VOCAB), 0)
+        found = last_id < VOCAB
+        value = tl.where(found, key_value(last_key) - log_sum, float("-inf"))
+        best = tl.where(found, last_id, -1).to(tl.float32, bitcast=True)
+        tl.store(scores_ptr + 1 + rank, value)
+        tl.store(scores_ptr + 1 + width + rank, best)
 
 
 class Scores(NamedTuple):
@@ -170,7 +170,7 @@ def log_probs(
             logits.stride(0), out.shape[1],
             VOCAB=vocab, PARTS=parts, PADDED=triton.next_power_of_2(parts), CHUNKS=config.part_chunks,
             PART_SLOTS=config.part_slots, TILE=config.tile,
-            **launch_options(device_arch(device), config.num_warps),
+            **launch_options(device_arch(device), config.num_warps, 1, RESIDENT),
         )
         # fmt: on
     return Scores.of(out)
