@@ -13,11 +13,12 @@ from quire.bench.gpu_shapes import model_of
 from quire.bench.gpu_timing import Call
 from quire.kernels.batch_prep import apply_differences, gather_last_tokens, prepare_batch
 from quire.kernels.decode_plan import allocate_decode_workspace, plan_decode
-from quire.kernels.log_probs import top_log_probs
+from quire.kernels.log_probs import log_probs
 from quire.kernels.matmul_fixed import matmul_fixed
 from quire.kernels.noise import noise_keys
 from quire.kernels.prefill_plan import plan_prefill
-from quire.kernels.sampling import DEFAULT_CONFIG, sample_tokens
+from quire.kernels.row_survey import Workspace
+from quire.kernels.sampling import sample_tokens
 from quire.kernels.tuning import BLOCK_SIZE
 
 VOCAB = 151_936  # Qwen3
@@ -37,11 +38,11 @@ PREFILL_TOKENS = 8192
 
 
 def sampling_points(rehearsal: bool) -> list[Point]:
-    """Every way to truncate, and the log-probs beside it."""
+    """Every way to truncate, and log-probs."""
     shape = {"rows": 2, "vocab": 300} if rehearsal else {"rows": SAMPLED_ROWS, "vocab": VOCAB}
     return [
         {"mode": mode, "dtype": dtype, **shape}
-        for mode in (*MODES, "top_log_probs")
+        for mode in (*MODES, "log_probs")
         for dtype in ("float32", "bfloat16")
     ]
 
@@ -50,7 +51,7 @@ def measure_sampling(session: Session, point: Point) -> Row:
     """Time in passes: how often the logits could be read at copy bandwidth while it ran.
 
     The logits are normal with deviation 2, and 32 ids of each row stand out by up to 12, as a model's do.
-    `bytes_passes` is what the kernel asks the memory for: `quire.kernels.sampling`'s docstring.
+    `bytes_passes` is how often the kernels read them at most: `quire.kernels.sampling`'s docstring.
     """
     logits = _logits(session, point)
     layers = [_logits(session, point) for _ in range(session.layers(logits.nbytes) - 1)]
@@ -74,9 +75,14 @@ def _logits(session: Session, point: Point) -> torch.Tensor:
 
 
 def _sampling_call(session: Session, logits: torch.Tensor, mode: str) -> Call:
-    if mode == "top_log_probs":
-        return partial(top_log_probs, logits, 20)
-    rows, device = len(logits), session.device
+    (rows, vocab), device = logits.shape, session.device
+    workspace = Workspace.allocate(rows, vocab, device)
+    if mode == "log_probs":
+        tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        out = torch.empty(rows, 41, device=device)
+        return partial(
+            log_probs, logits, tokens, session.ids([20] * rows), out=out, workspace=workspace
+        )
     keys = noise_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows, int), np.arange(rows))
     temperature, top_k, top_p, min_p = MODES[mode]
     return partial(
@@ -87,9 +93,7 @@ def _sampling_call(session: Session, logits: torch.Tensor, mode: str) -> Call:
         torch.full((rows,), top_p, device=device),
         torch.full((rows,), min_p, device=device),
         torch.from_numpy(keys.view(np.int64)).to(device),
-        candidates=torch.empty(
-            rows, DEFAULT_CONFIG.max_candidates, dtype=torch.int32, device=device
-        ),
+        workspace=workspace,
         out=torch.empty(rows, dtype=torch.int64, device=device),
     )
 

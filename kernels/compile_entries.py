@@ -17,6 +17,7 @@ from quire.kernels import (
     logit_edits,
     matmul_fixed,
     norm,
+    row_survey,
     sampling,
 )
 from quire.kernels.offline_compile import Entry
@@ -140,63 +141,117 @@ def _kv_write(arch: str) -> Iterator[Entry]:
 
 
 def _sampling(arch: str) -> Iterator[Entry]:
-    config = sampling.DEFAULT_CONFIG
-    shape: dict[str, Any] = dict(
-        VOCAB=VOCAB, TILE=config.tile, MAX_CANDIDATES=config.max_candidates
-    )
-    options = dict(num_warps=config.num_warps, **_EXACT)
     for value in ("fp32", "bf16"):
-        for masked in (False, True):
-            types = {
-                **_pointers("i64", "tokens"),
-                **_pointers(value, "logits"),
-                **_pointers("fp32", "temperature", "top_p", "min_p"),
-                **_pointers("i32", "top_k", "noise", "list"),
-            }
-            if masked:
-                types["mask_ptr"] = "*i32"
-            yield Entry(
-                f"{arch}/sample/{value}{'/mask' if masked else ''}",
-                arch,
-                sampling._sample_kernel,
-                types,
-                dict(PIVOTS=config.pivots, **shape),
-                launch_options(arch, config.num_warps, sampling.NUM_STAGES, sampling.RESIDENT),
-                sampling.RESIDENT,
-            )
-        for num_top in (0, 20):
-            yield Entry(
-                f"{arch}/top_log_probs/{value}/{num_top}",
-                arch,
-                log_probs._top_kernel,
-                {
-                    **_pointers("fp32", "values", "log_sum"),
-                    **_pointers("i32", "ids", "list"),
-                    **_pointers(value, "logits"),
-                },
-                dict(NUM_TOP=num_top, **shape),
-                options,
-            )
-    lists = {**_pointers("i32", "starts", "ids"), **_pointers("bf16", "logits", "before")}
+        for kind in ("", "/edited", "/top"):
+            yield from _survey(arch, value, kind)
+        yield from _edits(arch, value)
+
+
+def _survey(arch: str, value: str, kind: str) -> Iterator[Entry]:
+    """Kernels of one call of the sampler, plain or with edited rows, or of the largest log-probs."""
+    config = row_survey.DEFAULT_CONFIG
+    parts = config.num_parts(VOCAB)
+    shape: dict[str, Any] = dict(VOCAB=VOCAB, PARTS=parts, CHUNKS=config.part_chunks)
+    padded = dict(PADDED=triton.next_power_of_2(parts))
+    lists = dict(PART_SLOTS=config.part_slots, TILE=config.tile, **shape, **padded)
+    work = {**_pointers("fp32", "stats", "values"), **_pointers("i32", "marks", "ids")}
+    rows = {**work, **_pointers(value, "logits")}
+    if kind:
+        rows |= _pointers("i32", "source")
+    if kind == "/edited":
+        rows |= _pointers("fp32", "edited")
+    limits = _pointers("i32", "top_k")
+    if kind != "/top":
+        limits |= {
+            **_pointers("fp32", "temperature", "top_p", "min_p"),
+            **_pointers("i32", "noise"),
+        }
+        limits |= _pointers("i64", "tokens")
+    resident = row_survey.SURVEY_RESIDENT, row_survey.GATHER_RESIDENT
+    wide = [launch_options(arch, config.num_warps, 1, count) for count in resident]
+    name = f"{value}{kind}"
+
     yield Entry(
-        f"{arch}/chosen_log_probs",
+        f"{arch}/survey/{name}",
         arch,
-        log_probs._chosen_kernel,
-        {**lists, **_pointers("fp32", "out", "log_sum"), **_pointers("i64", "tokens")},
-        dict(VOCAB=VOCAB, BLOCK=256),
-        dict(num_warps=4, **_EXACT),
+        row_survey._survey_kernel,
+        {**rows, **limits},
+        dict(CHUNK=config.chunk, **shape),
+        wide[0],
+        resident[0],
     )
+    if value == "bf16" and kind != "/edited":
+        yield Entry(
+            f"{arch}/combine{kind}",
+            arch,
+            row_survey._combine_kernel,
+            {**work, **limits},
+            dict(FULL=row_survey.full_chunks(VOCAB, config), **shape, **padded),
+            launch_options(arch, row_survey.COMBINE_WARPS),
+        )
+    if kind != "/top":
+        yield Entry(
+            f"{arch}/gather/{name}",
+            arch,
+            row_survey._gather_kernel,
+            rows,
+            dict(
+                CHUNK=config.chunk, PART_SLOTS=config.part_slots, TILE=config.gather_tile, **shape
+            ),
+            wide[1],
+            resident[1],
+        )
+    if kind == "/top":
+        yield Entry(
+            f"{arch}/log_probs/{value}",
+            arch,
+            log_probs._log_probs_kernel,
+            {
+                **rows,
+                **_pointers("fp32", "scores"),
+                **_pointers("i32", "num_top"),
+                **_pointers("i64", "tokens"),
+            },
+            lists,
+            launch_options(arch, config.num_warps, 1, log_probs.RESIDENT),
+            log_probs.RESIDENT,
+        )
+    if kind:
+        return
     yield Entry(
-        f"{arch}/edit_logits",
+        f"{arch}/draw/{name}",
+        arch,
+        sampling._draw_kernel,
+        {**rows, **limits, **_pointers("fp32", "edited")},
+        dict(PIVOTS=config.pivots, **lists),
+        launch_options(arch, config.num_warps, 1, sampling.RESIDENT),
+        sampling.RESIDENT,
+    )
+
+
+def _edits(arch: str, value: str) -> Iterator[Entry]:
+    types = {
+        **_pointers(value, "logits"),
+        **_pointers("fp32", "edited", "bias", "repetition", "presence", "frequency"),
+        **_pointers("i32", "rows", "masks", "mask_rows", "starts", "ids", "counts", "count_rows"),
+    }
+    options = dict(num_warps=logit_edits.NUM_WARPS, **_EXACT)
+    blocks = triton.cdiv(VOCAB, logit_edits.BLOCK)
+    yield Entry(
+        f"{arch}/edit_logits/{value}",
         arch,
         logit_edits._edit_kernel,
-        {
-            **lists,
-            **_pointers("i32", "output_count"),
-            **_pointers("fp32", "bias", "repetition", "presence", "frequency"),
-        },
-        dict(VOCAB=VOCAB, BLOCK=logit_edits.BLOCK),
-        dict(num_warps=4, **_EXACT),
+        types,
+        dict(VOCAB=VOCAB, BLOCKS=blocks, BLOCK=logit_edits.BLOCK),
+        options,
+    )
+    yield Entry(
+        f"{arch}/edit_listed/{value}",
+        arch,
+        logit_edits._edit_listed_kernel,
+        types,
+        dict(VOCAB=VOCAB, BLOCK=logit_edits.LIST_BLOCK),
+        options,
     )
 
 

@@ -1,18 +1,17 @@
-"""Log-probs of the model's own distribution: the largest n of a row, and the chosen token's.
+"""Log-probs of the model's own distribution: the largest n of a row, and those of given tokens.
 
     log p(i) = x_i - log sum_j e^x_j        x: the logits before bias, penalties, mask and temperature
 
-`top_log_probs` runs before the logits are edited, `chosen_log_probs` after sampling; it finds the raw logit of
-an edited id in what `quire.kernels.logit_edits.edit_logits` returned.
+The largest n come without a sort: `quire.kernels.row_survey` lists n ids or some more, from which n rounds each take
+the largest that comes after the last in the order (value, falling; id, rising).
 
-The largest n come without a sort: the histogram of the first pass leaves a short list (`quire.kernels.sampling_tile`),
-from which n rounds each take the largest that comes after the last in the order (value, falling; id, rising).
-
-Bytes a row: 2 vocab itemsize (n = 0: 1), the second time from the L2 cache if it holds the rows that run. Flops: 30 an
-element, and n list_len.
+Bytes a row: at most 2 vocab itemsize, the second time from the L2 cache if it holds the rows that run. Flops: 15 an
+element, and n times the list.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,149 +19,127 @@ import triton.language as tl
 
 from quire.kernels.checks import check_bounds
 from quire.kernels.row_checks import FLOATS, check_matrix, check_vector
-from quire.kernels.sampling import DEFAULT_CONFIG, MAX_VOCAB, SamplingConfig
+from quire.kernels.row_survey import (
+    DEFAULT_CONFIG,
+    MAX_VOCAB,
+    Rows,
+    SamplingConfig,
+    Workspace,
+    survey_rows,
+)
 from quire.kernels.sampling_tile import (
-    gather_candidates,
+    find_candidates,
     key_value,
-    last_bin,
     load_candidates,
     order_key,
-    survey,
 )
+from quire.kernels.tuning import device_arch, launch_options
 
 MAX_TOP = 128
+RESIDENT = 2  # programs that fit a multiprocessor
 
 
-@triton.jit
-def _top_kernel(
-    values_ptr, ids_ptr, log_sum_ptr, logits_ptr, list_ptr, stride_logits,
-    NUM_TOP: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
+@triton.jit(
+    do_not_specialize=("num_columns",),
+    do_not_specialize_on_alignment=("scores_ptr", "tokens_ptr", "num_top_ptr"),
+)
+def _log_probs_kernel(
+    scores_ptr, ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, tokens_ptr, num_top_ptr,
+    stride_logits, num_columns,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr,
+    PART_SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     row = tl.program_id(0).to(tl.int64)
-    row_offset = row * stride_logits
-    list_ptr += row * MAX_CANDIDATES
-    no_key = tl.full([], 0, tl.uint32)
-    highest, total, _, counts = survey(
-        logits_ptr, row_offset, None, 0, 1.0, False, no_key, no_key, NUM_TOP > 0, VOCAB, TILE
-    )
-    log_sum = highest + tl.log(total)
-    tl.store(log_sum_ptr + row, log_sum)
-    if NUM_TOP > 0:
-        cut = last_bin(tl.cumsum(counts, 0, reverse=True) >= NUM_TOP)
-        count, listed = gather_candidates(
-            list_ptr, logits_ptr, row_offset, None, 0, counts, cut, VOCAB, TILE, MAX_CANDIDATES
-        )
-        last_key = tl.full([], 2147483647, tl.int32)  # above that of every finite value
-        last_id = tl.full([], -1, tl.int32)
-        for rank in range(NUM_TOP):
-            best_key = tl.full([TILE], -2147483648, tl.int32)
-            best_id = tl.full([TILE], VOCAB, tl.int32)
-            for start in range(0, count, TILE):
-                token, y = load_candidates(
-                    list_ptr, logits_ptr, row_offset, None, 0, 1.0, start, count, listed, TILE
-                )
-                key = order_key(y)
-                after = (key < last_key) | ((key == last_key) & (token > last_id))
-                better = after & (y > float("-inf")) & (key > best_key)
-                best_key = tl.where(better, key, best_key)
-                best_id = tl.where(better, token, best_id)
-            last_key = tl.max(best_key, 0)
-            last_id = tl.min(tl.where(best_key == last_key, best_id, VOCAB), 0)
-            found = last_id < VOCAB
-            value = tl.where(found, key_value(last_key) - log_sum, float("-inf"))
-            tl.store(values_ptr + row * NUM_TOP + rank, value)
-            tl.store(ids_ptr + row * NUM_TOP + rank, tl.where(found, last_id, -1))
-
-
-@triton.jit
-def _chosen_kernel(
-    out_ptr, logits_ptr, tokens_ptr, log_sum_ptr, starts_ptr, ids_ptr, before_ptr, stride_logits,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row."""
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(tokens_ptr + row)
+    ids_ptr += row * 2 * PARTS * PART_SLOTS
+    values_ptr += row * 2 * PARTS * PART_SLOTS
+    stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3) + PARTS * CHUNKS + 2 * PARTS
+    marks_ptr += row * (2 * PARTS + 4) + PARTS
+    scores_ptr += row * num_columns
+    source = tl.load(marks_ptr + PARTS + 3).to(tl.int64)
+    highest = tl.load(stats_ptr)
+    log_sum = highest + tl.log(tl.load(stats_ptr + 1))
+    token = tl.load(tokens_ptr + source)
     known = (token >= 0) & (token < VOCAB)
-    x = tl.load(logits_ptr + row * stride_logits + tl.where(known, token, 0)).to(tl.float32)
-    if starts_ptr is not None:
-        end = tl.load(starts_ptr + row + 1)
-        for start in range(tl.load(starts_ptr + row), end, BLOCK):
-            entry = start + tl.arange(0, BLOCK)
-            edited = tl.load(ids_ptr + entry, mask=entry < end, other=-1) == token
-            before = tl.load(before_ptr + entry, mask=(entry < end) & edited, other=0.0)
-            # Each id is listed once: the sum is that one value.
-            x = tl.where(tl.sum(edited.to(tl.int32), 0) > 0, tl.sum(before.to(tl.float32), 0), x)
-    value = tl.where(known, x - tl.load(log_sum_ptr + row), float("-inf"))
-    tl.store(out_ptr + row, value)
+    x = tl.load(logits_ptr + source * stride_logits + tl.where(known, token, 0)).to(tl.float32)
+    tl.store(scores_ptr, tl.where(known, x - log_sum, float("-inf")))
+    num_top = tl.load(num_top_ptr + row)
+    count, listed = find_candidates(
+        ids_ptr, values_ptr, marks_ptr, tl.load(marks_ptr + PARTS + 2), 0.0,
+        logits_ptr, None, source, stride_logits, 1.0, num_top, 0.0, float("-inf"), highest,
+        VOCAB, PARTS, PADDED, PART_SLOTS, TILE,
+    )  # fmt: skip
+    ids_ptr += PARTS * PART_SLOTS
+    values_ptr += PARTS * PART_SLOTS
+    width = num_columns // 2
+    last_key = tl.full([], 2147483647, tl.int32)  # above that of every finite value
+    last_id = tl.full([], -1, tl.int32)
+    for rank in range(num_top):
+        best_key = tl.full([TILE], -2147483648, tl.int32)
+        best_id = tl.full([TILE], VOCAB, tl.int32)
+        for start in range(0, count, TILE):
+            ids, y = load_candidates(
+                ids_ptr, values_ptr, logits_ptr, None, source, stride_logits, 1.0, start, count, listed,
+                VOCAB, TILE,
+            )  # fmt: skip
+            key = order_key(y)
+            after = (key < last_key) | ((key == last_key) & (ids > last_id))
+            better = after & (y > float("-inf")) & (key > best_key)
+            best_key = tl.where(better, key, best_key)
+            best_id = tl.where(better, ids, best_id)
+        last_key = tl.max(best_key, 0)
+        last_id = tl.min(tl.where(best_key == last_key, best_id, VOCAB), 0)
+        found = last_id < VOCAB
+        value = tl.where(found, key_value(last_key) - log_sum, float("-inf"))
+        best = tl.where(found, last_id, -1).to(tl.float32, bitcast=True)
+        tl.store(scores_ptr + 1 + rank, value)
+        tl.store(scores_ptr + 1 + width + rank, best)
 
 
-def top_log_probs(
-    logits: torch.Tensor, num_top: int, *, config: SamplingConfig = DEFAULT_CONFIG
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Largest log-probs of each row.
+class Scores(NamedTuple):
+    """Log-probs of `rows` rows."""
 
-    Parameters
-    ----------
-    logits
-        [rows, vocab] bfloat16, float16 or float32.
-    num_top
-        0 to `MAX_TOP`.
+    chosen: torch.Tensor  # [rows] float32
+    top: torch.Tensor  # [rows, width] float32, falling; undefined from the row's own number on
+    top_ids: torch.Tensor  # [rows, width] int32, equal values by rising id
 
-    Returns
-    -------
-    ([rows, num_top] float32 log-probs, falling; [rows, num_top] int32 ids, equal values by rising id; [rows] float32
-    log of the sum of exponentials). A row with fewer ids above -inf ends in -inf and id -1.
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype, stride or device that does not fit, with its bound.
-    """
-    check_matrix("logits", logits, (None, None), FLOATS, logits.device)
-    rows, vocab = logits.shape
-    check_bounds("vocab", vocab, 1, MAX_VOCAB)
-    check_bounds("num_top", num_top, 0, MAX_TOP)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=logits.device)
-
-    values, ids = empty(rows, num_top), empty(rows, num_top, dtype=torch.int32)
-    log_sum, candidates = empty(rows), empty(rows, config.max_candidates, dtype=torch.int32)
-    if rows:
-        # fmt: off
-        _top_kernel[(rows,)](
-            values, ids, log_sum, logits, candidates, logits.stride(0),
-            NUM_TOP=num_top, VOCAB=vocab, TILE=config.tile, MAX_CANDIDATES=config.max_candidates,
-            num_warps=config.num_warps, enable_fp_fusion=False,
-        )
-        # fmt: on
-    return values, ids, log_sum
+    @classmethod
+    def of(cls, packed: torch.Tensor) -> Scores:
+        """Views of [rows, 1 + 2 width] float32, the ids as their bits."""
+        width = packed.shape[1] // 2
+        return cls(packed[:, 0], packed[:, 1 : 1 + width], packed[:, 1 + width :].view(torch.int32))
 
 
-def chosen_log_probs(
+def log_probs(
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    log_sum: torch.Tensor,
+    num_top: torch.Tensor,
     *,
-    edits: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Log-prob of one token a row under the distribution before the edits.
+    source: torch.Tensor | None = None,
+    out: torch.Tensor,
+    workspace: Workspace | None = None,
+    config: SamplingConfig = DEFAULT_CONFIG,
+) -> Scores:
+    """Log-probs of one token a row, and the largest ones.
 
     Parameters
     ----------
     logits
-        [rows, vocab], edited or not.
+        [any, vocab] bfloat16, float16 or float32.
     tokens
-        [rows] int64; ids outside the vocabulary (no token) give -inf.
-    log_sum
-        [rows] float32 of `top_log_probs`.
-    edits
-        (starts, ids, before) of `quire.kernels.logit_edits.edit_logits`, or None where nothing was edited.
+        [any] int64, of each row of the logits; ids outside the vocabulary (no token) give -inf.
+    num_top
+        [rows] int32, 0 to the width of `out`; a row with fewer ids above -inf ends in -inf and id -1.
+    source
+        [rows] int32, rows of the logits; None: row i.
+    out
+        [rows, 1 + 2 width] float32, width at most `MAX_TOP`.
+    workspace
+        As of `quire.kernels.sampling.sample_tokens`.
 
     Returns
     -------
-    [rows] float32.
+    Views of `out`.
 
     Raises
     ------
@@ -171,21 +148,29 @@ def chosen_log_probs(
     """
     device = logits.device
     check_matrix("logits", logits, (None, None), FLOATS, device)
-    rows, vocab = logits.shape
+    vocab, rows = logits.shape[1], len(num_top)
     check_bounds("vocab", vocab, 1, MAX_VOCAB)
-    check_vector("tokens", tokens, rows, (torch.int64,), device)
-    check_vector("log_sum", log_sum, rows, (torch.float32,), device)
-    starts, ids, before = edits or (None, None, None)
-    if edits is not None:
-        check_vector("starts", starts, rows + 1, (torch.int32,), device)
-        check_vector("ids", ids, None, (torch.int32,), device)
-        check_vector("before", before, len(ids), (logits.dtype,), device)
-    out = torch.empty(rows, dtype=torch.float32, device=device)
+    check_vector("tokens", tokens, len(logits), (torch.int64,), device)
+    check_vector("num_top", num_top, rows, (torch.int32,), device)
+    check_vector("source", num_top if source is None else source, rows, (torch.int32,), device)
+    check_matrix("out", out, (rows, None), (torch.float32,), device)
+    check_bounds("out: width", out.shape[1] // 2, 0, MAX_TOP)
+    if not out.is_contiguous() or out.shape[1] % 2 == 0:
+        raise ValueError(
+            f"out: must be contiguous with 1 + 2 width columns, got {list(out.shape)}, strides {out.stride()}"
+        )
     if rows:
+        work = Workspace.allocate(rows, vocab, device, config) if workspace is None else workspace
+        work.check(rows, vocab, device, config)
+        survey_rows(Rows(logits, None, source, None, num_top, None, None, None), work, config)
+        parts = config.num_parts(vocab)
         # fmt: off
-        _chosen_kernel[(rows,)](
-            out, logits, tokens, log_sum, starts, ids, before, logits.stride(0),
-            VOCAB=vocab, BLOCK=256, num_warps=4, enable_fp_fusion=False,
+        _log_probs_kernel[(rows,)](
+            out, work.ids, work.values, work.stats, work.marks, logits, tokens, num_top,
+            logits.stride(0), out.shape[1],
+            VOCAB=vocab, PARTS=parts, PADDED=triton.next_power_of_2(parts), CHUNKS=config.part_chunks,
+            PART_SLOTS=config.part_slots, TILE=config.tile,
+            **launch_options(device_arch(device), config.num_warps, 1, RESIDENT),
         )
         # fmt: on
-    return out
+    return Scores.of(out)

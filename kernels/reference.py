@@ -131,22 +131,27 @@ def gated(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
 
 def edit_logits(
     logits: torch.Tensor,
+    mask: torch.Tensor | None,
     ids: torch.Tensor,
-    output_count: torch.Tensor,
     bias: torch.Tensor,
+    states: torch.Tensor | None,
     repetition: float,
     presence: float,
     frequency: float,
 ) -> torch.Tensor:
-    """One row of logits [vocab] after bias and penalties; `output_count` < 0: the id is not in the history."""
+    """One row of logits [vocab] after its mask, bias and penalties, as `quire.kernels.logit_edits` has them."""
     logits = logits.float().clone()
-    for i, token_id in enumerate(ids.tolist()):
-        x, count = logits[token_id] + bias[i], int(output_count[i])
-        if count >= 0:
-            x = x / repetition if x > 0 else x * repetition
-        if count > 0:
-            x = x - frequency * count - presence
-        logits[token_id] = x
+    for token_id in range(len(logits)):
+        if mask is not None and not int(mask[token_id // 32]) >> token_id % 32 & 1:
+            logits[token_id] = float("-inf")
+    logits[ids.long()] += bias
+    if states is not None:
+        count = states & (1 << 30) - 1
+        factor = torch.tensor(repetition)
+        repeated = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where(states != 0, repeated, logits)
+        logits -= torch.tensor(frequency) * count
+        logits -= torch.tensor(presence) * (count > 0)
     return logits
 
 

@@ -8,28 +8,28 @@ For a row of logits x, in this order (as vLLM documents it)::
     top-p    keep the smallest set of the largest whose share of sum(exp y) reaches p, at least one
     token = argmax over the kept of y + Gumbel noise          a draw from their softmax
 
-Equal values are kept and chosen in the order of their ids, exactly. Masked ids (packed bit mask) do not exist.
-Bias and penalties are applied before, to the few ids that have any: `quire.kernels.logit_edits`.
+Equal values are kept and chosen in the order of their ids, exactly. Masks, bias and penalties are applied before, to
+copies of the rows that have any: `quire.kernels.logit_edits`.
+
+Four kernels: the three of `quire.kernels.row_survey`, which choose the token of greedy rows and of those that leave
+nothing out, and one that draws the others' from their lists of candidates. Which kernels run and on what grid follows
+from shapes alone, so a graph holds them.
 
 Search. What is kept is { (y, -id) >= (t, -last tie) }. The threshold t is found among integers of the same order as
-the values: a pass counts, for PIVOTS thresholds between the bounds, the values at or above each (or their mass),
-and the bounds close in on the one where k (or p) is reached, at most 14 passes for all 2^32 values, fewer where
+the values: a pass over the list counts, for PIVOTS thresholds between the bounds, the values at or above each (or their
+mass), and the bounds close in on the one where k (or p) is reached, at most 14 passes for all 2^32 values, fewer where
 one value is left between the bounds. Masses are float32 sums in a fixed order: rounding never makes a sum of
 more terms smaller, so the search is well defined and independent of the batch. A share within about 1e-6 of p may
 fall to either side.
 
-Layout. logits [rows, vocab], bfloat16, float16 or float32, not changed; one program a row, so that a row's token
-depends on its own logits and columns only.
+Layout. logits [rows, vocab], bfloat16, float16 or float32, not changed. A row's token depends on its own logits and
+columns only.
 
-Bytes a row: vocab itemsize once for greedy rows and those that truncate nothing, twice otherwise (the second time
-from the L2 cache if it holds the rows that run), vocab / 8 each time with a mask. The searches read a list of at most
-MAX_CANDIDATES ids; see `quire.kernels.sampling_tile` for rows where that is too short.
-Flops: about 30 an element in the first pass, 60 with noise; 3 in the second.
+Bytes a row: vocab itemsize once for greedy rows and those that leave nothing out, at most twice for others, four times
+where their lists do not suffice.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -37,55 +37,42 @@ import triton.language as tl
 
 from quire.kernels.checks import check_bounds
 from quire.kernels.row_checks import FLOATS, check_matrix, check_vector
+from quire.kernels.row_survey import (
+    DEFAULT_CONFIG,
+    MAX_VOCAB,
+    UNALIGNED,
+    Rows,
+    SamplingConfig,
+    Workspace,
+    survey_rows,
+)
 from quire.kernels.sampling_tile import (
-    BINS,
-    BINS_PER_UNIT,
+    LEAST_SHARE,
     MINUS_INF_KEY,
     best_of,
-    gather_candidates,
+    find_candidates,
     gumbel_noise,
     key_value,
-    last_bin,
     likelihood,
+    limits_of,
     load_candidates,
     order_key,
     scaled,
-    survey,
 )
 from quire.kernels.tuning import device_arch, launch_options
 
-MAX_VOCAB = 1 << 24
 NO_TOKEN = -1
 ALL_TIES = tl.constexpr(1 << 30)
-# The histogram's sums are in another order than the survey's: its estimate of a mass gives this much way.
-MASS_MARGIN = tl.constexpr(1.0001)
-# Of min-p, so that its logarithm is finite: a normal float32, since Triton 3.6 takes smaller numbers for float64.
-LEAST_SHARE = tl.constexpr(1.2e-38)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingConfig:
-    """Shape of the kernels. `tile` fixes the order of additions; the others change no result."""
-
-    tile: int = 1024  # ids of one step, a power of two
-    max_candidates: int = 4096
-    pivots: int = (
-        4  # thresholds of a search pass, a power of two; 8 take too many registers for `RESIDENT`
-    )
-    num_warps: int = 8
-
-
-DEFAULT_CONFIG = SamplingConfig()
-RESIDENT = 2  # programs that fit a multiprocessor: 256 rows run at the same time on 132 of them
-NUM_STAGES = 3
+RESIDENT = 2  # programs of the draw that fit a multiprocessor: 256 rows run at the same time on 132 of them
 
 
 @triton.jit
 def _search(
-    target, bottom, highest, list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, temperature, count, listed,
-    BY_MASS: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
+    by_mass, target_count, target_mass, bottom, highest,
+    ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Threshold at which the values above `bottom` (a key, exclusive) reach `target`, a number or a mass.
+    """Threshold at which the values above `bottom` (a key, exclusive) reach their target, a number or a mass.
 
     Returns (threshold key, how many of the ids that equal it belong to the set). A threshold that is `bottom`: all
     above it do not reach the target.
@@ -104,20 +91,16 @@ def _search(
         masses = tl.zeros([PIVOTS, TILE], tl.float32)
         for start in range(0, count, TILE):
             _, y = load_candidates(
-                list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, temperature, start, count, listed, TILE
+                ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, start, count, listed,
+                VOCAB, TILE,
             )  # fmt: skip
             key = order_key(y)[None, :]
             above = (key >= pivot_key) & (key > bottom)
             counts += above.to(tl.int32)
-            if BY_MASS:
-                masses += tl.where(above, likelihood(y, highest)[None, :], 0.0)
-        num = tl.sum(counts, 1)
-        if BY_MASS:
-            mass = tl.sum(masses, 1)
-            met = mass >= target
-            mass_high = tl.maximum(mass_high, tl.max(tl.where(met, 0.0, mass), 0))
-        else:
-            met = num >= target
+            masses += tl.where(above, likelihood(y, highest)[None, :], 0.0)
+        num, mass = tl.sum(counts, 1), tl.sum(masses, 1)
+        met = tl.where(by_mass, mass - target_mass, (num - target_count).to(tl.float32)) >= 0.0
+        mass_high = tl.maximum(mass_high, tl.max(tl.where(met, 0.0, mass), 0))
         num_low = tl.minimum(num_low, tl.min(tl.where(met, num, VOCAB + 1), 0))
         num_high = tl.maximum(num_high, tl.max(tl.where(met, 0, num), 0))
         next_low = tl.maximum(low, tl.max(tl.where(met, pivot, low), 0))
@@ -125,30 +108,29 @@ def _search(
         low = next_low
         # One value between the bounds, or just as many as asked for: the lower bound separates as well.
         exact = (num_low - num_high <= 1).to(tl.int32)
-        if not BY_MASS:
-            exact = exact | (num_low == target).to(tl.int32)
+        exact |= tl.where(by_mass, 0, (num_low == target_count).to(tl.int32))
     threshold = low.to(tl.int32)
-    if BY_MASS:
-        missing = tl.ceil((target - mass_high) / likelihood(key_value(threshold), highest))
-        # Rounding may leave nothing missing; the largest value is always kept.
-        least = tl.where(num_high == 0, 1.0, 0.0)
-        missing = tl.maximum(least, tl.minimum(missing, ALL_TIES * 1.0)).to(tl.int32)
-    else:
-        missing = target - num_high
+    missing = tl.ceil((target_mass - mass_high) / likelihood(key_value(threshold), highest))
+    # Rounding may leave nothing missing; the largest value is always kept.
+    least = tl.where(num_high == 0, 1.0, 0.0)
+    missing = tl.maximum(least, tl.minimum(missing, ALL_TIES * 1.0)).to(tl.int32)
+    missing = tl.where(by_mass, missing, target_count - num_high)
     return threshold, tl.where(exact != 0, ALL_TIES, missing)
 
 
 @triton.jit
 def _kept_mass(
-    threshold, ties, highest, list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, temperature, count, listed,
-    TILE: tl.constexpr,
+    threshold, ties, highest,
+    ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Sum of exp(y - highest) over the values above the threshold and the first `ties` equal to it."""
     mass = tl.zeros([TILE], tl.float32)
     equal = tl.zeros([TILE], tl.int32)
     for start in range(0, count, TILE):
         _, y = load_candidates(
-            list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, temperature, start, count, listed, TILE
+            ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, start, count, listed,
+                VOCAB, TILE,
         )  # fmt: skip
         key = order_key(y)
         mass += tl.where(key > threshold, likelihood(y, highest), 0.0)
@@ -161,7 +143,7 @@ def _kept_mass(
 @triton.jit
 def _draw_kept(
     threshold, ties, key_low, key_high,
-    list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, temperature, count, listed,
+    ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Best id of value + noise above the threshold and among the first `ties` equal to it."""
@@ -170,7 +152,8 @@ def _draw_kept(
     seen = tl.full([], 0, tl.int32)
     for start in range(0, count, TILE):
         token, y = load_candidates(
-            list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, temperature, start, count, listed, TILE
+            ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, start, count, listed,
+                VOCAB, TILE,
         )  # fmt: skip
         key = order_key(y)
         equal = (key == threshold).to(tl.int32)
@@ -184,84 +167,64 @@ def _draw_kept(
     return best_of(best, best_id, VOCAB)
 
 
-# The columns are rows of one table: where they begin depends on its width.
-@triton.jit(
-    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr"]
-)
-def _sample_kernel(
-    tokens_ptr, logits_ptr, mask_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, noise_ptr, list_ptr,
-    stride_logits, stride_mask,
-    VOCAB: tl.constexpr, TILE: tl.constexpr, MAX_CANDIDATES: tl.constexpr, PIVOTS: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=("tokens_ptr", *UNALIGNED))
+def _draw_kernel(
+    tokens_ptr, ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, edited_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, noise_ptr, stride_logits,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr,
+    PART_SLOTS: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
+    """One row, if it leaves ids out."""
     row = tl.program_id(0).to(tl.int64)
-    row_offset = row * stride_logits
-    mask_offset = row * stride_mask
-    list_ptr += row * MAX_CANDIDATES
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    key_low = tl.load(noise_ptr + row * 2).to(tl.uint32, bitcast=True)
-    key_high = tl.load(noise_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
-    draws = temperature > 0.0
-    limits_k = (top_k > 0) & (top_k < VOCAB)
-    truncates = draws & (limits_k | (top_p < 1.0) | (min_p > 0.0))
-    highest, total, token, counts = survey(
-        logits_ptr, row_offset, mask_ptr, mask_offset, temperature, draws, key_low, key_high, truncates, VOCAB, TILE
-    )  # fmt: skip
-    if truncates & (token >= 0):
+    temperature, top_k, top_p, min_p, limits_k, truncates = limits_of(
+        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB
+    )
+    marks_ptr += row * (2 * PARTS + 4) + PARTS
+    if truncates & (tl.load(marks_ptr + PARTS + 1) >= 0):
+        ids_ptr += row * 2 * PARTS * PART_SLOTS
+        values_ptr += row * 2 * PARTS * PART_SLOTS
+        stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3) + PARTS * CHUNKS + 2 * PARTS
+        source = tl.load(marks_ptr + PARTS + 3).to(tl.int64)
+        highest = scaled(tl.load(stats_ptr), temperature)
+        total = tl.load(stats_ptr + 1)
         lowest = highest + tl.log(tl.maximum(min_p, LEAST_SHARE))
         lowest = tl.where(min_p > 0.0, lowest, float("-inf"))
-        cut = tl.full([], 0, tl.int32)
-        if limits_k | (min_p > 0.0):
-            if limits_k:
-                cut = last_bin(tl.cumsum(counts, 0, reverse=True) >= top_k)
-            # A bin of slack for the rounding of the product.
-            cut = tl.maximum(cut, value_bin_below(lowest * temperature))
-        else:
-            edge = (tl.arange(0, BINS) - BINS // 2).to(tl.float32) / BINS_PER_UNIT
-            least = likelihood(tl.minimum(scaled(edge, temperature), highest), highest)
-            reached = tl.cumsum(counts.to(tl.float32) * least, 0, reverse=True)
-            cut = last_bin(reached >= top_p * total * MASS_MARGIN)
-        count, listed = gather_candidates(
-            list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, counts, cut, VOCAB, TILE, MAX_CANDIDATES
+        count, listed = find_candidates(
+            ids_ptr, values_ptr, marks_ptr, tl.load(marks_ptr + PARTS + 2), tl.load(stats_ptr + 2),
+            logits_ptr, edited_ptr, source, stride_logits,
+            temperature, tl.where(limits_k, top_k, 0), top_p * total, lowest, highest,
+            VOCAB, PARTS, PADDED, PART_SLOTS, TILE,
         )  # fmt: skip
+        ids_ptr += PARTS * PART_SLOTS
+        values_ptr += PARTS * PART_SLOTS
         threshold = tl.full([], MINUS_INF_KEY, tl.int32)
         ties = tl.full([], 0, tl.int32)
         if min_p > 0.0:
-            threshold = tl.maximum(threshold, order_key(lowest + 0.0) - 1)
-        bottom = threshold
-        if limits_k:
-            threshold, ties = _search(
-                top_k, bottom, highest, list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, temperature,
-                count, listed, False, VOCAB, TILE, PIVOTS,
-            )  # fmt: skip
-            ties = tl.where(threshold == bottom, 0, ties)
-        if top_p < 1.0:
-            if limits_k | (min_p > 0.0):
-                total = _kept_mass(
-                    threshold, ties, highest, list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, temperature,
-                    count, listed, TILE,
+            threshold = tl.maximum(threshold, order_key(lowest) - 1)
+        for step in range(2):  # top-k, then top-p: one copy of the search in the code
+            by_mass = step == 1
+            if tl.where(by_mass, top_p < 1.0, limits_k):
+                bottom = threshold
+                if by_mass & (limits_k | (min_p > 0.0)):
+                    total = _kept_mass(
+                        threshold, ties, highest,
+                        ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+                        VOCAB, TILE,
+                    )  # fmt: skip
+                threshold, found = _search(
+                    by_mass, top_k, top_p * total, bottom, highest,
+                    ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+                    VOCAB, TILE, PIVOTS,
                 )  # fmt: skip
-            bottom = threshold
-            threshold, ties_p = _search(
-                top_p * total, bottom, highest, list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, temperature,
-                count, listed, True, VOCAB, TILE, PIVOTS,
-            )  # fmt: skip
-            ties = tl.where(threshold == bottom, tl.minimum(ties, ties_p), ties_p)
+                ties = tl.where(threshold == bottom, tl.minimum(ties, found), found)
+        key_low = tl.load(noise_ptr + row * 2).to(tl.uint32, bitcast=True)
+        key_high = tl.load(noise_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
         token = _draw_kept(
-            threshold, ties, key_low, key_high, list_ptr, logits_ptr, row_offset, mask_ptr, mask_offset, temperature,
-            count, listed, VOCAB, TILE,
+            threshold, ties, key_low, key_high,
+            ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+            VOCAB, TILE,
         )  # fmt: skip
-    tl.store(tokens_ptr + row, token.to(tl.int64))
-
-
-@triton.jit
-def value_bin_below(x):
-    """The bin before that of a scalar logit, at least 0; -inf gives 0."""
-    scaled_up = tl.minimum(tl.maximum(x * BINS_PER_UNIT, -(BINS // 2) * 1.0), BINS // 2 - 1.0)
-    return tl.maximum(tl.floor(scaled_up).to(tl.int32) + BINS // 2 - 1, 0)
+        tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
 def sample_tokens(
@@ -272,8 +235,9 @@ def sample_tokens(
     min_p: torch.Tensor,
     noise_keys: torch.Tensor,
     *,
-    mask: torch.Tensor | None = None,
-    candidates: torch.Tensor | None = None,
+    edited: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
     config: SamplingConfig = DEFAULT_CONFIG,
 ) -> torch.Tensor:
@@ -282,23 +246,24 @@ def sample_tokens(
     Parameters
     ----------
     logits
-        [rows, vocab] bfloat16, float16 or float32, with bias and penalties applied.
+        [rows, vocab] bfloat16, float16 or float32.
     temperature, top_p, min_p
         [rows] float32: temperature 0 for greedy; top_p in (0, 1], 1 for off; min_p in [0, 1], 0 for off.
     top_k
         [rows] int32, 0 (or the vocabulary or more) for off.
     noise_keys
         [rows] int64, the bits of `quire.kernels.noise.noise_keys`.
-    mask
-        [rows, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set: id i is allowed. None: all are.
-    candidates
-        [rows, config.max_candidates] int32 to work in; allocated where None.
+    edited, source
+        [any, vocab] float32, rows that stand in for some of the logits, and [rows] int32: s >= 0 for row s of the
+        logits, -1 - s for row s of the edited ones. Both or none.
+    workspace
+        Of at least these rows, for this vocabulary and `config`; allocated where None.
     out
         [rows] int64; allocated where None.
 
     Returns
     -------
-    `out`: token ids; `NO_TOKEN` where every logit of a row is masked, -inf or NaN.
+    `out`: token ids; `NO_TOKEN` where every logit of a row is -inf or NaN.
 
     Raises
     ------
@@ -317,22 +282,28 @@ def sample_tokens(
         ("noise_keys", noise_keys, torch.int64),
     ):
         check_vector(name, x, rows, (dtype,), device)
-    if mask is not None:
-        check_matrix("mask", mask, (rows, triton.cdiv(vocab, 32)), (torch.int32,), device)
-    if candidates is None:
-        candidates = torch.empty(rows, config.max_candidates, dtype=torch.int32, device=device)
-    check_vector(
-        "candidates", candidates.view(-1), rows * config.max_candidates, (torch.int32,), device
-    )
+    if (edited is None) != (source is None):
+        raise ValueError("edited, source: give both or none")
+    if edited is not None:
+        check_matrix("edited", edited, (None, vocab), (torch.float32,), device)
+        check_vector("source", source, rows, (torch.int32,), device)
     out = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
     check_vector("out", out, rows, (torch.int64,), device)
-    if rows:
-        # fmt: off
-        _sample_kernel[(rows,)](
-            out, logits, mask, temperature, top_k, top_p, min_p, noise_keys.view(torch.int32), candidates,
-            logits.stride(0), 0 if mask is None else mask.stride(0),
-            VOCAB=vocab, TILE=config.tile, MAX_CANDIDATES=config.max_candidates, PIVOTS=config.pivots,
-            **launch_options(device_arch(device), config.num_warps, NUM_STAGES, RESIDENT),
-        )
-        # fmt: on
+    if not rows:
+        return out
+    work = Workspace.allocate(rows, vocab, device, config) if workspace is None else workspace
+    work.check(rows, vocab, device, config)
+    parts = config.num_parts(vocab)
+    given = Rows(logits, edited, source, temperature, top_k, top_p, min_p, noise_keys)
+    survey_rows(given, work, config, out)
+    # The sources lie in the workspace: one variant of this kernel serves with edited rows and without.
+    # fmt: off
+    _draw_kernel[(rows,)](
+        out, work.ids, work.values, work.stats, work.marks, logits, work.values if edited is None else edited,
+        temperature, top_k, top_p, min_p, noise_keys.view(torch.int32), logits.stride(0),
+        VOCAB=vocab, PARTS=parts, PADDED=triton.next_power_of_2(parts), CHUNKS=config.part_chunks,
+        PART_SLOTS=config.part_slots, TILE=config.tile, PIVOTS=config.pivots,
+        **launch_options(device_arch(device), config.num_warps, 1, RESIDENT),
+    )
+    # fmt: on
     return out

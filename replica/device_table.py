@@ -39,6 +39,16 @@ class Differences(NamedTuple):
     columns: np.ndarray | torch.Tensor  # [4, c] int32
 
 
+class DrawColumns(NamedTuple):
+    """How rows are drawn, as `quire.kernels.sampling.sample_tokens` takes it; S rows."""
+
+    temperature: torch.Tensor  # [S] float32
+    top_k: torch.Tensor  # [S] int32
+    top_p: torch.Tensor  # [S] float32
+    min_p: torch.Tensor  # [S] float32
+    noise_keys: torch.Tensor  # [S] int64
+
+
 class DeviceTable:
     """Owns the device's copy of block tables and sampling columns.
 
@@ -114,6 +124,12 @@ class DeviceTable:
         """[G, n, width] int32, of rows [n] int64."""
         return self.blocks[:, :, :width].index_select(1, rows)
 
+    def draw_columns(self, rows: torch.Tensor, noise_keys: torch.Tensor) -> DrawColumns:
+        """Of rows [S] int64, with their keys [S] int64."""
+        words = self.columns.index_select(1, rows)
+        temperature, top_p, min_p = words[:3].view(torch.float32)
+        return DrawColumns(temperature, words[3], top_p, min_p, noise_keys)
+
     def choose(
         self, logits: torch.Tensor, rows: torch.Tensor, noise_keys: torch.Tensor
     ) -> torch.Tensor:
@@ -130,21 +146,14 @@ class DeviceTable:
         -------
         [S] int64.
         """
-        words = self.columns.index_select(1, rows)
-        temperature, top_p, min_p = words[:3].view(torch.float32)
+        columns = self.draw_columns(rows, noise_keys)
         if self._backend == "triton":
             from quire.kernels.sampling import sample_tokens
 
-            return sample_tokens(logits, temperature, words[3], top_p, min_p, noise_keys)
+            return sample_tokens(logits, *columns)
         keys = noise_keys.numpy().view(np.uint64)
-        how = Draw(
-            temperature.numpy(),
-            words[3].numpy(),
-            top_p.numpy(),
-            min_p.numpy(),
-            lambda random: keys[random],
-        )
-        return draw(logits.float(), how)
+        *limits, _ = (column.numpy() for column in columns)
+        return draw(logits.float(), Draw(*limits, lambda random: keys[random]))
 
 
 def _words(claimed: ClaimedRows) -> np.ndarray:

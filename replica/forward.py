@@ -121,17 +121,15 @@ class Forward:
         return found
 
     def score_prompts(
-        self, hidden: torch.Tensor, prompts: Sequence[PromptTargets]
+        self, hidden: torch.Tensor, prompts: Sequence[PromptTargets], token_ids: torch.Tensor
     ) -> tuple[StepPromptLogprobs, ...]:
-        """Log-probabilities of the prompts' tokens of a step, given all of its [T, hidden size]."""
+        """Log-probabilities of the prompts' tokens of a step, given all of its [T, hidden size]; `token_ids` are those
+        of `prompts`, [P] int64, one behind the other."""
+        each = token_ids.split([len(targets.token_ids) for targets in prompts])
         return tuple(
-            score_prompt(hidden, targets, self.float_logits, self._max_logits_rows)
-            for targets in prompts
+            score_prompt(hidden, targets, ids, self.logits, self._max_logits_rows)
+            for targets, ids in zip(prompts, each, strict=True)
         )
-
-    def float_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden size] to [n, vocab] float32."""
-        return self.logits(hidden).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden size] to [n, vocab] in the model's own type."""

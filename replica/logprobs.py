@@ -13,28 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.protos.wire import PromptLogprobs, TokenLogprob
+from quire.protos.wire import MAX_LOGPROBS, PromptLogprobs, TokenLogprob
 from quire.replica.plan import PromptTargets, SamplingBatch
 
-
-@dataclass(frozen=True, slots=True)
-class StepLogprobs:
-    """What a step computed, still on the device. L rows."""
-
-    index: tuple[int, ...]  # which of the S rows that sample
-    num_top: tuple[int, ...]
-    chosen: torch.Tensor  # [L] float32
-    top: torch.Tensor  # [L, k] float32, k the largest `num_top`
-    top_ids: torch.Tensor  # [L, k] int64
-
-    def to_host(self) -> dict[int, TokenLogprob]:
-        """By index in [0, S); equal log-probabilities in the order of their ids."""
-        chosen, top, ids = self.chosen.tolist(), self.top.cpu().numpy(), self.top_ids.cpu().numpy()
-        top, ids = _in_order(top, ids)
-        return {
-            i: TokenLogprob(chosen[n], ids[n, :k].tolist(), top[n, :k].tolist())
-            for n, (i, k) in enumerate(zip(self.index, self.num_top, strict=True))
-        }
+# Of a row: the token's own, the likeliest ids' and their bits; what a row has not asked for is undefined.
+SCORE_COLUMNS = 1 + 2 * MAX_LOGPROBS
 
 
 def log_distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor | None:
@@ -44,21 +27,48 @@ def log_distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
     """
     if not batch.logprobs:
         return None
-    index = torch.tensor([i for i, _ in batch.logprobs], device=logits.device)
+    index = torch.tensor([i for i, _ in batch.logprobs])
     return torch.log_softmax(logits[index], dim=-1)
 
 
-def of_tokens(
-    distribution: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor
-) -> StepLogprobs:
-    """What `distribution` says of the sampled tokens, [S] int64, and its likeliest ids."""
+def score_tokens(
+    distribution: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor, scores: torch.Tensor
+) -> None:
+    """Write what `distribution` says of the sampled tokens, [S] int64, and its likeliest ids; on a CPU.
+
+    Parameters
+    ----------
+    scores
+        [L or more, SCORE_COLUMNS] float32.
+    """
     index, num_top = zip(*batch.logprobs, strict=True)
-    # A row without a token ends in this step and its log-probability is not told.
-    chosen = tokens[torch.tensor(index, device=tokens.device)].clamp(min=0)
+    # A row without a token ends in this step and its log-probability is not sent.
+    chosen = tokens[torch.tensor(index)].clamp(min=0)
     top, top_ids = distribution.topk(min(max(num_top), distribution.shape[-1]), dim=-1)
-    return StepLogprobs(
-        index, num_top, distribution.gather(-1, chosen[:, None])[:, 0], top, top_ids
-    )
+    top, top_ids = _in_order(top.numpy(), top_ids.numpy())
+    width, out = top.shape[1], scores[: len(index)].numpy()
+    out[:, 0] = distribution.gather(-1, chosen[:, None])[:, 0].numpy()
+    out[:, 1 : 1 + width] = top
+    out[:, 1 + MAX_LOGPROBS :][:, :width] = top_ids.astype(np.int32).view(np.float32)
+
+
+def token_logprobs(
+    asked: tuple[tuple[int, int], ...], scores: np.ndarray
+) -> dict[int, TokenLogprob]:
+    """By index in [0, S).
+
+    Parameters
+    ----------
+    asked
+        `SamplingBatch.logprobs`, L of them.
+    scores
+        [L, SCORE_COLUMNS] float32.
+    """
+    top, ids = scores[:, 1 : 1 + MAX_LOGPROBS], scores.view(np.int32)[:, 1 + MAX_LOGPROBS :]
+    return {
+        i: TokenLogprob(float(own[0]), ids[n, :k].tolist(), top[n, :k].tolist())
+        for n, (own, (i, k)) in enumerate(zip(scores, asked, strict=True))
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,7 @@ class StepPromptLogprobs:
     chosen: torch.Tensor  # [n] float32
     ranks: torch.Tensor  # [n] int64
     top: torch.Tensor  # [n, k] float32
-    top_ids: torch.Tensor  # [n, k] int64
+    top_ids: torch.Tensor  # [n, k] integers
 
     def to_host(self) -> PromptLogprobs:
         """Equal log-probabilities in the order of their ids."""
@@ -87,6 +97,7 @@ class StepPromptLogprobs:
 def score_prompt(
     hidden: torch.Tensor,
     targets: PromptTargets,
+    token_ids: torch.Tensor,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     max_rows: int,
 ) -> StepPromptLogprobs:
@@ -99,19 +110,44 @@ def score_prompt(
     ----------
     hidden
         [T, hidden size] the decoder's output.
+    token_ids
+        [n] int64, those of `targets`, where `hidden` is.
     logits_of
-        [n, hidden size] to [n, vocab] float32.
+        [n, hidden size] to [n, vocab] in the model's type.
     """
+    score = _score_on_cpu if hidden.device.type == "cpu" else _score_on_device
     parts = []
-    for first in range(0, len(targets.token_ids), max_rows):
-        ids = torch.from_numpy(targets.token_ids[first : first + max_rows]).to(hidden.device)
+    for first in range(0, len(token_ids), max_rows):
+        ids = token_ids[first : first + max_rows]
         begin = targets.begin + first
-        distribution = torch.log_softmax(logits_of(hidden[begin : begin + len(ids)]), dim=-1)
-        chosen = distribution.gather(-1, ids[:, None])
-        ranks = (distribution > chosen).sum(-1) + 1
-        top, top_ids = distribution.topk(min(targets.num_top, distribution.shape[-1]), dim=-1)
-        parts.append((chosen[:, 0], ranks, top, top_ids))
+        parts.append(score(logits_of(hidden[begin : begin + len(ids)]), ids, targets.num_top))
     return StepPromptLogprobs(targets, *map(torch.cat, zip(*parts, strict=True)))
+
+
+Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _score_on_cpu(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
+    """Fields of `StepPromptLogprobs`: of the log-probabilities of all ids."""
+    distribution = torch.log_softmax(logits.float(), dim=-1)
+    chosen = distribution.gather(-1, ids[:, None])
+    ranks = (distribution > chosen).sum(-1) + 1
+    top, top_ids = distribution.topk(min(num_top, distribution.shape[-1]), dim=-1)
+    return chosen[:, 0], ranks, top, top_ids
+
+
+def _score_on_device(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
+    """The same by kernels, without a copy of the logits in float32."""
+    from quire.kernels.log_probs import log_probs
+
+    width = min(num_top, logits.shape[1])
+    each = torch.full((len(ids),), width, dtype=torch.int32, device=logits.device)
+    # As where tokens are sampled, so that no other variant of the kernels is needed.
+    source = torch.arange(len(ids), dtype=torch.int32, device=logits.device)
+    out = torch.empty(len(ids), 1 + 2 * width, dtype=torch.float32, device=logits.device)
+    scores = log_probs(logits, ids, each, source=source, out=out)
+    ranks = (logits > logits.gather(-1, ids[:, None])).sum(-1) + 1
+    return scores.chosen, ranks, scores.top, scores.top_ids
 
 
 def _in_order(top: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -22,6 +22,7 @@ import torch
 from quire.kernels.paged_attention import Backend
 from quire.replica.config import EngineConfig
 from quire.replica.device import Device, Event, Stream
+from quire.replica.device_sampler import DeviceSampler
 from quire.replica.device_table import DeviceTable, Differences
 from quire.replica.fixed_step import FixedInputs, FixedStep, sampling_rows
 from quire.replica.forward import Forward
@@ -77,6 +78,7 @@ class QueuedSteps:
         self._outputs = outputs
         self.time = DeviceTime()
         self._done: Event | None = None  # of the step queued last, unless the engine fell idle
+        self._sampler = DeviceSampler(device, config.vocab_size) if backend == "triton" else None
         num_groups, max_rows = len(pool.groups), config.num_rows + 1
         self.table = DeviceTable(
             device, num_groups, config.num_rows, config.max_row_blocks, pool.trash_block, backend
@@ -256,21 +258,32 @@ class QueuedSteps:
         choose = None
         if noise_keys is not None:
             choose = partial(self.table.choose, rows=rows, noise_keys=noise_keys)
-        count = len(plan.sampling.token_index)
+        count, slot, sampler = len(plan.sampling.token_index), in_flight.slot, self._sampler
 
         def queue(sampling: SamplingBatch, masks: Masks) -> None:
+            staged = None
+            if sampler is not None and not (sampling.is_plain and choose is not None):
+                staged = sampler.stage(sampling, masks, has_columns=choose is not None)
+
             def compute() -> None:
-                self._ragged.draw_and_keep(
-                    logits()[:count], rows, sampling, in_flight, masks, choose
-                )
+                if staged is None:
+                    self._ragged.draw_and_keep(
+                        logits()[:count], rows, sampling, in_flight, masks, choose
+                    )
+                    return
+                columns = None if noise_keys is None else self.table.draw_columns(rows, noise_keys)
+                tokens = sampler.draw(logits()[:count], staged, columns, slot.scores)
+                self._outputs.keep(slot, tokens, rows)
 
             self._device.run(
                 Stream.COMPUTE,
                 compute,
                 name=f"draw of step {plan.step}",
                 reads=(rows,) if noise_keys is None else (rows, noise_keys),
-                writes=(in_flight.slot.tokens,),
+                writes=(slot.tokens, slot.scores),
             )
+            if staged is not None:
+                sampler.queued()
 
         return queue
 

@@ -39,7 +39,6 @@ class RaggedStep:
         self._sampler = sampler
         self._outputs = outputs
         self._pool = pool
-        self._is_on_cpu = pool.data.device.type == "cpu"
 
     def logits(
         self,
@@ -67,7 +66,7 @@ class RaggedStep:
             _selected(plan),
         )
         if in_flight is not None:
-            in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts)
+            in_flight.prompts = self._forward.score_prompts(hidden, plan.prompts, inputs.target_ids)
         if not _all_sample(plan):
             hidden = hidden.index_select(0, inputs.token_index)
         return self._forward.logits(hidden)
@@ -81,7 +80,7 @@ class RaggedStep:
         masks: Masks,
         choose: Choose | None = None,
     ) -> None:
-        """To the step's slot; `in_flight` gets the log-probabilities.
+        """To the step's slot, with the log-probabilities; where the sampler is torch's.
 
         Parameters
         ----------
@@ -93,14 +92,13 @@ class RaggedStep:
             Draws as the device's columns of the rows say; None: as the plan's say.
         """
         is_plain = sampling.is_plain
-        if choose is None and is_plain and self._is_on_cpu and not sampling.temperature.any():
+        if choose is None and is_plain and not sampling.temperature.any():
             choose = likeliest  # in the model's own type: a copy in float32 has the same order
         if choose is not None and is_plain:
             tokens = choose(logits)
         else:
-            tokens, in_flight.logprobs = self._sampler.sample(
-                logits.float(), sampling, masks, choose
-            )
+            scores = in_flight.slot.scores
+            tokens = self._sampler.sample(logits.float(), sampling, masks, scores, choose)
         self._outputs.keep(in_flight.slot, tokens, rows)
 
 

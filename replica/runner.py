@@ -44,7 +44,14 @@ from quire.replica.kv_scales import read_kv_scales
 from quire.replica.linear import make_deterministic
 from quire.replica.loader import load_model
 from quire.replica.output_head import split_model
-from quire.replica.plan import SamplingBatch, StepPlan, StepResult, TokenRules
+from quire.replica.plan import (
+    Penalties,
+    PromptTargets,
+    SamplingBatch,
+    StepPlan,
+    StepResult,
+    TokenRules,
+)
 from quire.replica.pool_backing import PoolBacking
 from quire.replica.queued_steps import QueuedSteps
 from quire.replica.ragged_step import RaggedStep
@@ -105,7 +112,7 @@ class Runner:
             open_device(config.device, use_nvtx=config.nvtx) if device is None else device
         )
         self.host_pool = HostPool(config.num_host_blocks, pool, self._device)
-        self._sampler = StepSampler(config.vocab_size, self._device.torch_device)
+        self._sampler = StepSampler(config.vocab_size)
         # One more pads steps; and warm-up adds a prompt to all of them.
         self._outputs = StepOutputs(self._device, config.num_rows + 1)
         self._busy_until_s = 0.0  # when the step that was collected last was over
@@ -248,6 +255,7 @@ class Runner:
             raise
 
     def _draw(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
+        in_flight.slot.asked = sampling.logprobs
         in_flight.draw(sampling, masks)
         in_flight.draw = None
         if self.queued is not None:
@@ -292,7 +300,7 @@ class Runner:
         tokens = in_flight.slot.collect()
         if self.queued is not None:
             self.queued.note(in_flight)
-        logprobs = {} if in_flight.logprobs is None else in_flight.logprobs.to_host()
+        logprobs = in_flight.slot.collect_scores()
         prompts = tuple(scores.to_host() for scores in in_flight.prompts)
         finished_s = in_flight.finished_s or time.perf_counter()
         # Launched behind another step it has not run before that was over.
@@ -366,12 +374,11 @@ class Runner:
         if self._device.is_immediate:
             budget = self._affordable(budget, min(chunk, _WARM_UP_TOKENS))
             rows, chunk = min(rows, budget), min(chunk, budget)
-        else:
-            # Logits that the host changes are float32: another variant of the sampler draws from them.
-            self.run(_with_host_edits(self._trash_plan([1], 1.0)))
         self._warm_up_steps([1] * rows, sampled)
         self._warm_up_steps([chunk], greedy)
         self._warm_up_steps([1] * min(rows, budget - chunk // 2) + [chunk // 2], sampled)
+        if not self._device.is_immediate:
+            self.run(self._special_trash_plan(rows))
 
     def _affordable(self, budget: int, few: int) -> int:
         """As many of `budget` tokens as this processor computes in `_WARM_UP_STEP_S`, by the time of a few."""
@@ -421,6 +428,25 @@ class Runner:
             rows=rows,
         )
 
+    def _special_trash_plan(self, num_rows: int) -> StepPlan:
+        """Rows that ask for masks, lists and log-probs, one with penalties: all that a sampler has kernels for.
+
+        Only row 0 gets counts, which stay: the first request there brings its own history.
+        """
+        plan = self._trash_plan([1] * num_rows, 0.0)
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.int64)
+        two_ids = TokenRules(allowed_ids=np.arange(2))
+        return plan._replace(
+            sampling=plan.sampling._replace(
+                suppressed=tuple((i, (1,)) for i in range(num_rows)),
+                rules=tuple((i, two_ids) for i in range(num_rows)),
+                penalties=Penalties(zero, zero, one, one, one, ((0, zero, zero),)),
+                logprobs=tuple((i, 1) for i in range(num_rows)),
+            ),
+            prompts=(PromptTargets(self.config.num_rows, 0, 1, zero, 1),),
+            decode_rows=plan.decode_rows[:0],
+        )
+
     def mark_ready(self) -> None:
         """From here on `num_compiles` counts."""
         self._graphs_at_ready = _num_traced_graphs()
@@ -451,13 +477,6 @@ class _KernelCount:
     def __call__(self, **kwargs: object) -> bool | None:
         self.num += 1
         return self.previous(**kwargs) if self.previous else None
-
-
-def _with_host_edits(plan: StepPlan) -> StepPlan:
-    """The plan, its first row with a bias and log-probabilities."""
-    bias = TokenRules(bias_ids=np.zeros(1, np.int64), bias=np.zeros(1, np.float32))
-    sampling = plan.sampling._replace(rules=((0, bias),), logprobs=((0, 1),))
-    return plan._replace(sampling=sampling)
 
 
 def _num_traced_graphs() -> int:

@@ -1,4 +1,4 @@
-"""From logits to tokens: one vectorised pass over the rows that sample.
+"""From logits to tokens by torch on a CPU: one vectorised pass over the rows that sample.
 
 Order, as vLLM documents it: grammar masks, allowed ids, suppressed ids (bad words; EOS and stop ids before
 min_tokens), logit bias, penalties, temperature, min-p, top-k, top-p, then the draw. The draw is
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from quire.kernels.noise import gumbel, noise_keys
-from quire.replica.plan import NO_TOKEN, SamplingBatch, TokenMask, TokenRules
+from quire.replica.plan import NO_TOKEN, Penalties, SamplingBatch, TokenMask, TokenRules
+from quire.replica.sampling_arrays import HistoryArrays
 from quire.replica.token_counts import TokenCounts
 
 _NEVER = float("-inf")
@@ -75,17 +76,32 @@ def sample(
     if batch.penalties is not None:
         if counts is None:
             raise ValueError("the batch has penalties: the counts of its rows are needed")
-        counts.begin(batch.penalties)
-        counts.apply(logits, batch.penalties)
+        _penalise(logits, batch.penalties, counts)
     tokens = draw(logits, Draw.of(batch)) if choose is None else choose(logits)
     if len(constrained):
-        rows = torch.from_numpy(constrained).to(logits.device)
+        rows = torch.from_numpy(constrained)
         # A draw changes its own copy of the logits, an argmax none: what was masked still is.
         chosen = logits[rows, tokens[rows]]
         tokens[rows] = tokens[rows].masked_fill_(chosen == _NEVER, NO_TOKEN)
     if batch.penalties is not None:
-        counts.add(batch.penalties, tokens)
+        index, rows = (torch.from_numpy(x) for x in (batch.penalties.index, batch.penalties.row))
+        counts.add(rows, tokens[index])
     return tokens
+
+
+def _penalise(logits: torch.Tensor, penalties: Penalties, counts: TokenCounts) -> None:
+    """Take in the rows' histories, and change their logits in place."""
+    history = HistoryArrays.of(penalties, logits.shape[1])
+    if len(history.rows):
+        counts.write(int(history.rows.max()) + 1, *map(torch.from_numpy, history))
+    index, rows, *columns = (
+        torch.from_numpy(x)
+        for x in (
+            *(penalties.index, penalties.row),
+            *(penalties.repetition, penalties.presence, penalties.frequency),
+        )
+    )
+    logits[index] = counts.apply(logits[index], rows, *columns)
 
 
 def fill_masks(grammars: Sequence[tuple[int, TokenMask]]) -> np.ndarray:
@@ -104,12 +120,12 @@ def _constrain(
         _apply_grammars(logits, batch.grammars, grammar_masks)
     allowed = [(i, rules.allowed_ids) for i, rules in batch.rules if rules.allowed_ids is not None]
     if allowed:
-        index = _index(allowed, logits.device)
+        index = _index(allowed)
         kept = logits[index]
-        logits[torch.tensor([i for i, _ in allowed], device=logits.device)] = _NEVER
+        logits[torch.tensor([i for i, _ in allowed])] = _NEVER
         logits[index] = kept
     if batch.suppressed:
-        logits[_index(batch.suppressed, logits.device)] = _NEVER
+        logits[_index(batch.suppressed)] = _NEVER
     biased = [(i, rules) for i, rules in batch.rules if rules.bias_ids is not None]
     if biased:
         _add_bias(logits, biased)
@@ -120,28 +136,27 @@ def _constrain(
 def _apply_grammars(
     logits: torch.Tensor, grammars: Sequence[tuple[int, TokenMask]], masks: np.ndarray
 ) -> None:
-    device = logits.device
-    packed = torch.from_numpy(masks).to(device)
-    ids = torch.arange(logits.shape[1], device=device)
+    packed = torch.from_numpy(masks)
+    ids = torch.arange(logits.shape[1])
     allowed = (packed[:, ids // 32] >> (ids % 32)) & 1  # [G, vocab] int32
-    rows = torch.tensor([i for i, _ in grammars], device=device)
+    rows = torch.tensor([i for i, _ in grammars])
     logits[rows] = logits[rows].masked_fill_(allowed == 0, _NEVER)
 
 
 def _add_bias(logits: torch.Tensor, biased: list[tuple[int, TokenRules]]) -> None:
-    index = _index([(i, rules.bias_ids) for i, rules in biased], logits.device)
+    index = _index([(i, rules.bias_ids) for i, rules in biased])
     bias = np.concatenate([rules.bias for _, rules in biased])
-    logits[index] += torch.from_numpy(bias).to(logits.device)
+    logits[index] += torch.from_numpy(bias)
 
 
 def _index(
-    ids_of_rows: Sequence[tuple[int, Sequence[int] | np.ndarray]], device: torch.device
+    ids_of_rows: Sequence[tuple[int, Sequence[int] | np.ndarray]],
 ) -> tuple[torch.Tensor, ...]:
     """(row, ids) pairs as the two index tensors of their elements, each [n] int64."""
     counts = [len(ids) for _, ids in ids_of_rows]
     rows = np.repeat([row for row, _ in ids_of_rows], counts).astype(np.int64)
     ids = np.concatenate([np.asarray(ids, dtype=np.int64) for _, ids in ids_of_rows])
-    return tuple(torch.from_numpy(x).to(device) for x in (rows, ids))
+    return tuple(torch.from_numpy(x) for x in (rows, ids))
 
 
 def draw(logits: torch.Tensor, how: Draw) -> torch.Tensor:
@@ -153,7 +168,7 @@ def draw(logits: torch.Tensor, how: Draw) -> torch.Tensor:
     if len(random) == len(logits):
         return drawn
     tokens = likeliest(logits)
-    tokens[torch.from_numpy(random).to(logits.device)] = drawn
+    tokens[torch.from_numpy(random)] = drawn
     return tokens
 
 
@@ -166,7 +181,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 def _draw_random(logits: torch.Tensor, how: Draw, random: np.ndarray) -> torch.Tensor:
     """Temperature, min-p, top-k, top-p and noise for the rows `random`; logits [R, vocab] belong to this call."""
     vocab_size = logits.shape[1]
-    temperature = torch.from_numpy(how.temperature[random]).to(logits.device)
+    temperature = torch.from_numpy(how.temperature[random])
     logits = logits.div_(temperature[:, None])
     if how.min_p is not None:
         _leave_out_unlikely(logits, how.min_p[random])
@@ -176,9 +191,9 @@ def _draw_random(logits: torch.Tensor, how: Draw, random: np.ndarray) -> torch.T
         limited = _truncate(
             logits if len(cut) == len(logits) else _rows(logits, cut), top_k[cut], top_p[cut]
         )
-        logits.index_copy_(0, torch.from_numpy(cut).to(logits.device), limited)
+        logits.index_copy_(0, torch.from_numpy(cut), limited)
     keys = how.noise_keys(random)
-    return likeliest(logits.add_(gumbel(keys, vocab_size, logits.device)))
+    return likeliest(logits.add_(gumbel(keys, vocab_size)))
 
 
 def _leave_out_unlikely(logits: torch.Tensor, min_p: np.ndarray) -> None:
@@ -190,11 +205,11 @@ def _leave_out_unlikely(logits: torch.Tensor, min_p: np.ndarray) -> None:
     if not len(rows):
         return
     part = logits if len(rows) == len(logits) else _rows(logits, rows)
-    log_ratio = torch.from_numpy(np.log(min_p[rows])).to(logits.device)[:, None]
+    log_ratio = torch.from_numpy(np.log(min_p[rows]))[:, None]
     highest = part.amax(dim=-1, keepdim=True)
     part.masked_fill_(part < highest + log_ratio, _NEVER)
     if part is not logits:
-        logits.index_copy_(0, torch.from_numpy(rows).to(logits.device), part)
+        logits.index_copy_(0, torch.from_numpy(rows), part)
 
 
 def _truncate(logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
@@ -204,12 +219,12 @@ def _truncate(logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> tor
     reaches p, at least one. Equal logits are kept in the order of their ids. A row stands with the same
     arithmetic alone and among others: sorting, softmax and the running sum work row by row.
     """
-    rank = torch.arange(logits.shape[1], device=logits.device)
+    rank = torch.arange(logits.shape[1])
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     k = torch.from_numpy(np.where(top_k > 0, top_k, logits.shape[1]).astype(np.int64))
-    ordered = ordered.masked_fill_(rank >= k.to(logits.device)[:, None], _NEVER)
+    ordered = ordered.masked_fill_(rank >= k[:, None], _NEVER)
     if (top_p < 1.0).any():
-        p = torch.from_numpy(top_p.astype(np.float32)).to(logits.device)[:, None]
+        p = torch.from_numpy(top_p.astype(np.float32))[:, None]
         probability = torch.softmax(ordered, dim=-1)
         before = probability.cumsum(dim=-1).sub_(probability)
         # p = 1 must keep all: rounding may bring the sum before the last ids to 1.
@@ -219,4 +234,4 @@ def _truncate(logits: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> tor
 
 def _rows(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
     """A copy of some rows."""
-    return logits.index_select(0, torch.from_numpy(rows).to(logits.device))
+    return logits.index_select(0, torch.from_numpy(rows))

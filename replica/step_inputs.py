@@ -22,10 +22,7 @@ A device that runs work when it is queued reads the plan's arrays themselves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +32,9 @@ from quire.replica.device import Device, Event, Stream
 from quire.replica.device_table import Differences
 from quire.replica.graph_key import GraphKey
 from quire.replica.plan import StepPlan
+from quire.replica.staging import Layout, Typed
 
-_ALIGNMENT = 16  # bytes: any type may follow any other
-_TORCH_TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
-Typed = tuple[np.ndarray, type]
+_NO_IDS = np.empty(0, np.int64)
 
 
 class StepInputs(NamedTuple):
@@ -54,6 +50,8 @@ class StepInputs(NamedTuple):
     slots: torch.Tensor  # [G, T] int64
     rows: torch.Tensor  # [n] int64, in the request table
     noise_keys: torch.Tensor  # [S] int64; not where work runs when it is queued
+    # [P] int64, ids of the prompts' tokens whose log-probs are wanted, one prompt behind the other
+    target_ids: torch.Tensor
 
 
 class DecodeInputs(NamedTuple):
@@ -102,6 +100,7 @@ def _step_arrays(plan: StepPlan, noise_keys: np.ndarray) -> tuple[Typed, ...]:
         (plan.slots, np.int64),
         (plan.rows, np.int64),
         (noise_keys, np.int64),
+        (np.concatenate([_NO_IDS, *(targets.token_ids for targets in plan.prompts)]), np.int64),
     )
 
 
@@ -138,41 +137,6 @@ def _difference_arrays(new: Differences) -> tuple[Typed, ...]:
         (new.rows, np.int64),
         (new.columns, np.int32),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where the arrays of some lengths lie, in bytes."""
-
-    sections: tuple[tuple[int, tuple[int, ...], np.dtype], ...]  # (begin, shape, type)
-    num_bytes: int
-
-    @classmethod
-    @lru_cache(maxsize=256)
-    def of(cls, shapes: tuple[tuple[tuple[int, ...], type], ...], begin: int = 0) -> _Layout:
-        sections, end = [], begin
-        for shape, dtype in shapes:
-            dtype = np.dtype(dtype)
-            sections.append((end, shape, dtype))
-            num_bytes = math.prod(shape) * dtype.itemsize
-            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return cls(tuple(sections), end)
-
-    def on_host(self, raw: np.ndarray) -> list[np.ndarray]:
-        """Views of staging memory, [any] uint8."""
-        return [
-            raw[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-            for begin, shape, dtype in self.sections
-        ]
-
-    def on_device(self, raw: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the device's inputs, [any] uint8."""
-        return [
-            raw[begin : begin + math.prod(shape) * dtype.itemsize]
-            .view(_TORCH_TYPES[dtype])
-            .view(shape)
-            for begin, shape, dtype in self.sections
-        ]
 
 
 class InputRing:
@@ -294,7 +258,7 @@ class InputRing:
 
     def _upload(self, name: str, arrays: Sequence[Typed]) -> list[torch.Tensor]:
         device = self._device
-        layout = _Layout.of(tuple((array.shape, dtype) for array, dtype in arrays))
+        layout = Layout.known(tuple((array.shape, dtype) for array, dtype in arrays))
         num_bytes = layout.num_bytes
         if num_bytes > len(self.inputs):
             raise ValueError(f"{name}: {num_bytes} bytes, the bound is {len(self.inputs)}")
@@ -328,10 +292,7 @@ def _padded(array: np.ndarray, shape: tuple[tuple[int, ...], type], value: int) 
 
 def direct_inputs(plan: StepPlan) -> StepInputs:
     """The plan's own arrays, for work that runs when it is queued."""
-    return StepInputs(*(_as_tensor(array, dtype) for array, dtype in _step_arrays(plan, _NO_KEYS)))
-
-
-_NO_KEYS = np.empty(0, np.int64)
+    return StepInputs(*(_as_tensor(array, dtype) for array, dtype in _step_arrays(plan, _NO_IDS)))
 
 
 def _as_tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
@@ -359,9 +320,10 @@ def input_bytes(num_groups: int, max_rows: int, max_tokens: int, max_changes: in
         ((num_groups, max_tokens), np.int64),
         ((max_rows,), np.int64),
         ((max_rows,), np.int64),
+        ((max_tokens,), np.int64),
         ((max_changes,), np.int64),
         ((max_changes,), np.int32),
         ((max_rows,), np.int64),
         ((4, max_rows), np.int32),
     )
-    return _Layout.of(shapes).num_bytes
+    return Layout.of(shapes).num_bytes

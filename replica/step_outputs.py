@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from quire.protos.wire import TokenLogprob
 from quire.replica.device import Device, Event, Stream
-from quire.replica.logprobs import StepLogprobs, StepPromptLogprobs
+from quire.replica.logprobs import SCORE_COLUMNS, StepPromptLogprobs, token_logprobs
 from quire.replica.plan import SamplingBatch
 from quire.replica.step_sampler import Masks
 
@@ -29,13 +30,22 @@ class TokenSlot:
 
     tokens: torch.Tensor  # [max rows] int64, on the device
     result: torch.Tensor  # [max rows] int64, pinned
+    # [max rows, SCORE_COLUMNS] float32, on the device: first those of the rows that want log-probs
+    scores: torch.Tensor
+    scores_result: torch.Tensor  # the same, pinned
     num_tokens: int = 0
+    # `SamplingBatch.logprobs`: whose log-probs come with the tokens
+    asked: tuple[tuple[int, int], ...] = ()
     arrived: Event | None = None
 
     def collect(self) -> np.ndarray:
         """Sleep until the tokens are there; [num_tokens] int64."""
         self.arrived.wait()
         return self.result[: self.num_tokens].numpy().copy()
+
+    def collect_scores(self) -> dict[int, TokenLogprob]:
+        """After `collect`: log-probs by index of the row."""
+        return token_logprobs(self.asked, self.scores_result[: len(self.asked)].numpy())
 
 
 @dataclass(slots=True)
@@ -55,7 +65,6 @@ class InFlight:
     # Queues the draw; None: it is queued. Given what rows may sample, and the masks of their grammars.
     draw: Callable[[SamplingBatch, Masks], None] | None = None
     # Set by the step's work.
-    logprobs: StepLogprobs | None = None
     prompts: tuple[StepPromptLogprobs, ...] = ()
 
 
@@ -78,7 +87,10 @@ class StepOutputs:
         self.last_token[-1] = 0  # of the row that pads steps: any id
         self._slots = [
             TokenSlot(
-                device.empty((max_rows,), torch.int64), device.pinned((max_rows,), torch.int64)
+                device.empty((max_rows,), torch.int64),
+                device.pinned((max_rows,), torch.int64),
+                device.empty((max_rows, SCORE_COLUMNS), torch.float32),
+                device.pinned((max_rows, SCORE_COLUMNS), torch.float32),
             )
             for _ in range(depth)
         ]
@@ -88,7 +100,7 @@ class StepOutputs:
         """The slot for the next step."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
-        slot.num_tokens = num_tokens
+        slot.num_tokens, slot.asked = num_tokens, ()
         return slot
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -121,11 +133,15 @@ class StepOutputs:
             self.last_token.index_copy_(0, rows, tokens.clamp(min=0))
 
     def send(self, slot: TokenSlot, done: Event) -> None:
-        """Queue the copy of the slot's tokens to the host, behind `done`, the step that computes them."""
+        """Queue the copy of the slot's tokens and log-probs to the host, behind `done`, the step that computes them."""
         device = self._device
         device.wait(Stream.D2H, done)
         count = slot.num_tokens
         device.copy(Stream.D2H, slot.result[:count], slot.tokens[:count], "tokens")
         self.num_copies += 1
         self.num_bytes += slot.tokens[:count].nbytes
+        if (count := len(slot.asked)) > 0:
+            device.copy(Stream.D2H, slot.scores_result[:count], slot.scores[:count], "log-probs")
+            self.num_copies += 1
+            self.num_bytes += slot.scores[:count].nbytes
         slot.arrived = device.record(Stream.D2H, "tokens arrived")

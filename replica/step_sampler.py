@@ -1,4 +1,7 @@
-"""From a step's logits to its tokens and log-probabilities, whatever its rows ask for."""
+"""From a step's logits to its tokens and log-probabilities by torch on a CPU, whatever its rows ask for.
+
+What a GPU does instead: `device_sampler.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from quire.replica.logprobs import StepLogprobs, log_distribution, of_tokens
+from quire.replica.logprobs import log_distribution, score_tokens
 from quire.replica.plan import SamplingBatch
 from quire.replica.sampler import fill_masks, sample
 from quire.replica.token_counts import TokenCounts
@@ -23,12 +26,10 @@ class StepSampler:
     ----------
     vocab_size
         Columns of the logits.
-    device
-        Where they are.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device):
-        self._token_counts = TokenCounts(vocab_size, device)
+    def __init__(self, vocab_size: int):
+        self._token_counts = TokenCounts(vocab_size)
         # Grammars take their time for a large vocabulary: they have that of the forward pass, which on the CPU
         # keeps the engine's thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
@@ -42,9 +43,10 @@ class StepSampler:
         logits: torch.Tensor,
         batch: SamplingBatch,
         masks: Masks,
+        scores: torch.Tensor,
         choose: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, StepLogprobs | None]:
-        """Part of a step's work.
+    ) -> torch.Tensor:
+        """Part of a step's work, on a CPU.
 
         Parameters
         ----------
@@ -52,16 +54,18 @@ class StepSampler:
             [S, vocab] float32; overwritten.
         masks
             As `begin` returned them.
+        scores
+            [max rows, SCORE_COLUMNS] float32, gets the log-probabilities of the rows that ask, from the first on.
         choose
             As of `sampler.sample`.
 
         Returns
         -------
-        [S] int64 tokens, and the log-probabilities that rows ask for.
+        [S] int64 tokens.
         """
         distribution = log_distribution(logits, batch)
         filled = None if masks is None else masks.result()
         tokens = sample(logits, batch, self._token_counts, filled, choose)
-        if distribution is None:
-            return tokens, None
-        return tokens, of_tokens(distribution, batch, tokens)
+        if distribution is not None:
+            score_tokens(distribution, batch, tokens, scores)
+        return tokens

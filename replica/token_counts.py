@@ -11,16 +11,13 @@ pages that are written.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-
-from quire.replica.plan import Penalties
 
 _IN_PROMPT = 1 << 30
 
 
 class TokenCounts:
-    """The counts of all rows of one engine.
+    """The counts of all rows of one engine. Its methods are parts of a step's work.
 
     Parameters
     ----------
@@ -31,53 +28,57 @@ class TokenCounts:
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu"):
-        self._table = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.table = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [rows, vocab]
 
-    def begin(self, penalties: Penalties) -> None:
-        """Take in the history of rows that sample for the first time, whoever had these rows before."""
-        if not penalties.begun:
-            return
-        self._grow(1 + max(row for row, _, _ in penalties.begun))
-        vocab_size, device = self._table.shape[1], self._table.device
-        for row, prompt_ids, output_ids in penalties.begun:
-            counts = np.bincount(output_ids, minlength=vocab_size).astype(np.int32)
-            counts[prompt_ids] |= _IN_PROMPT
-            self._table[row] = torch.from_numpy(counts).to(device)
+    def write(
+        self, num_rows: int, rows: torch.Tensor, prompts: torch.Tensor, outputs: torch.Tensor
+    ) -> None:
+        """Take in the history of rows that sample for the first time, whatever these rows held before.
 
-    def add(self, penalties: Penalties, tokens: torch.Tensor) -> None:
-        """Count what was sampled: tokens [S] int64, none of them negative where a row goes on."""
-        device = self._table.device
-        index = torch.from_numpy(penalties.index).to(device)
-        rows = torch.from_numpy(penalties.row).to(device)
+        Parameters
+        ----------
+        num_rows
+            More than the last of the rows.
+        rows, prompts, outputs
+            As of `HistoryArrays`.
+        """
+        self._grow(num_rows)
+        self.table.index_fill_(0, rows, 0)
+        flat = self.table.view(-1)
+        flat.index_fill_(0, prompts, _IN_PROMPT)
+        flat.index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
+
+    def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Count what was sampled: rows [P] int64, each once, and tokens [P] int64."""
         # A row without a token ends in this step: where its count goes is of no consequence.
-        self._table[rows, tokens[index].clamp_(min=0)] += 1
+        at = rows * self.table.shape[1] + tokens.clamp(min=0)
+        self.table.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
 
-    def apply(self, logits: torch.Tensor, penalties: Penalties) -> None:
-        """Change `logits` [S, vocab] float32 in place, as vLLM documents the three penalties.
+    def apply(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        repetition: torch.Tensor,
+        presence: torch.Tensor,
+        frequency: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [P, vocab] float32 of rows [P] with the three penalties, [P] float32 each, as vLLM documents them.
 
         Repetition: of tokens in prompt or output, logits above 0 are divided and others multiplied. Frequency:
         minus the penalty times the count in the output. Presence: minus the penalty where that count is not 0.
         """
-        index = torch.from_numpy(penalties.index).to(logits.device)
-        state = self._table[torch.from_numpy(penalties.row).to(logits.device)]  # [P, vocab]
-        repetition, presence, frequency = (
-            torch.from_numpy(x).to(logits.device)[:, None]
-            for x in (penalties.repetition, penalties.presence, penalties.frequency)
-        )
-        rows = logits[index]
-        rows = torch.where(
-            (state != 0) & (repetition != 1.0),
-            torch.where(rows > 0, rows / repetition, rows * repetition),
-            rows,
-        )
+        state = self.table[rows]  # [P, vocab]
+        factor = repetition[:, None]
+        repeated = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where((state != 0) & (factor != 1.0), repeated, logits)
         count = state & (_IN_PROMPT - 1)
-        rows -= frequency * count
-        rows -= presence * (count > 0)
-        logits[index] = rows
+        logits -= frequency[:, None] * count
+        logits -= presence[:, None] * (count > 0)
+        return logits
 
     def _grow(self, num_rows: int) -> None:
-        have, vocab_size = self._table.shape
+        have, vocab_size = self.table.shape
         if num_rows > have:
-            grown = self._table.new_zeros(max(num_rows, 2 * have), vocab_size)
-            grown[:have] = self._table
-            self._table = grown
+            grown = self.table.new_zeros(max(num_rows, 2 * have), vocab_size)
+            grown[:have] = self.table
+            self.table = grown

@@ -6,12 +6,16 @@ Where they run on the GPU instead (the root conftest chooses) every test of a ke
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from quire.kernels import reference
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `sampling_calls`
 
 
 def pytest_configure(config):

@@ -25,8 +25,9 @@ ATTENTION = (
     "sm_90/(decode|prefill)/(fp32/128|bf16/128/fp8)$",
 )
 OTHERS = (
-    "norm/4096/llama silu_mul kv_write/norm kv_write/fp8 sample/fp32/mask top_log_probs/bf16/20 "
-    "chosen_log_probs edit_logits prepare gather_last scatter matmul/bf16/4096"
+    "norm/4096/llama silu_mul kv_write/norm kv_write/fp8 survey/bf16 combine gather/fp32/edited "
+    "draw/bf16 log_probs/bf16 edit_logits/bf16 edit_listed/bf16 prepare gather_last scatter "
+    "matmul/bf16/4096"
 ).split()
 SAMPLE = "|".join((*ATTENTION, f"sm_90/({'|'.join(OTHERS)})$"))
 

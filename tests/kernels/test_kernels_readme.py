@@ -39,4 +39,6 @@ def test_the_example_of_the_readme_runs(close):
     close(x["out"], expected, torch.bfloat16)
     assert x["sampled"][1] == x["logits"][1].argmax()
     assert x["last_token"][[3, 5]].tolist() == x["sampled"].tolist()
-    assert torch.isfinite(x["chosen"]).all() and (x["chosen"] <= x["top"][:, 0]).all()
+    assert float(x["edited"][0, 250]) == float("-inf")
+    chosen, top, _ = x["scores"]
+    assert torch.isfinite(chosen).all() and (chosen <= top[:, 0]).all()

@@ -1,4 +1,4 @@
-"""Edits of logits, and log-probs that do not see them."""
+"""Log-probs of the model's own distribution."""
 
 from __future__ import annotations
 
@@ -7,101 +7,85 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import reference
 from quire.kernels.interpreter import kernel_device
-from quire.kernels.log_probs import chosen_log_probs, top_log_probs
-from quire.kernels.logit_edits import edit_logits
-from quire.kernels.sampling import SamplingConfig
+from quire.kernels.log_probs import log_probs
+from quire.kernels.row_survey import SamplingConfig
 
 DEVICE = kernel_device()
-CONFIG = SamplingConfig(tile=64, max_candidates=64, num_warps=4)
+CONFIG = SamplingConfig(chunk=16, part_chunks=2, part_slots=8, tile=64, num_warps=4)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def normal(*shape, seed=0, scale=3.0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+def normal(*shape, scale=3.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * scale
 
 
-def draw_edits(rows, vocab, counts, seed=0):
-    """(starts, ids, output_count, bias, repetition, presence, frequency)."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32)
-    ids = torch.cat([torch.randperm(vocab, generator=generator)[:count] for count in counts]).int()
-    output_count = torch.randint(-1, 4, (len(ids),), generator=generator, dtype=torch.int32)
-    bias = normal(len(ids), seed=seed + 1)
-    bias[::5], bias[::3] = float("-inf"), 0.0
-    columns = (torch.rand(rows, generator=generator) + low for low in (0.5, -0.5, -0.5))
-    return tuple(x.to(DEVICE) for x in (starts, ids, output_count, bias, *columns))
+def column(values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-@settings(max_examples=10)
+def scores_of(logits, tokens, num_top, width, source=None):
+    out = torch.full((len(num_top), 1 + 2 * width), float("nan"), device=DEVICE)
+    source = None if source is None else column(source)
+    tokens = column(tokens, torch.int64)
+    return log_probs(logits, tokens, column(num_top), source=source, out=out, config=CONFIG)
+
+
+@settings(max_examples=12)
 @given(data=st.data())
-def test_edits_are_the_reference_and_touch_nothing_else(data):
-    rows, vocab = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([5, 300, 700]))
-    counts = [
-        data.draw(st.sampled_from([0, 1, min(5, vocab), min(300, vocab)])) for _ in range(rows)
-    ]
-    dtype = data.draw(st.sampled_from(FLOATS))
-    logits = normal(rows, vocab).to(dtype).to(DEVICE)
-    original, edits = logits.clone(), draw_edits(rows, vocab, counts)
-    before = edit_logits(logits, *edits)
-    starts, ids, output_count, bias, *columns = edits
-    for row in range(rows):
-        part = slice(int(starts[row]), int(starts[row + 1]))
-        numbers = (float(column[row]) for column in columns)
-        expected = reference.edit_logits(
-            original[row], ids[part], output_count[part], bias[part], *numbers
-        )
-        tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-        torch.testing.assert_close(logits[row].float(), expected, rtol=tolerance, atol=tolerance)
-        assert torch.equal(before[part], original[row][ids[part].long()])
-
-
-@settings(max_examples=8)
-@given(data=st.data())
-def test_top_log_probs_are_sorted_softmax(data):
+def test_they_are_those_of_the_sorted_softmax(data):
     vocab, dtype = data.draw(st.sampled_from([1, 64, 150])), data.draw(st.sampled_from(FLOATS))
-    # A spread of 0.1: nearly all logits in two bins, so that the list is too short.
-    logits = (
-        normal(2, vocab, scale=data.draw(st.sampled_from([0.1, 3.0, 60.0]))).to(dtype).to(DEVICE)
-    )
+    # A spread of 0.01: nearly all logits at the cut, so that the lists are too short.
+    logits = normal(2, vocab, scale=data.draw(st.sampled_from([0.01, 3.0, 60.0])))
+    logits = logits.to(dtype).to(DEVICE)
     if data.draw(st.booleans()):
         logits = logits.round()  # many ties
-    num_top = data.draw(st.sampled_from([0, 1, 5]))
-    values, ids, log_sum = top_log_probs(logits, num_top, config=CONFIG)
+    num_top = data.draw(st.lists(st.sampled_from([0, 1, 5]), min_size=2, max_size=2))
+    tokens = [data.draw(st.integers(0, vocab - 1)) for _ in range(2)]
+    scores = scores_of(logits, tokens, num_top, 5)
     expected, order = torch.log_softmax(logits.float(), -1).sort(
         dim=-1, descending=True, stable=True
     )
-    size = min(num_top, vocab)
-    torch.testing.assert_close(log_sum, logits.float().logsumexp(-1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(values[:, :size], expected[:, :size], rtol=1e-5, atol=2e-5)
-    assert torch.equal(ids[:, :size].long(), order[:, :size])
-    assert (ids[:, size:] == -1).all() and (values[:, size:] == float("-inf")).all()
+    for row, (token, asked) in enumerate(zip(tokens, num_top, strict=True)):
+        own = expected[row][order[row] == token][0]
+        torch.testing.assert_close(scores.chosen[row], own, rtol=1e-5, atol=2e-5)
+        size = min(asked, vocab)
+        top, top_ids = scores.top[row], scores.top_ids[row]
+        torch.testing.assert_close(top[:size], expected[row, :size], rtol=1e-5, atol=2e-5)
+        assert torch.equal(top_ids[:size].long(), order[row, :size])
+        assert (top_ids[size:asked] == -1).all() and (top[size:asked] == float("-inf")).all()
+        assert top[asked:].isnan().all()
 
 
-def test_chosen_log_probs_are_of_the_raw_distribution():
-    logits = normal(3, 90).to(DEVICE)
-    expected = torch.log_softmax(logits, -1)
-    _, _, log_sum = top_log_probs(logits, 0, config=CONFIG)
-    starts, ids, *rest = draw_edits(3, 90, [40, 0, 90])
-    before = edit_logits(logits, starts, ids, *rest)
-    for tokens in ([int(ids[0]), 5, 7], [int(ids[39]), 89, 0], [1, -1, 90]):
-        column = torch.tensor(tokens, device=DEVICE)
-        got = chosen_log_probs(logits, column, log_sum, edits=(starts, ids, before))
-        wanted = [
-            float(expected[r, t]) if 0 <= t < 90 else float("-inf") for r, t in enumerate(tokens)
-        ]
-        torch.testing.assert_close(got.cpu(), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+def test_rows_are_those_that_the_source_names():
+    logits = normal(4, 90).to(DEVICE)
+    tokens = [3, 7, -1, 90]
+    expected = torch.log_softmax(logits, -1).cpu()
+    scores = scores_of(logits, tokens, [2, 0, 1], 2, source=[3, 0, 1])
+    wanted = torch.tensor([float("-inf"), float(expected[0, 3]), float(expected[1, 7])])
+    torch.testing.assert_close(scores.chosen.cpu(), wanted, rtol=1e-5, atol=1e-5)
+    assert scores.top_ids[0].tolist() == expected[3].argsort(descending=True)[:2].tolist()
+    assert scores.top_ids[2, 0] == expected[1].argmax()
+
+
+def test_a_row_does_not_depend_on_the_batch():
+    logits = normal(5, 150, scale=1.0).bfloat16().to(DEVICE)
+    tokens, num_top = [0, 149, 5, 9, 70], [5, 1, 3, 0, 5]
+    whole = scores_of(logits, tokens, num_top, 5)
+    for row in range(5):
+        alone = scores_of(logits[row : row + 1], tokens[row : row + 1], num_top[row : row + 1], 5)
+        for one, all_of in zip(alone, whole, strict=True):
+            torch.testing.assert_close(one[0], all_of[row], rtol=0, atol=0, equal_nan=True)
 
 
 def test_bad_arguments_are_named():
-    logits = torch.zeros(2, 40)
-    with pytest.raises(ValueError, match="num_top: must be between 0 and 128, got 129"):
-        top_log_probs(logits, 129)
-    with pytest.raises(ValueError, match="tokens: must be one of int64"):
-        chosen_log_probs(logits, torch.zeros(2).int(), torch.zeros(2))
-    starts, ids, *rest = (x.cpu() for x in draw_edits(2, 40, [1, 1]))
-    with pytest.raises(ValueError, match=r"starts: must have shape \[3\], got \[2\]"):
-        edit_logits(logits, starts[:2], ids, *rest)
-    with pytest.raises(ValueError, match="bias: must be one of float32"):
-        edit_logits(logits, starts, ids, rest[0], rest[1].half(), *rest[2:])
+    logits, tokens, num_top = torch.zeros(2, 40), torch.zeros(2).long(), torch.zeros(2).int()
+    good = dict(logits=logits, tokens=tokens, num_top=num_top, out=torch.zeros(2, 5))
+    for change, message in (
+        (dict(tokens=torch.zeros(2).int()), "tokens: must be one of int64"),
+        (dict(source=torch.zeros(3).int()), r"source: must have shape \[2\], got \[3\]"),
+        (dict(out=torch.zeros(2, 4)), "out: must be contiguous with 1 \\+ 2 width columns"),
+        (dict(out=torch.zeros(2, 259)), "out: width: must be between 0 and 128, got 129"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            log_probs(**(good | change))

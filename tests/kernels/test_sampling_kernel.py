@@ -9,55 +9,17 @@ import triton
 import triton.language as tl
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sampling_calls import choose, draw_rows, keys_of, packed
 
 from quire.kernels import reference
 from quire.kernels.interpreter import kernel_device
-from quire.kernels.noise import gumbel, noise_keys, uniform
-from quire.kernels.sampling import NO_TOKEN, SamplingConfig, sample_tokens
+from quire.kernels.noise import gumbel, uniform
+from quire.kernels.row_survey import SamplingConfig, Workspace
+from quire.kernels.sampling import NO_TOKEN, sample_tokens
 from quire.kernels.sampling_tile import uniform_noise
 
 DEVICE = kernel_device()
-# Small tiles and a list that is often too short, so that small vocabularies take every path.
-CONFIG = SamplingConfig(tile=64, max_candidates=64, pivots=16, num_warps=4)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def keys_of(rows, seed=0):
-    return noise_keys(np.full(rows, seed, np.uint64), np.zeros(rows, int), np.arange(rows))
-
-
-def choose(
-    logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, keys=None, config=CONFIG, **options
-):
-    """`sample_tokens` with columns from numbers or lists."""
-    rows = len(logits)
-
-    def column(value, dtype):
-        values = value if isinstance(value, list) else [value] * rows
-        return torch.tensor(values, dtype=dtype, device=DEVICE)
-
-    keys = keys_of(rows) if keys is None else keys
-    return sample_tokens(
-        logits, column(temperature, torch.float32), column(top_k, torch.int32), column(top_p, torch.float32),
-        column(min_p, torch.float32), torch.from_numpy(keys.view(np.int64)).to(DEVICE), config=config, **options,
-    )  # fmt: skip
-
-
-def packed(allowed):
-    """[rows, vocab] bool to the packed mask."""
-    rows, vocab = allowed.shape
-    bits = np.zeros((rows, -(-vocab // 32) * 32), bool)
-    bits[:, :vocab] = allowed.cpu().numpy()
-    words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-    return torch.from_numpy(words.copy()).to(DEVICE)
-
-
-def draw_rows(rows, vocab, dtype=torch.float32, spread=3.0, seed=0, levels=0):
-    """Random logits; `levels` > 0: few different values, hence many ties."""
-    x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
-    if levels:
-        x = (x / spread * levels / 2).round() * spread / levels
-    return x.to(dtype).to(DEVICE)
 
 
 @triton.jit
@@ -179,7 +141,8 @@ def test_the_length_of_the_list_changes_no_token():
     logits = draw_rows(2, 150, spread=1.0)
     for limits in (dict(top_k=100), dict(top_p=0.99), dict(min_p=0.01, top_p=0.9)):
         short, long = (
-            choose(logits, **limits, config=SamplingConfig(64, size, 8, 4)) for size in (8, 512)
+            choose(logits, **limits, config=SamplingConfig(16, 2, slots, 64, 8, 4))
+            for slots in (2, 32)
         )
         assert torch.equal(short, long)
 
@@ -215,10 +178,14 @@ def test_bad_arguments_are_named():
         (dict(logits=torch.zeros(40, 2).T), "logits: rows must be contiguous"),
         (dict(top_k=column), "top_k: must be one of int32, got torch.float32"),
         (dict(top_p=torch.ones(3)), r"top_p: must have shape \[2\], got \[3\]"),
-        (dict(mask=torch.zeros(2, 1).int()), r"mask: must have shape \[2, 2\], got \[2, 1\]"),
+        (dict(edited=torch.zeros(1, 40)), "edited, source: give both or none"),
         (
-            dict(candidates=torch.zeros(2, 8).int()),
-            r"candidates: must have shape \[8192\], got \[16\]",
+            dict(edited=torch.zeros(1, 41), source=torch.zeros(2).int()),
+            r"edited: must have shape \[any, 40\], got \[1, 41\]",
+        ),
+        (
+            dict(workspace=Workspace.allocate(1, 40, logits.device)),
+            r"workspace.stats: must be contiguous of at least 2 rows, got \[1, 13\]",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -81,7 +81,10 @@ OUTSIDE = {
     "_plan_rows_kernel": 1,
     "_rms_norm_kernel": 1,
     "mm": 1,
-    "_sample_kernel": 1,
+    "_survey_kernel": 1,
+    "_combine_kernel": 1,
+    "_gather_kernel": 1,
+    "_draw_kernel": 1,
     "copy_": 1,  # sampled tokens
     "clamp": 1,
     "index_copy_": 1,  # last tokens

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.replica.plan import Penalties
+from quire.replica.sampling_arrays import HistoryArrays
 from quire.replica.token_counts import TokenCounts
 
 VOCAB = 23
@@ -19,6 +20,11 @@ def penalties(rows, begun=()):
     places = np.array(rows, np.int64)
     column = np.ones(len(rows), np.float32)
     return Penalties(np.arange(len(rows)), places, 2 * column, column, 0.25 * column, tuple(begun))
+
+
+def begin(counts, batch):
+    history = HistoryArrays.of(batch, VOCAB)
+    counts.write(int(history.rows.max(initial=-1)) + 1, *map(torch.from_numpy, history))
 
 
 def expected(prompt, output):
@@ -48,19 +54,19 @@ def test_counts_follow_the_samples(histories, steps):
         if not rows:
             continue
         batch = penalties(rows, begun)
-        logits = LOGITS.repeat(len(rows), 1)
-        counts.begin(batch)
-        counts.apply(logits, batch)
+        begin(counts, batch)
+        columns = (batch.row, batch.repetition, batch.presence, batch.frequency)
+        logits = counts.apply(LOGITS.repeat(len(rows), 1), *map(torch.from_numpy, columns))
         for i, row in enumerate(rows):
             torch.testing.assert_close(logits[i], expected(prompts[row], outputs[row]))
-        counts.add(batch, torch.tensor(tokens[: len(rows)]))
+        counts.add(torch.tensor(rows), torch.tensor(tokens[: len(rows)]))
         for token, row in zip(tokens, rows, strict=False):
             outputs[row].append(token)
 
 
 def test_only_rows_that_ask_are_allocated():
     counts = TokenCounts(VOCAB)
-    assert counts._table.shape == (0, VOCAB)
-    counts.begin(penalties([2], [(2, np.array([1]), np.array([], np.int64))]))
-    assert counts._table.shape == (3, VOCAB)
-    assert torch.equal(counts._table[:2], torch.zeros(2, VOCAB, dtype=torch.int32))
+    assert counts.table.shape == (0, VOCAB)
+    begin(counts, penalties([2], [(2, np.array([1]), np.array([], np.int64))]))
+    assert counts.table.shape == (3, VOCAB)
+    assert torch.equal(counts.table[:2], torch.zeros(2, VOCAB, dtype=torch.int32))
