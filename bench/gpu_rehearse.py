@@ -41,9 +41,9 @@ for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != "ray":
+        if error.name not in ("ray", "llguidance"):
             raise SystemExit(f"{name}: {error}")
-        print(f"{name} is for Ray")
+        print(f"{name} needs {error.name}")
 """
 
 
@@ -68,7 +68,7 @@ class Copy:
         return self._run(command, {})
 
     def import_all(self) -> str:
-        """Import every module of `PACKAGES`; returns the names of those that need Ray, a line each."""
+        """Import every module of `PACKAGES`; returns the names of those that need a missing library, a line each."""
         names = [
             ".".join(("quire", *path.relative_to(self.root).with_suffix("").parts))
             for package in PACKAGES
