@@ -42,6 +42,7 @@ def all_parts(folder: Path) -> list[Part]:
         Where checkpoints of random weights are kept.
     """
     from quire.bench import (
+        gpu_engine_deterministic,
         gpu_engine_offload,
         gpu_engine_start,
         gpu_engine_steps,
@@ -56,6 +57,7 @@ def all_parts(folder: Path) -> list[Part]:
         *gpu_engine_start.parts(folder),
         *gpu_engine_steps.parts(folder),
         *gpu_engine_offload.parts(folder),
+        gpu_engine_deterministic.part(folder),
         *gpu_engine_throughput.parts(folder),
     ]
 

@@ -95,13 +95,20 @@ def _experts_kernel(
         # Columns beyond the end are masked: repeated, they would not be contiguous where w is by columns.
         w_held = (column < num_columns)[None, :]
         x_tile_ptr = x_ptr + (pair // PAIRS_A_ROW * stride_x)[:, None] + k[None, :]
-        w_tile_ptr = w_ptr + expert * stride_expert + (column.to(tl.int64) * stride_n)[None, :] + (k * stride_k)[:, None]
+        w_tile_ptr = (
+            w_ptr
+            + expert * stride_expert
+            + (column.to(tl.int64) * stride_n)[None, :]
+            + (k * stride_k)[:, None]
+        )
         acc = add_tiles(
             x_tile_ptr, w_tile_ptr, held[:, None], w_held, stride_k, depth, 0, tl.cdiv(depth, BLOCK_K),
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
         )  # fmt: skip
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + expert * stride_bias + column, mask=column < num_columns, other=0.0)
+            bias = tl.load(
+                bias_ptr + expert * stride_bias + column, mask=column < num_columns, other=0.0
+            )
             acc += bias.to(tl.float32)[None, :]
         offset = (pair * stride_out)[:, None] + column[None, :]
         inside = held[:, None] & w_held

@@ -96,9 +96,18 @@ def test_bad_arguments_are_named():
     plan = plan_experts(ids, EXPERTS, torch.float32)
     weight = normal(EXPERTS, 8, 16)
     for call, message in (
-        (lambda: plan_experts(ids.float(), EXPERTS, torch.float32), "experts: must be one of int64"),
-        (lambda: plan_experts(ids.T, EXPERTS, torch.float32), "experts: must be a contiguous matrix"),
-        (lambda: experts_product(x, weight[:4], plan), "experts of weight: must be between 5 and 5"),
+        (
+            lambda: plan_experts(ids.float(), EXPERTS, torch.float32),
+            "experts: must be one of int64",
+        ),
+        (
+            lambda: plan_experts(ids.T, EXPERTS, torch.float32),
+            "experts: must be a contiguous matrix",
+        ),
+        (
+            lambda: experts_product(x, weight[:4], plan),
+            "experts of weight: must be between 5 and 5",
+        ),
         (lambda: experts_product(x[:, :8], weight, plan), r"x: must have shape \[any, 16\]"),
         (lambda: experts_product(x[:2], weight, plan), "rows of x times choices"),
         (lambda: experts_product(x, weight, plan, bias=x), r"bias: must have shape \[5, 8\]"),

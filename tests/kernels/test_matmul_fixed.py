@@ -88,7 +88,9 @@ def test_all_forms_and_heights_give_the_same_bits(small_splits, dtype):
     for rows in (1, 16, 17, 40, 64, 65):
         assert torch.equal(product(x[:rows]), whole[:rows])
     # And they are not those of another order of additions, which a test of rounding would not see.
-    assert not torch.equal(FixedProduct(w.float(), config=SMALL)(x.float()), x.float() @ w.float().T)
+    assert not torch.equal(
+        FixedProduct(w.float(), config=SMALL)(x.float()), x.float() @ w.float().T
+    )
 
 
 def test_k_is_cut_where_columns_are_too_few_for_the_processors():
@@ -106,8 +108,14 @@ def test_k_is_cut_where_columns_are_too_few_for_the_processors():
     for (columns, depth), programs in shapes.items():
         splits = Splits.of(columns, depth, config)
         assert splits.count * -(-columns // config.block_n) == programs, (columns, depth)
-        assert (splits.count - 1) * splits.steps < -(-depth // config.block_k) <= splits.count * splits.steps
-    product = FixedProduct(torch.empty(4096, 4096, dtype=torch.bfloat16, device="cpu"), config=config)
+        assert (
+            (splits.count - 1) * splits.steps
+            < -(-depth // config.block_k)
+            <= splits.count * splits.steps
+        )
+    product = FixedProduct(
+        torch.empty(4096, 4096, dtype=torch.bfloat16, device="cpu"), config=config
+    )
     found = {rows: product.form(rows) for rows in (1, 64, 65, 256, 384, 385, 8192)}
     assert [form for form, _ in found.values()] == ["apart"] * 5 + ["in turn"] * 2
     assert [tile.block_m for _, tile in found.values()] == [64, 64, 128, 256, 256, 128, 128]
