@@ -173,6 +173,7 @@ class PagedAttention:
     ) -> TritonPlan:
         from quire.kernels.decode_plan import plan_decode
         from quire.kernels.prefill_plan import plan_prefill
+        from quire.kernels.tuning import device_arch, low_prefill_config
 
         device = self._k_cache.device
         starts, lengths, tables = (
@@ -189,6 +190,7 @@ class PagedAttention:
         least = 1 if self._uniform else 2
         if (num_query >= least).any():
             _, num_kv_heads, _, head_dim = self._k_cache.shape
+            only_decodes = (num_query == 1).all()
             prefill = plan_prefill(
                 starts,
                 lengths,
@@ -200,6 +202,9 @@ class PagedAttention:
                 window=self._window,
                 chunk=self._chunk,
                 min_query_tokens=least,
+                config=low_prefill_config(device_arch(device), head_dim, self._dtype)
+                if only_decodes
+                else None,
             )
         return TritonPlan(decode, prefill, tables)
 

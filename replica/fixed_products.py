@@ -33,7 +33,7 @@ from quire.replica.fused import Product
 class FixedLinear(nn.Module):
     """A linear layer, or several of the same input, with rows of fixed bits. Shares the parameters of its source."""
 
-    packed = None  # as `Product`'s: weights lie as the model has them
+    packed = fp8 = None  # as `Product`'s: weights lie as the model has them
 
     def __init__(self, source: nn.Linear | Product):
         super().__init__()
@@ -43,6 +43,9 @@ class FixedLinear(nn.Module):
         self.in_features = source.in_features
         self.out_features = source.out_features
         self.product = FixedProduct(self.weight.detach(), self.bias)
+
+    def part(self) -> None:
+        """As `Product`'s: nothing for the CPU's library."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in_features], residual and result [..., out_features]."""

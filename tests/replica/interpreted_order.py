@@ -69,6 +69,7 @@ def compare(runner: Runner) -> dict[str, Any]:
     return {
         "different": [way for way, told in found.items() if told != expected],
         **proof,
+        "workspace": sorted({name for a in runner._attentions for name in a.buffers()}),
         "modules": sorted({type(module).__name__ for module in runner.model.modules()}),
     }
 
