@@ -26,7 +26,8 @@ ATTENTION = (
 )
 OTHERS = (
     "norm/4096/llama silu_mul kv_write/norm kv_write/fp8 sample/fp32/mask top_log_probs/bf16/20 "
-    "chosen_log_probs edit_logits prepare gather_last scatter copy_blocks matmul/bf16/4096"
+    "chosen_log_probs edit_logits prepare gather_last scatter copy_blocks matmul/bf16/apart/128 "
+    "matmul/bf16/whole/128 experts/bf16 sum_splits plan_experts combine_experts"
 ).split()
 SAMPLE = "|".join((*ATTENTION, f"sm_90/({'|'.join(OTHERS)})$"))
 
