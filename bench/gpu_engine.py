@@ -44,6 +44,7 @@ def all_parts(folder: Path) -> list[Part]:
     """
     from quire.bench import (
         gpu_engine_compiles,
+        gpu_engine_deterministic,
         gpu_engine_offload,
         gpu_engine_start,
         gpu_engine_steps,
@@ -59,6 +60,7 @@ def all_parts(folder: Path) -> list[Part]:
         *gpu_engine_compiles.parts(folder),
         *gpu_engine_steps.parts(folder),
         *gpu_engine_offload.parts(folder),
+        gpu_engine_deterministic.part(folder),
         *gpu_engine_throughput.parts(folder),
     ]
 

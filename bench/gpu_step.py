@@ -14,7 +14,7 @@ from quire.bench.gpu_timing import Call
 from quire.kernels.batch_prep import apply_differences, gather_last_tokens, prepare_batch
 from quire.kernels.decode_plan import allocate_decode_workspace, plan_decode
 from quire.kernels.log_probs import log_probs
-from quire.kernels.matmul_fixed import matmul_fixed
+from quire.kernels.matmul_fixed import FixedProduct
 from quire.kernels.noise import noise_keys
 from quire.kernels.prefill_plan import plan_prefill
 from quire.kernels.row_survey import Workspace
@@ -169,18 +169,18 @@ def _step_call(session: Session, point: Point) -> Call:
 
 
 def matmul_points(rehearsal: bool) -> list[Point]:
-    """A projection and the fused gate and up of an 8B model, few rows and many."""
+    """The output's product, that of gate and up and that of down of an 8B model: every form, few rows and many."""
     if rehearsal:
-        return [{"rows": 3, "columns": 40, "depth": 48}]
+        return [{"rows": 3, "columns": 40, "depth": 48}, {"rows": 3, "columns": 40, "depth": 520}]
     return [
-        {"rows": rows, "columns": columns, "depth": 4096}
-        for rows in (1, 16, 256, 4096)
-        for columns in (4096, 28672)
+        {"rows": rows, "columns": columns, "depth": depth}
+        for rows in (1, 64, 256, 4096)
+        for columns, depth in ((4096, 4096), (28672, 4096), (4096, 14336))
     ]
 
 
 def measure_matmul(session: Session, point: Point) -> Row:
-    """Against the vendor's product of the same operands."""
+    """Against the vendor's product of the same operands, whose rows may depend on each other."""
     rows, columns, depth = point["rows"], point["columns"], point["depth"]
     num_bytes = 2 * (rows * depth + columns * depth + rows * columns)
     x = session.normal(rows, depth)
@@ -188,7 +188,7 @@ def measure_matmul(session: Session, point: Point) -> Row:
     out = x.new_empty(rows, columns)
     spreads = session.timer.compare(
         {
-            "quire": [partial(matmul_fixed, x, weight, out=out) for weight in weights],
+            "quire": [partial(FixedProduct(weight), x, out) for weight in weights],
             "vendor": [partial(torch.mm, x, weight.T, out=out) for weight in weights],
         }
     )

@@ -343,8 +343,9 @@ class EngineArgs(_Section):
     )
     deterministic: bool | None = Field(
         None,
-        description="Give bit-equal tokens whatever the batch, chunking or replica. Default: on "
-        "for float32 on the CPU, otherwise off.",
+        description="Give bit-equal tokens whatever the batch, chunking, cache or replica of one "
+        "kind of device: on a GPU in any dtype, on the CPU in float32. Default: on for float32 on "
+        "the CPU, otherwise off.",
     )
     num_threads: int | None = Field(
         None,

@@ -11,6 +11,7 @@ import triton
 from quire.kernels import (
     activation,
     batch_prep,
+    experts_fixed,
     fp8_rows,
     kv_write,
     log_probs,
@@ -34,31 +35,84 @@ def entries() -> Iterator[Entry]:
         yield from _kv_write(arch)
         yield from _sampling(arch)
         yield from _batch(arch)
-        yield from _matmul(arch)
+        yield from matmul_entries(arch)
 
 
 def _pointers(value: str, *names: str) -> dict[str, str]:
     return {f"{name}_ptr": f"*{value}" for name in names}
 
 
-def _matmul(arch: str) -> Iterator[Entry]:
+def matmul_entries(arch: str) -> Iterator[Entry]:
+    """Every form and height; "rest": the last step of k is not a whole one."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         config = matmul_fixed.matmul_config(arch, dtype)
-        for depth in (4096, 4100):
+        options = dict(BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+        for form in ("whole", "apart", "in turn"):
+            result = "fp32" if form == "apart" else name
+            types = {**_pointers(name, "x", "w"), **_pointers(result, "out")}
+            if form != "apart":
+                types |= _pointers(name, "bias")
+            for tile in (config.in_turn,) if form == "in turn" else config.tiles:
+                for rest in ("", "/rest"):
+                    yield Entry(
+                        f"{arch}/matmul/{name}/{form.replace(' ', '_')}/{tile.block_m}{rest}",
+                        arch,
+                        matmul_fixed._matmul_kernel,
+                        types,
+                        dict(
+                            BLOCK_M=tile.block_m,
+                            BAND=matmul_fixed.GROUP_M,
+                            FORM=form,
+                            EVEN_K=not rest,
+                            **options,
+                        ),
+                        dict(num_warps=tile.num_warps, num_stages=tile.num_stages, **_EXACT),
+                        multiples=("depth",),
+                    )
+        tile = config.tiles[0]
+        for order in ("", "/transposed"):
             yield Entry(
-                f"{arch}/matmul/{name}/{depth}",
+                f"{arch}/experts/{name}{order}",
                 arch,
-                matmul_fixed._matmul_kernel,
-                _pointers(name, "out", "x", "w"),
+                experts_fixed._experts_kernel,
+                {**_pointers(name, "out", "x", "w", "bias"), **_pointers("i32", "pairs", "tiles")},
                 dict(
-                    K=depth,
-                    BLOCK_M=config.block_m,
-                    BLOCK_N=config.block_n,
-                    BLOCK_K=config.block_k,
-                    BAND=matmul_fixed.GROUP_M,
+                    PAIRS_A_ROW=4,
+                    BLOCK_M=tile.block_m,
+                    EVEN_K=True,
+                    **{"stride_n" if order else "stride_k": 1},
+                    **options,
                 ),
-                dict(num_warps=config.num_warps, num_stages=config.num_stages, **_EXACT),
+                dict(num_warps=tile.num_warps, num_stages=tile.num_stages, **_EXACT),
+                multiples=("depth", "num_columns"),
             )
+    sums = {**_pointers("bf16", "out", "bias"), **_pointers("fp32", "sums")}
+    yield Entry(
+        f"{arch}/sum_splits",
+        arch,
+        matmul_fixed._sum_splits_kernel,
+        sums,
+        dict(SPLITS=matmul_fixed.MAX_SPLITS, BLOCK=matmul_fixed.SUM_BLOCK),
+        dict(num_warps=matmul_fixed.SUM_WARPS, **_EXACT),
+        multiples=("num_columns",),
+    )
+    yield Entry(
+        f"{arch}/plan_experts",
+        arch,
+        experts_fixed._plan_experts_kernel,
+        {**_pointers("i32", "pairs", "tiles"), **_pointers("i64", "experts")},
+        dict(BLOCK_M=64, BLOCK=experts_fixed.PLAN_BLOCK),
+        dict(num_warps=experts_fixed.PLAN_WARPS),
+    )
+    yield Entry(
+        f"{arch}/combine_experts",
+        arch,
+        experts_fixed._combine_kernel,
+        _pointers("bf16", "out", "x", "weights"),
+        dict(CHOICES=8, BLOCK=experts_fixed.COMBINE_BLOCK),
+        dict(num_warps=experts_fixed.COMBINE_WARPS, **_EXACT),
+        multiples=("num_columns",),
+    )
 
 
 def _rows(arch: str) -> Iterator[Entry]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from quire.kernels import tuning
 
@@ -33,6 +33,7 @@ class Entry:
     constants: dict[str, Any]
     options: dict[str, Any]
     resident: int = 1  # programs that the grid expects on one processor at a time
+    multiples: tuple[str, ...] = ()  # numbers that are multiples of 16, beside all strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Record:
     problems: tuple[str, ...] = field(default=(), compare=False)
 
 
-def compile_entry(entry: Entry) -> Record:
+def compile_kernel(entry: Entry) -> CompiledKernel:
     """Compile one entry.
 
     Raises
@@ -73,9 +74,8 @@ def compile_entry(entry: Entry) -> Record:
         if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
             continue
         # Slices such as counts[1:] are not aligned; nor are their kernels' reads wide.
-        if (signature[name].startswith("*") and not name.startswith("num_")) or name.startswith(
-            "stride_"
-        ):
+        is_array = signature[name].startswith("*") and not name.startswith("num_")
+        if is_array or name.startswith("stride_") or name in entry.multiples:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(entry.kernel, signature, constants, attributes)
     nvidia = entry.arch.startswith("sm_")
@@ -84,7 +84,22 @@ def compile_entry(entry: Entry) -> Record:
         if nvidia
         else GPUTarget("hip", entry.arch, 64)
     )
-    compiled = triton.compile(source, target, entry.options)
+    return triton.compile(source, target, entry.options)
+
+
+def matrix_instructions(entry: Entry) -> set[str]:
+    """Shapes of an NVIDIA kernel's matrix instructions, such as "wgmma.mma_async m64n128k16"."""
+    found = re.findall(
+        r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*?\.(m\d+n\d+k\d+)\.",
+        compile_kernel(entry).asm["ptx"],
+    )
+    return {" ".join(parts) for parts in found}
+
+
+def compile_entry(entry: Entry) -> Record:
+    """Compile one entry and read what came out, as `compile_kernel`."""
+    nvidia = entry.arch.startswith("sm_")
+    compiled = compile_kernel(entry)
     read = read_cubin if nvidia else _read_amdgcn
     registers, stack_bytes = read(compiled.asm["cubin" if nvidia else "amdgcn"])
     shared_bytes = compiled.metadata.shared

@@ -177,6 +177,7 @@ class PagedAttention:
     ) -> TritonPlan:
         from quire.kernels.decode_plan import plan_decode
         from quire.kernels.prefill_plan import plan_prefill
+        from quire.kernels.tuning import device_arch, low_prefill_config
 
         device = self._k_cache.device
         starts, lengths, tables = (
@@ -194,6 +195,7 @@ class PagedAttention:
         least = 1 if self._uniform else 2
         if (num_query >= least).any():
             _, num_kv_heads, _, head_dim = self._k_cache.shape
+            only_decodes = (num_query == 1).all()
             prefill = plan_prefill(
                 starts,
                 lengths,
@@ -206,6 +208,9 @@ class PagedAttention:
                 chunk=self._chunk,
                 min_query_tokens=least,
                 max_rows=self._max_rows,
+                config=low_prefill_config(device_arch(device), head_dim, self._dtype)
+                if only_decodes
+                else None,
             )
         return TritonPlan(decode, prefill, tables)
 

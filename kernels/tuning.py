@@ -7,7 +7,7 @@ on the device and the model's shape only, never on the batch. The other fields c
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -114,6 +114,23 @@ def prefill_config(arch: str, head_dim: int, dtype: torch.dtype) -> PrefillConfi
     if dtype == torch.float32:
         return _smallest(_PREFILL_FLOAT32, head_dim)
     return _smallest(_of_arch(_PREFILL, arch), head_dim)
+
+
+def low_prefill_config(arch: str, head_dim: int, dtype: torch.dtype) -> PrefillConfig:
+    """`prefill_config` for rows of one query token, where they have to get the bits that a prefill gives them.
+
+    On Hopper the tile has 64 rows instead of 128: the instruction is the same, and two programs fit a processor, where
+    one waits while the other computes. Fewer rows would take another instruction, which rounds in another way.
+
+    Such a row is a program for each KV head, which walks all keys alone. 8 heads of 128 and 8192 keys are 8 programs
+    with 4 MiB each. A program has two tiles of 32 KiB in flight, about 50 GB/s, so they take 85 us a layer; at the
+    memory's speed it would be 11. From 33 such rows on there are two programs for each of 132 processors, and memory
+    is the bound.
+    """
+    config = prefill_config(arch, head_dim, dtype)
+    if arch not in ("sm_90", INTERPRETER) or dtype == torch.float32 or config.block_m <= 64:
+        return config
+    return replace(config, block_m=64, num_warps=4, num_stages=min(config.num_stages, 3))
 
 
 def _of_arch(table: dict[tuple[str, int], Config], arch: str) -> dict[int, Config]:

@@ -486,7 +486,9 @@ class RowTable:
         sample_rows = rows[samples]
         block_size = self.block_size
         block_index = positions // block_size
-        slots = self.block_tables[:, np.repeat(rows, num_q), block_index].astype(np.int64)
+        slots = self.block_tables[:, np.repeat(rows, num_q), block_index].astype(
+            np.int64, order="C"
+        )
         slots *= block_size
         slots += positions - block_index * block_size
         plan = StepPlan(

@@ -125,7 +125,7 @@ class Runner:
         self._workspace = Workspace() if self._attentions[0].backend == "cpu" else None
         self.fused = self._fuse() if fused is None else fused
         if config.deterministic:
-            make_deterministic(model)
+            self._fix_order()
         self._forward = Forward(
             model, pool, self._attentions, config.max_running_requests, self._workspace
         )
@@ -149,6 +149,15 @@ class Runner:
             self.model, decoder, self.pool, self._attentions, workspace=self._workspace, int8=int8
         )
 
+    def _fix_order(self) -> None:
+        """Give a row the same bits in every batch."""
+        if self._attentions[0].backend == "cpu":
+            make_deterministic(self.model)
+            return
+        from quire.replica.fixed_products import fix_products
+
+        fix_products(self.model)
+
     def _attention(self, group: LayerGroup, backend: Backend | None) -> PagedAttention:
         return PagedAttention(
             self.pool.keys(group.layers[0]),
@@ -159,14 +168,19 @@ class Runner:
             chunk=group.chunk,
             share_prefixes=self.config.prefix_caching,
             uniform=self.config.deterministic,
-            query_tokens=self._exact_query_tokens(group) if self.config.deterministic else None,
+            query_tokens=None if backend == "triton" else self._exact_query_tokens(group),
             dtype=getattr(torch, self.config.dtype),
             backend=backend,
         )
 
     def _exact_query_tokens(self, group: LayerGroup) -> int | None:
-        """Prefill tile of the torch path with the decode tiles' bits; native attention needs no such choice."""
-        if cpu_attention_native.supports(self.pool.keys(group.layers[0]), self.spec.num_heads):
+        """Prefill tile of the CPU's torch path with the decode tiles' bits; other paths need no such choice."""
+        k_cache = self.pool.keys(group.layers[0])
+        if (
+            not self.config.deterministic
+            or self.config.device != "cpu"
+            or cpu_attention_native.supports(k_cache, self.spec.num_heads)
+        ):
             return None
         return choose_query_tokens(
             self.spec.num_heads, group.num_kv_heads, group.head_dim, self.config.block_size
@@ -352,6 +366,11 @@ class Runner:
     def warm_up(self) -> None:
         """Run the shapes that serving will see, so that nothing is first touched later; capture the first graphs."""
         self.run_largest()
+        if self.config.deterministic and self._attentions[0].backend == "triton":
+            from quire.replica.fixed_products import warm_products
+
+            with torch.inference_mode():
+                warm_products(self.model, self.config.max_batch_tokens)
         if self.queued is not None:
             self.queued.graphs.capture_first()
             self.queued.fall_idle()

@@ -197,10 +197,8 @@ def resolve(
     elif dtype == "auto":
         dtype = choose_dtype(device, spec.checkpoint_dtype, count_parameters(folder), cpu_flags())
     exact = device == "cpu" and dtype == "float32"
-    if args.deterministic and not exact:
-        raise SizingError(
-            f"deterministic is true, which needs device 'cpu' and dtype 'float32'; they are {device!r} and {dtype!r}"
-        )
+    if args.deterministic:
+        check_deterministic(args, weights, device, dtype)
     check_formats(weights, args, device, dtype)
     default_batch = _CPU_BATCH_TOKENS if device == "cpu" else _CUDA_BATCH_TOKENS
     max_batch_tokens = args.max_batch_tokens or default_batch
@@ -454,6 +452,26 @@ def choose_weights(args: EngineArgs, spec: ModelSpec) -> str:
             f"weights is 'int8', and {spec.path} is stored in FP8 ({spec.fp8.method}), which stays as it is; use 'auto'"
         )
     return "fp8"
+
+
+def check_deterministic(args: EngineArgs, weights: str, device: str, dtype: str) -> None:
+    """Raise `SizingError` unless the products of such an engine have one order of additions."""
+    if device == "cpu" and dtype != "float32":
+        raise SizingError(
+            f"deterministic is true, which on the CPU needs dtype 'float32'; it is {dtype!r}; use 'float32', device "
+            "'cuda' with any dtype, or deterministic false"
+        )
+    if device == "cuda" and weights != "auto":
+        raise SizingError(
+            f"deterministic is true, which on device 'cuda' needs weights 'auto'; they are {weights!r}, whose products "
+            "are the vendor's and follow the number of rows; use a checkpoint without FP8 weights, or deterministic "
+            "false"
+        )
+    if device == "cuda" and args.fuse != "auto":
+        raise SizingError(
+            f"deterministic is true, which on device 'cuda' needs fuse 'auto'; it is {args.fuse!r}, and torch's own "
+            "norms follow the number of rows; use 'auto', or deterministic false"
+        )
 
 
 def check_formats(weights: str, args: EngineArgs, device: str, dtype: str) -> None:

@@ -53,6 +53,7 @@ TORCH_MODULES = {
     "quire.replica.loader",
     "quire.replica.logprobs",
     "quire.replica.output_head",
+    "quire.replica.fixed_products",
     "quire.replica.fixed_step",
     "quire.replica.pinned_memory",
     "quire.replica.placement",

@@ -16,6 +16,7 @@ import transformers
 
 from quire.bench import (
     gpu_engine,
+    gpu_engine_deterministic,
     gpu_engine_offload,
     gpu_engine_start,
     gpu_engine_throughput,
@@ -48,10 +49,21 @@ BARS = {
     "gpu/engine/offload_wrong_blocks": "<= 0",
     "gpu/engine/offload_percent_of_link": ">= 80",
     "gpu/engine/offload_drop_percent": "<= 5",
+    "gpu/engine/deterministic_cost_percent": "<= 15",
     **{f"gpu/engine/throughput_of_goal/{name}": ">= 1" for name in gpu_models.NAMES},
     **{f"gpu/engine/ratio_to_varlen/{name}": ">= 4" for name in gpu_models.NAMES},
 }
-PARTS = {"machine", "tokens", "checkpoints", "start", "compiles", "decode", "prefill", "offload"}
+PARTS = {
+    "machine",
+    "tokens",
+    "checkpoints",
+    "start",
+    "compiles",
+    "decode",
+    "prefill",
+    "offload",
+    "deterministic",
+}
 THROUGHPUT = {gpu_engine_throughput.part_name(name) for name in gpu_models.NAMES}
 # What the machine with a GPU need not have. llguidance compiles grammars, which no part asks for.
 FOREIGN = ("ray", "grpc", "fastapi", "pydantic", "llguidance", "orjson", "accelerate", "psutil")
@@ -91,7 +103,7 @@ sys.exit(main(sys.argv[1:]))
 def test_parts_are_rehearsed_one_by_one_with_torch_and_transformers_alone(tmp_path, folder):
     out = tmp_path / "gpu.json"
     # test_gpu_plan.py rehearses compiles and decode
-    parts = ["tokens", "checkpoints", "prefill", "offload"]
+    parts = ["tokens", "checkpoints", "prefill", "offload", "deterministic"]
     done = rehearse(folder, "--out", str(out), "--parts", *parts, code=WITHOUT_OTHERS)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
@@ -163,6 +175,24 @@ def test_the_committed_result_has_every_bar_and_part():
     if result["rehearsal"]:
         assert {bar["holds"] for bar in result["bars"]} == {None}
         assert result["parts"].keys() == PARTS | THROUGHPUT
+
+
+# -- deterministic -------------------------------------------------------------------------------------------
+
+
+def test_the_cost_of_equal_bits_is_that_of_the_workload_that_loses_most():
+    seconds = {("a", False): 8.0, ("a", True): 10.0, ("b", False): 9.9, ("b", True): 10.0}
+    rows = [
+        {"model": "m", "workload": name, "deterministic": on, "seconds": value}
+        for (name, on), value in seconds.items()
+    ]
+    (bar,) = gpu_engine_deterministic.bars(rows)
+    assert (bar.value, bar.details["at"]["workload"], bar.holds) == (20.0, "a", False)
+    (bar,) = gpu_engine_deterministic.bars(rows[2:])
+    assert (bar.value, bar.holds) == (1.0, True)
+    late = {"model": "m", "workload": "c", "deterministic": True, "skipped": NO_TIME}
+    (bar,) = gpu_engine_deterministic.bars([*rows[2:], late])
+    assert bar.value is None and bar.details["so_far"] == 1.0
 
 
 # -- models --------------------------------------------------------------------------------------------------

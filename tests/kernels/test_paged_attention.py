@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -42,6 +45,57 @@ def test_buffers_are_all_the_memory_that_outlives_a_call(uniform):
         owner = workspace if hasattr(workspace, name) else workspace.shared
         assert getattr(owner, name).data_ptr() == tensor.data_ptr()
     assert uniform or {"items", "partial_acc", "partial_ml", "runs", "num_led"} <= held.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_uniform_attention_gives_a_decode_the_bits_of_a_prefill(paged_batch, dtype):
+    batch = paged_batch([9, 1, 17], [70, 33, 40], 4, 2, 64, 16, dtype)
+    attention = PagedAttention(batch.k, 4, max_rows=8, uniform=True, backend="triton")
+
+    def attend(part):
+        plan = attention.plan(*(x.cpu().numpy() for x in (part.cu_q, part.kv_len, part.tables)))
+        assert plan.decode is None
+        return attention(part.q, part.k, part.v, part.scale, plan), plan.prefill.config
+
+    together, high = attend(batch)
+    for row in range(3):  # its last token alone
+        part = batch.rows([row])
+        part.q, part.cu_q = part.q[-1:], torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+        alone, low = attend(part)
+        assert torch.equal(alone[0], together[batch.cu_q[row + 1] - 1])
+    if DEVICE == "cpu":  # as on Hopper
+        heights = (64, 128) if dtype == torch.bfloat16 else (32, 32)
+        assert (low.block_m, high.block_m) == heights
+
+
+_COMPARE_HEIGHTS = """
+from dataclasses import replace
+import torch
+from quire.kernels import compile_attention, tuning
+from quire.kernels.offline_compile import compile_entry, matrix_instructions
+for entry in compile_attention._attention("sm_90", torch.bfloat16, 128):
+    if "/prefill/" in entry.name:
+        low = tuning.low_prefill_config("sm_90", 128, torch.bfloat16)
+        options = tuning.launch_options("sm_90", low.num_warps, low.num_stages)
+        lower = replace(entry, constants=entry.constants | {"BLOCK_M": low.block_m}, options=options)
+        assert entry.constants["BLOCK_M"] != low.block_m
+        found = matrix_instructions(entry), matrix_instructions(lower)
+        assert found[0] == found[1] != set(), found
+        record = compile_entry(lower)
+        assert not record.problems, record
+        assert 2 * (record.shared_bytes + 1024) <= tuning.SHARED_BYTES["sm_90"], record
+        print("compared")
+"""
+
+
+def test_both_heights_of_uniform_attention_use_the_same_instructions(tmp_path):
+    """The interpreter cannot see it: on a device equal bits need the same instructions."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", _COMPARE_HEIGHTS], env=environment, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout) == (0, "compared\n"), run.stderr[-4000:]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

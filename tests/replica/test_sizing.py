@@ -300,6 +300,33 @@ def test_defaults_on_the_cpu(spec):
     assert not resolve(EngineArgs(device="cpu", deterministic=False), spec).deterministic
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_gpu_is_deterministic_in_any_dtype_when_asked(spec, monkeypatch, dtype):
+    monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sizing, "available_bytes", lambda device: 64 * GIB)
+    asked = EngineArgs(device="cuda", dtype=dtype, deterministic=True)
+    assert resolve(asked, spec).deterministic
+    assert not resolve(EngineArgs(device="cuda", dtype=dtype), spec).deterministic
+    eight_bits = EngineArgs(device="cuda", dtype=dtype, deterministic=True, kv_cache_dtype="fp8")
+    assert resolve(eight_bits, spec).deterministic
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(weights="fp8"), "on device 'cuda' needs weights 'auto'; they are 'fp8'"),
+        (dict(weights="int8"), "on device 'cuda' needs weights 'auto'; they are 'int8'"),
+        (dict(fuse="off"), "on device 'cuda' needs fuse 'auto'; it is 'off'"),
+    ],
+)
+def test_what_a_deterministic_gpu_cannot_serve_is_named(spec, monkeypatch, changes, message):
+    monkeypatch.setattr(sizing.torch.cuda, "is_available", lambda: True)
+    with pytest.raises(
+        SizingError, match=f"deterministic is true, which {message}.* deterministic"
+    ):
+        resolve(EngineArgs(device="cuda", deterministic=True, **changes), spec)
+
+
 @pytest.mark.parametrize("device, by_default", [("cpu", False), ("cuda", True)])
 def test_a_step_is_in_flight_by_default_only_beside_a_device_that_queues(
     spec, monkeypatch, device, by_default
@@ -384,7 +411,10 @@ def test_a_length_left_open_is_cut_to_the_cache(spec):
         (dict(max_running_requests=0), "max_running_requests"),
         (dict(device="tpu"), "device must be one of"),
         (dict(dtype="int4"), "dtype must be one of"),
-        (dict(deterministic=True, dtype="bfloat16"), "deterministic is true, which needs"),
+        (
+            dict(deterministic=True, dtype="bfloat16"),
+            "deterministic is true, .* needs dtype 'float32'; it is 'bfloat16'; use .* device 'cuda'",
+        ),
         (dict(weights="int4"), "weights must be one of auto, int8, fp8, got 'int4'"),
         (dict(weights="fp8", dtype="float32"), "weights is 'fp8', .* 'bfloat16'; it is 'float32'"),
         (dict(kv_cache_dtype="int8"), "kv_cache_dtype must be one of auto, fp8, got 'int8'"),
