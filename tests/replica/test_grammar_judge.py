@@ -21,9 +21,9 @@ from quire.replica.embedded import CHECKPOINT
 from quire.replica.grammar import GrammarCompiler
 from quire.replica.grammar_state import GrammarState
 
-# Quire installs llguidance. A machine that only tests the GPU's path may lack it, and collects this module all the same.
+# Quire installs llguidance. A machine that only tests the GPU may lack it, and collects this module all the same.
 pytest.importorskip("llguidance", exc_type=ModuleNotFoundError)
-from quire.replica import grammar_child  # noqa: E402
+from quire.replica import grammar_child
 
 VOCAB = 1024
 EOS = (0, 2)
