@@ -29,6 +29,7 @@ from quire.bench.gpu_crowd import Crowd, Crowds, Reading, Turns, between, random
 from quire.bench.gpu_engine_steps import DECODE_OPTIONS, Steps, Window
 from quire.bench.gpu_session import NO_TIME, Session
 from quire.bench.workloads import Workload
+from quire.kernels.tuning import BLOCK_SIZE
 
 # What issue 5 asks of a GPU: name, goal.
 BARS = {
@@ -292,7 +293,8 @@ def test_a_victims_blocks_move_beside_rows_that_decode(queued_device, folder):
     model = gpu_models.SMALL
     try:
         row = offload.measure(
-            session(), {"what": "beside", "model": model, "victim_tokens": 64, "every": 2}
+            session(),
+            {"what": "beside", "model": model, "victim_tokens": 2 * BLOCK_SIZE, "every": 2},
         )
     finally:
         offload.crowds.close()
