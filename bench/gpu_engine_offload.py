@@ -37,7 +37,7 @@ from quire.replica.kv_pool import KVPool, block_elements
 from quire.replica.scheduler import Scheduler
 
 LINK_BYTES = 1 << 30
-ROUND_TRIP_BLOCKS = 512  # 2 GiB of an 8B model
+ROUND_TRIP_BLOCKS = 256  # 2 GiB of an 8B model
 REPEATS = 3
 ROWS = 64
 CONTEXT = 1024
@@ -58,7 +58,7 @@ def points(rehearsal: bool) -> list[Point]:
     """`every` steps a victim of so many tokens is parked, and half as many later it returns."""
     model = SMALL if rehearsal else "Llama-3.1-8B"
     blocks = 6 if rehearsal else ROUND_TRIP_BLOCKS
-    beside = ((64, 2),) if rehearsal else ((1024, 2), (8192, 16))
+    beside = ((2 * BLOCK_SIZE, 2),) if rehearsal else ((1024, 2), (8192, 16))
     return [
         {"what": "round_trip", "model": model, "blocks": blocks},
         *(

@@ -34,6 +34,7 @@ from quire.bench.gpu_profile import Kernel
 from quire.bench.gpu_profile import describe as describe_profile
 from quire.bench.gpu_session import NO_TIME, Session
 from quire.bench.workloads import Workload
+from quire.kernels.tuning import BLOCK_SIZE
 from quire.replica.spec import ARCHITECTURES
 
 # What issue 5 asks of a GPU: name, goal.
@@ -402,7 +403,8 @@ def test_a_victims_blocks_move_beside_rows_that_decode(queued_device, folder):
     model = gpu_models.SMALL
     try:
         row = offload.measure(
-            session(), {"what": "beside", "model": model, "victim_tokens": 64, "every": 2}
+            session(),
+            {"what": "beside", "model": model, "victim_tokens": 2 * BLOCK_SIZE, "every": 2},
         )
     finally:
         offload.crowds.close()
