@@ -16,8 +16,9 @@ from pydantic_core import ErrorDetails
 
 from quire.cluster import structured_output
 from quire.cluster.front_end import ROLES, served_role
-from quire.protos.errors import InvalidRequest, UnsupportedField
+from quire.protos.errors import InvalidRequest, UnsupportedField, shown
 from quire.protos.wire import MAX_LOGPROBS, Grammar
+from quire.router import params
 from quire.router.types import GenerationRequest
 
 # --------------------------------------------------------------------------------------------------
@@ -27,6 +28,9 @@ from quire.router.types import GenerationRequest
 
 # Text parts are at level 4; beyond this only what is refused anyway, and could exhaust the stack.
 _MAX_MESSAGES_DEPTH = 8
+# Of a list or an object that is a field of the body, except for `prompt`: so many that pydantic takes 20 ms for them,
+# also where each has an error of its own. The router has smaller bounds for most fields.
+MAX_ENTRIES = 4096
 
 
 class _Strict(BaseModel):
@@ -497,6 +501,9 @@ def parse_body(model: type[_Body], body: Any) -> _Body:
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {_describe(body)}")
     served = {name: value for name, value in body.items() if _is_served(model, name, value)}
+    for name, value in served.items():
+        if name != "prompt" and isinstance(value, (dict, list)):
+            params.at_most(name, len(value), MAX_ENTRIES, "entries")
     try:
         parsed = model.model_validate(served)
     except ValidationError as error:
@@ -581,8 +588,7 @@ def _describe(value: Any) -> str:
         return f"a list of {len(value)}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= 64 else f"{text[:61]}..."
+    return shown(value)
 
 
 def _is_shallow(value: Any, max_depth: int) -> bool:

@@ -258,7 +258,7 @@ class AsyncTokenizer:
         if (
             is_guarded and GUARD in text
         ):  # seldom, so what it has in common with other texts is not looked for
-            return await self._in_thread(self.tokenizer.special.encode, text)
+            return await self.in_thread(self.tokenizer.special.encode, text)
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens)
         if self._pattern is not None and (
@@ -266,7 +266,7 @@ class AsyncTokenizer:
         ):
             pieces = await self._encode_pieces(self._pattern, text, tenant)
             return self.tokenizer.join(pieces, add_special_tokens)
-        return await self._in_thread(self.tokenizer.encode, text, add_special_tokens)
+        return await self.in_thread(self.tokenizer.encode, text, add_special_tokens)
 
     async def _encode_pieces(
         self, pattern: re.Pattern[str], text: str, tenant: str
@@ -276,7 +276,7 @@ class AsyncTokenizer:
         if len(text) <= INLINE_SPLIT_CHARS:
             pieces = split(pattern, text, at_words)
         else:
-            pieces = await self._in_thread(split, pattern, text, at_words)
+            pieces = await self.in_thread(split, pattern, text, at_words)
         found = self.cache.find(tenant, pieces)
         missing = dict.fromkeys(
             piece for piece, ids in zip(pieces, found, strict=True) if ids is None
@@ -285,7 +285,7 @@ class AsyncTokenizer:
             if sum(map(len, missing)) <= INLINE_CHARS:
                 encoded = self.tokenizer.encode_pieces(tuple(missing))
             else:
-                encoded = await self._in_thread(self.tokenizer.encode_pieces, tuple(missing))
+                encoded = await self.in_thread(self.tokenizer.encode_pieces, tuple(missing))
             new = dict(zip(missing, encoded, strict=True))
             for piece, ids in new.items():
                 self.cache.put(tenant, piece, ids)
@@ -294,7 +294,14 @@ class AsyncTokenizer:
             ]
         return found
 
-    async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+    async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call a function that takes long in one of the threads.
+
+        Raises
+        ------
+        Overloaded
+            `max_pending` calls are waiting.
+        """
         if self._num_pending >= self._max_pending:
             raise Overloaded(
                 f"{self._num_pending} prompts are waiting to be tokenised, the limit is"
