@@ -34,6 +34,8 @@ from quire.cluster.front_end import (
     collect,
     explain_headers,
     internal_error,
+    is_label,
+    renamed,
     request_label,
     retry_after_ms,
     served_role,
@@ -70,6 +72,10 @@ _FINISH_REASONS = {
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+# The router's names of fields, where the API has others.
+_NAMES = {"tenant": "cache_salt", "deadline_s": TIMEOUT_HEADER, "timeout": TIMEOUT_HEADER}
 
 
 class Context(Protocol):
@@ -380,8 +386,9 @@ def _request_id(request: generation.GenerateRequest, context: Context) -> str:
     if request.request_id:
         return request_label(request.request_id, "request_id")
     for key, value in context.invocation_metadata():
-        if key == "x-request-id":
-            return request_label(value, "x-request-id")
+        # One that cannot be logged is replaced, as over HTTP.
+        if key == "x-request-id" and is_label(value):
+            return value
     return uuid.uuid4().hex
 
 
@@ -494,8 +501,7 @@ def _set_explain(context: Context, explain: Any) -> None:
 
 def _set_status(context: Context, error: Exception) -> QuireError:
     """Put an error into the call's status and trailing metadata."""
-    if not isinstance(error, QuireError):
-        error = internal_error(error)
+    error = renamed(error, _NAMES) if isinstance(error, QuireError) else internal_error(error)
     context.set_code(grpc.StatusCode[error.grpc_status])
     context.set_details(error.message)
     metadata = [("x-quire-error-code", error.code)]

@@ -38,6 +38,7 @@ from quire.cluster import json_size
 from quire.cluster.front_end import (
     TIMEOUT_HEADER,
     internal_error,
+    is_label,
     request_label,
     timeout_seconds,
 )
@@ -128,10 +129,12 @@ def _add_generation_routes(
         last_id = request.headers.get(LAST_EVENT_ID)
         if last_id:
             asked = dataclasses.replace(asked, resume_from=_resume_point(last_id, body))
+        names = {}
         if asked.deadline_s is None:
             deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
             asked = dataclasses.replace(asked, deadline_s=deadline_s)
-        return GenerationResponse(get_service(), body, asked)
+            names = dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
+        return GenerationResponse(get_service(), body, asked, names)
 
     @app.post(
         "/v1/completions",
@@ -312,16 +315,13 @@ class _Boundary:
             if message["type"] == "http.response.start":
                 started = True
                 if self._echo_request_id:
-                    label = request_id or uuid.uuid4().hex  # the given one was refused
-                    MutableHeaders(scope=message)["x-request-id"] = label
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         try:
-            given = dict(scope["headers"]).get(b"x-request-id")
-            if given is None:  # Serve gives every request one
-                request_id = uuid.uuid4().hex
-            else:
-                request_id = request_label(given.decode("latin-1"), "x-request-id")
+            # Serve gives every request one. One that cannot be logged is replaced, as `http_door` does.
+            given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+            request_id = given if is_label(given) else uuid.uuid4().hex
             scope.setdefault("state", {})["request_id"] = request_id
             await self._app(scope, receive, send_labelled)
         except ClientDisconnect:

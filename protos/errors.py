@@ -65,6 +65,7 @@ class InvalidRequest(QuireError):
 class UnsupportedEncoding(InvalidRequest):
     """The body is compressed."""
 
+    code = "unsupported_encoding"
     http_status = 415
 
 

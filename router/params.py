@@ -16,7 +16,7 @@ from typing import Any
 
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, shown
 from quire.protos.wire import GRAMMAR_KINDS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
-from quire.router.tokenizer import read_json_object, utf8_len
+from quire.router.tokenizer import check_prompt_len, read_json_object, utf8_len
 from quire.router.types import GenerationRequest
 
 _INT32_MAX = (1 << 31) - 1
@@ -250,12 +250,7 @@ def _check_messages(messages: tuple[Any, ...], limits: Limits) -> None:
 def _check_prompt_len(num_prompt_tokens: int, max_model_len: int) -> None:
     if num_prompt_tokens < 1:
         raise InvalidRequest("prompt must have at least 1 token, got 0", field="prompt")
-    if num_prompt_tokens > max_model_len - 1:
-        raise ContextLengthExceeded(
-            f"prompt has {num_prompt_tokens} tokens; at most {max_model_len - 1} leave room for an"
-            f" output token in the model's {max_model_len}",
-            field="prompt",
-        )
+    check_prompt_len(num_prompt_tokens, max_model_len)
 
 
 def check_prompt_ids(ids: Sequence[Any], vocab_size: int) -> None:
