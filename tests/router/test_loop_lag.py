@@ -186,6 +186,19 @@ def test_no_body_holds_the_loop(name: str, service: Cut) -> None:
     assert check(post(service, path, body)) in (400, 404, 503)
 
 
+def test_no_chat_template_holds_the_loop(service: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source, number in (
+        (
+            "{% for m in messages %}{% for n in messages %}{{ n.role }}{% endfor %}{% endfor %}",
+            4096,
+        ),
+        ("{% for i in range(9999) %}{% for j in range(40) %}{% endfor %}{% endfor %}", 1),
+    ):
+        monkeypatch.setattr(service, "_template", ChatTemplate(source))
+        body = listed('{"messages":[', USER, number, "]}")
+        assert check(post(service, CHAT, body)) == 400
+
+
 def varint(number: int) -> bytes:
     low, high = number & 0x7F, number >> 7
     return bytes([low | 0x80]) + varint(high) if high else bytes([low])
