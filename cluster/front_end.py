@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire.protos.errors import (
@@ -54,6 +55,11 @@ def served_role(role: str, field: str) -> str:
     return ROLES[role]
 
 
+def is_label(value: str) -> bool:
+    """Whether a text is 1 to 128 printable ASCII characters."""
+    return _LABEL.fullmatch(value) is not None
+
+
 def request_label(value: str, field: str) -> str:
     """A client's own id of its request; it goes into logs and headers, so it must not forge one.
 
@@ -62,13 +68,30 @@ def request_label(value: str, field: str) -> str:
     InvalidRequest
         Not 1 to 128 printable ASCII characters.
     """
-    if not _LABEL.fullmatch(value):
+    if not is_label(value):
         raise InvalidRequest(
             f"{field} must be 1 to 128 printable ASCII characters, got {len(value)}: "
             f"{value[:32]!r}",
             field=field,
         )
     return value
+
+
+def renamed(error: QuireError, names: Mapping[str, str]) -> QuireError:
+    """The error with the name by which the client knows the field.
+
+    Parameters
+    ----------
+    names
+        The router's names to the client's, where they differ.
+    """
+    field = error.field
+    if field not in names:
+        return error
+    name, message = names[field], error.message
+    if re.match(rf"{re.escape(field)}( must|:)", message):
+        message = name + message.removeprefix(field)
+    return type(error)(message, field=name, retry_after_s=error.retry_after_s)
 
 
 def timeout_seconds(value: str | None) -> float | None:

@@ -19,7 +19,7 @@ import asyncio
 import dataclasses
 import functools
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
@@ -34,16 +34,20 @@ from quire.cluster.front_end import (
     collect,
     explain_headers,
     internal_error,
+    is_label,
+    renamed,
     request_label,
     retry_after_ms,
     served_role,
     timeout_seconds,
 )
+from quire.cluster.grpc_servicers import Refused, accepted
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest, QuireError
 from quire.protos.wire import Grammar, Load
-from quire.router import resume
+from quire.router import params, resume
+from quire.router.params import DEFAULT_LIMITS
 from quire.router.resume import EventIds
 from quire.router.types import (
     GenerationRequest,
@@ -70,6 +74,10 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
+# The router's names of fields, where the API has others.
+_NAMES = {"tenant": "cache_salt", "deadline_s": TIMEOUT_HEADER, "timeout": TIMEOUT_HEADER}
+
+
 class Context(Protocol):
     """The part of Serve's `RayServegRPCContext` in use; without it, this module needs no Ray."""
 
@@ -93,6 +101,7 @@ def _unary(response: type[Message]) -> Callable[[Callable], Callable]:
         @functools.wraps(method)
         async def call(self: GrpcApi, request: Message, grpc_context: Context) -> Message:
             try:
+                accepted(request)
                 return await method(self, request, grpc_context)
             except Exception as error:
                 _set_status(grpc_context, error)
@@ -141,6 +150,7 @@ class GrpcApi:
     ) -> AsyncGenerator[generation.GenerateResponse, None]:
         """Stream the answer, one message per delta."""
         with self._streaming(grpc_context):
+            accepted(request)
             asked = _generation_request(request, grpc_context)
             if request.resume_from:
                 point = resume.parse(request.resume_from, "resume_from")
@@ -225,6 +235,7 @@ class GrpcApi:
     ) -> AsyncGenerator[control.WatchCacheResponse, None]:
         """Occupancy per replica and tier, as it changes."""
         with self._streaming(grpc_context):
+            accepted(request)
             async with aclosing(self.service.watch_cache(_period_s(request))) as updates:
                 async for statuses in updates:
                     yield control.WatchCacheResponse(
@@ -237,6 +248,10 @@ class GrpcApi:
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
         """Whether a service would serve a call made now."""
+        if isinstance(request, Refused):
+            grpc_context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+            grpc_context.set_details(request.message)
+            return health_pb2.HealthCheckResponse()
         status = self._health(request.service)
         if status == _SERVICE_UNKNOWN:
             grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
@@ -248,6 +263,7 @@ class GrpcApi:
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
         """The status now, and again whenever it has changed."""
         with self._streaming(grpc_context):
+            accepted(request)
             last = None
             while True:
                 status = self._health(request.service)
@@ -280,7 +296,7 @@ def _generation_request(request: generation.GenerateRequest, context: Context) -
     options = request.sampling
     given = {field.name: value for field, value in options.ListFields()}
     for name in ("allowed_token_ids", "bad_words"):
-        given[name] = tuple(getattr(options, name))
+        given[name] = _bounded(name, getattr(options, name))
     given["logit_bias"] = tuple(sorted(options.logit_bias.items()))
     return GenerationRequest(
         request_id=_request_id(request, context),
@@ -291,8 +307,8 @@ def _generation_request(request: generation.GenerateRequest, context: Context) -
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         grammar=_grammar(request),
-        stop=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
+        stop=_bounded("stop", request.stop),
+        stop_token_ids=_bounded("stop_token_ids", request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=(
@@ -303,6 +319,12 @@ def _generation_request(request: generation.GenerateRequest, context: Context) -
         priority=request.priority,
         deadline_s=timeout_seconds(dict(context.invocation_metadata()).get(TIMEOUT_HEADER)),
     )
+
+
+def _bounded(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    """A repeated field, before it becomes a Python object for each value. Most have smaller bounds in the router."""
+    params.at_most(name, len(values), DEFAULT_LIMITS.max_allowed_token_ids, "values")
+    return tuple(values)
 
 
 def _period_s(request: control.WatchCacheRequest) -> float:
@@ -320,8 +342,12 @@ def _input(request: generation.GenerateRequest) -> dict[str, Any]:
     if kind == "prompt":
         return {"prompt": request.prompt}
     if kind == "token_ids":
-        return {"prompt": tuple(request.token_ids.ids)}
+        ids = request.token_ids.ids
+        params.at_most("token_ids", len(ids), DEFAULT_LIMITS.max_prompt_ids, "token ids")
+        return {"prompt": tuple(ids)}
     if kind == "messages":
+        num_messages = len(request.messages.messages)
+        params.at_most("messages", num_messages, DEFAULT_LIMITS.max_messages, "messages")
         return {"messages": tuple(map(_turn, range(1 << 31), request.messages.messages))}
     raise InvalidRequest("input: one of prompt, token_ids and messages is required", field="input")
 
@@ -360,8 +386,9 @@ def _request_id(request: generation.GenerateRequest, context: Context) -> str:
     if request.request_id:
         return request_label(request.request_id, "request_id")
     for key, value in context.invocation_metadata():
-        if key == "x-request-id":
-            return request_label(value, "x-request-id")
+        # One that cannot be logged is replaced, as over HTTP.
+        if key == "x-request-id" and is_label(value):
+            return value
     return uuid.uuid4().hex
 
 
@@ -474,8 +501,7 @@ def _set_explain(context: Context, explain: Any) -> None:
 
 def _set_status(context: Context, error: Exception) -> QuireError:
     """Put an error into the call's status and trailing metadata."""
-    if not isinstance(error, QuireError):
-        error = internal_error(error)
+    error = renamed(error, _NAMES) if isinstance(error, QuireError) else internal_error(error)
     context.set_code(grpc.StatusCode[error.grpc_status])
     context.set_details(error.message)
     metadata = [("x-quire-error-code", error.code)]

@@ -15,6 +15,7 @@ parsed by `http_schema`. Every error has OpenAI's shape and comes from `quire.pr
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.metadata
 import uuid
@@ -33,9 +34,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.cluster import json_size
 from quire.cluster.front_end import (
     TIMEOUT_HEADER,
     internal_error,
+    is_label,
     request_label,
     timeout_seconds,
 )
@@ -64,7 +67,13 @@ from quire.cluster.http_schema import (
     parse_body,
     refusal,
 )
-from quire.protos.errors import BodyTooLarge, InvalidRequest, ModelNotFound, QuireError
+from quire.protos.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    ModelNotFound,
+    QuireError,
+    UnsupportedEncoding,
+)
 from quire.router import resume
 from quire.router.types import ResumePoint, Service
 
@@ -73,6 +82,8 @@ DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
 # A client that is still sending when it is refused must be read to the end, or its connection is
 # reset before it has seen the answer. Beyond so many bodies' worth it may be.
 _DISCARDED_BODIES = 8
+# Others run between the steps that a larger body goes through: parsing, checking, tokenising.
+_YIELD_BYTES = 64 * 1024
 
 
 def build_app(
@@ -118,10 +129,12 @@ def _add_generation_routes(
         last_id = request.headers.get(LAST_EVENT_ID)
         if last_id:
             asked = dataclasses.replace(asked, resume_from=_resume_point(last_id, body))
+        names = {}
         if asked.deadline_s is None:
             deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
             asked = dataclasses.replace(asked, deadline_s=deadline_s)
-        return GenerationResponse(get_service(), body, asked)
+            names = dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
+        return GenerationResponse(get_service(), body, asked, names)
 
     @app.post(
         "/v1/completions",
@@ -231,10 +244,18 @@ async def _read_json(request: Request, max_body_bytes: int) -> Any:
     ------
     BodyTooLarge
         Also for a body that does not say its length.
+    UnsupportedEncoding
+        Compressed.
     InvalidRequest
-        Not sent as JSON, or not JSON.
+        Not sent as JSON, not JSON, or with too many values.
     """
     body = await _read_body(request, max_body_bytes)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise UnsupportedEncoding(
+            f"content-encoding must be identity, got {encoding[:64]!r}: compressed bodies are not read",
+            field="content-encoding",
+        )
     content_type = request.headers.get("content-type", "")
     # A page in a browser may send any other type across origins without asking; JSON it may not.
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -243,9 +264,13 @@ async def _read_json(request: Request, max_body_bytes: int) -> Any:
             field="content-type",
         )
     try:
-        return orjson.loads(body)
+        await json_size.check(body)
+        value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if len(body) > _YIELD_BYTES:
+        await asyncio.sleep(0)
+    return value
 
 
 async def _read_body(request: Request, max_body_bytes: int) -> bytes:
@@ -290,16 +315,13 @@ class _Boundary:
             if message["type"] == "http.response.start":
                 started = True
                 if self._echo_request_id:
-                    label = request_id or uuid.uuid4().hex  # the given one was refused
-                    MutableHeaders(scope=message)["x-request-id"] = label
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         try:
-            given = dict(scope["headers"]).get(b"x-request-id")
-            if given is None:  # Serve gives every request one
-                request_id = uuid.uuid4().hex
-            else:
-                request_id = request_label(given.decode("latin-1"), "x-request-id")
+            # Serve gives every request one. One that cannot be logged is replaced, as `http_door` does.
+            given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+            request_id = given if is_label(given) else uuid.uuid4().hex
             scope.setdefault("state", {})["request_id"] = request_id
             await self._app(scope, receive, send_labelled)
         except ClientDisconnect:

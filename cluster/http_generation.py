@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.cluster.front_end import Answer, Progress, collect, explain_headers, internal_error
+from quire.cluster.front_end import (
+    Answer,
+    Progress,
+    collect,
+    explain_headers,
+    internal_error,
+    renamed,
+)
 from quire.cluster.http_answers import (
     chat_logprobs,
     completion_logprobs,
@@ -42,22 +49,37 @@ class GenerationResponse(Response):
 
     All of the request's life is in one task, so that a client that leaves at any moment, before
     the first token, too, ends it through one `finally`.
+
+    Parameters
+    ----------
+    names
+        The router's names of fields that came in headers, to the headers'.
     """
 
-    def __init__(self, service: Service, body: GenerationBody, request: GenerationRequest):
+    def __init__(
+        self,
+        service: Service,
+        body: GenerationBody,
+        request: GenerationRequest,
+        names: Mapping[str, str] | None = None,
+    ):
         super().__init__()
         self._service = service
         self._body = body
         self._request = request
         self._chat = isinstance(body, ChatCompletionRequest)
         self._fingerprint = ""
+        self._names = {**body.router_names(), **(names or {})}
         self._unsent = b""  # the last delta's events: they go with those that end the stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _until_disconnect(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = await self._service.generate(self._request)
+        try:
+            stream = await self._service.generate(self._request)
+        except QuireError as error:
+            raise renamed(error, self._names) from error
         try:
             # Now, while the replica that answers is known: not after an answer that it may not survive.
             self._fingerprint = _fingerprint(self._service.model_info())

@@ -16,8 +16,9 @@ from pydantic_core import ErrorDetails
 
 from quire.cluster import structured_output
 from quire.cluster.front_end import ROLES, served_role
-from quire.protos.errors import InvalidRequest, UnsupportedField
+from quire.protos.errors import InvalidRequest, UnsupportedField, shown
 from quire.protos.wire import MAX_LOGPROBS, Grammar
+from quire.router import params
 from quire.router.types import GenerationRequest
 
 # --------------------------------------------------------------------------------------------------
@@ -27,6 +28,9 @@ from quire.router.types import GenerationRequest
 
 # Text parts are at level 4; beyond this only what is refused anyway, and could exhaust the stack.
 _MAX_MESSAGES_DEPTH = 8
+# Of a list or an object that is a field of the body, but not of token ids: so many that pydantic takes 20 ms for them,
+# also where each has an error of its own. The router has smaller bounds for most fields.
+MAX_ENTRIES = 4096
 
 
 class _Strict(BaseModel):
@@ -175,6 +179,10 @@ class _GenerationBody(_Strict):
     def output_limit_tokens(self) -> int | None:
         """Most tokens to generate, under whichever name the client gave it."""
         return self.max_tokens
+
+    def router_names(self) -> dict[str, str]:
+        """The router's names of fields to those in this body, where they differ."""
+        return {"tenant": "cache_salt", "session": "prompt_cache_key", "deadline_s": "timeout"}
 
     def _logit_bias(self) -> tuple[tuple[int, float], ...]:
         pairs = []
@@ -409,6 +417,13 @@ class ChatCompletionRequest(_GenerationBody):
             )
         return limits.pop() if limits else None
 
+    def router_names(self) -> dict[str, str]:
+        """The router's names of fields to those in this body, where they differ."""
+        names = {**super().router_names(), "prompt": "messages", "logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
+
     def to_request(self, request_id: str) -> GenerationRequest:
         """The request for the router."""
         messages: list[dict[str, Any]] = []
@@ -497,6 +512,12 @@ def parse_body(model: type[_Body], body: Any) -> _Body:
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {_describe(body)}")
     served = {name: value for name, value in body.items() if _is_served(model, name, value)}
+    for name, value in served.items():
+        is_prompt_ids = (
+            name == "prompt" and isinstance(value, list) and value[:1] and type(value[0]) is int
+        )
+        if isinstance(value, (dict, list)) and not is_prompt_ids:
+            params.at_most(name, len(value), MAX_ENTRIES, "entries")
     try:
         parsed = model.model_validate(served)
     except ValidationError as error:
@@ -542,7 +563,7 @@ def refusal(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     """The first problem, with the path to it in the client's spelling: ``messages[0].role``."""
     first = errors[0]
     name, *rest = first["loc"]
-    if name in _UNIONS:
+    if name in _UNIONS and first["type"] != "missing":
         return InvalidRequest(
             f"{name} must be {_UNIONS[name]}, got {_describe(first['input'])}", field=str(name)
         )
@@ -581,8 +602,7 @@ def _describe(value: Any) -> str:
         return f"a list of {len(value)}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= 64 else f"{text[:61]}..."
+    return shown(value)
 
 
 def _is_shallow(value: Any, max_depth: int) -> bool:

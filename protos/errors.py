@@ -6,7 +6,13 @@ field, the bound and the value. Errors cross the bus as plain data (`to_wire`, `
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, ClassVar
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 61
+_SHORT.maxlevel = 2
+_MAX_SHOWN_CHARS = 64
 
 
 class QuireError(Exception):
@@ -56,6 +62,13 @@ class InvalidRequest(QuireError):
     openai_type = "invalid_request_error"
 
 
+class UnsupportedEncoding(InvalidRequest):
+    """The body is compressed."""
+
+    code = "unsupported_encoding"
+    http_status = 415
+
+
 class UnsupportedField(InvalidRequest):
     """A field that is known but not served (yet), or that nobody knows."""
 
@@ -87,11 +100,11 @@ class DecisionNotFound(QuireError):
 
 
 class BodyTooLarge(QuireError):
-    """The request body is larger than `max_body_bytes`."""
+    """The request has more bytes, or more parts, than a front end reads."""
 
     code = "body_too_large"
     http_status = 413
-    grpc_status = "INVALID_ARGUMENT"
+    grpc_status = "RESOURCE_EXHAUSTED"
     openai_type = "invalid_request_error"
 
 
@@ -186,3 +199,9 @@ def from_wire(data: dict[str, Any]) -> QuireError:
         field=data.get("field"),
         retry_after_s=data.get("retry_after_s"),
     )
+
+
+def shown(value: Any) -> str:
+    """A client's value for a message: short, whatever it is, and in no time."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."

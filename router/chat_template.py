@@ -19,14 +19,18 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import SecurityError
 
-from quire.protos.errors import InvalidRequest, UnsupportedField
+from quire.protos.errors import InvalidRequest, UnsupportedField, shown
 from quire.router.special_tokens import GUARD, SpecialTokens
+from quire.router.template_sandbox import BoundedEnvironment, OutOfWork, Work, check_pattern
 from quire.router.tokenizer import load_special_tokens, read_json_object, utf8_len
 
 _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
-_MAX_EXPONENT = 64
+_MADE_PER_OUTPUT = 16  # characters of all texts that a template may make on its way to its output
+_MAX_REASON_CHARS = 1000
+# What is rendered on the event loop. The way to a thread and back adds 50 to 80 us.
+_QUICK_MESSAGES, _QUICK_CHARS, _QUICK_STEPS = 64, 32 * 1024, 2000
 _ASCII_GUARD = re.compile(r"(?<!\\)((?:\\\\)*)\\ud800")
 
 
@@ -43,6 +47,8 @@ class ChatTemplate:
         Bound on the rendered text.
     max_range
         Bound on the length of a `range()` in the template.
+    max_steps
+        Bound on the work of a rendering: see `template_sandbox.Work`. 1 to 2 us each.
     now
         The clock behind `strftime_now`.
 
@@ -59,14 +65,18 @@ class ChatTemplate:
         *,
         max_output_chars: int = 4 << 20,
         max_range: int = 10_000,
+        max_steps: int = 500_000,
         now: Callable[[], datetime] = datetime.now,
     ):
         self._special_tokens = dict(special_tokens or {})
         self._max_output_chars = max_output_chars
-        environment = _environment(max_output_chars, max_range, now)
+        self._max_steps = max_steps
+        self._environment = _environment(max_output_chars, max_range, now)
         try:
-            self._iterates_content = _iterates_content(environment.parse(source))
-            self._template = environment.from_string(source)
+            written, self._template = self._environment.compile_bounded(
+                source, self._work(max_steps)
+            )
+            self._iterates_content = _iterates_content(written)
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template does not compile: {error}") from error
 
@@ -101,10 +111,37 @@ class ChatTemplate:
         Raises
         ------
         InvalidRequest
-            `messages` are not chat messages, the template refused them, or the text is too long.
+            `messages` are not chat messages, the template refused them, or it takes too much work or text.
         UnsupportedField
             A message has a part or field that is not served.
         """
+        try:
+            return self._render(messages, add_generation_prompt, special, self._max_steps)
+        except OutOfWork as error:
+            raise _not_allowed(error) from error
+
+    def render_quickly(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        special: SpecialTokens | None = None,
+    ) -> str | None:
+        """As `render`, or None where that would take more than about 3 ms."""
+        if len(messages) > _QUICK_MESSAGES or num_chars(messages) > _QUICK_CHARS:
+            return None
+        try:
+            return self._render(messages, add_generation_prompt, special, _QUICK_STEPS)
+        except OutOfWork:
+            return None
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        special: SpecialTokens | None,
+        max_steps: int,
+    ) -> str:
         checked = check_messages(messages)
         if special is not None:
             checked = [
@@ -112,32 +149,38 @@ class ChatTemplate:
             ]
         if not self._iterates_content:
             checked = [{**m, "content": _join_parts(m["content"])} for m in checked]
-        pieces: list[str] = []
-        num_chars = 0
+        variables = {
+            **self._special_tokens,
+            "messages": checked,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            for piece in self._template.generate(
-                **self._special_tokens,
-                messages=checked,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            ):
-                num_chars += len(piece)
-                if num_chars > self._max_output_chars:
-                    raise _too_long(self._max_output_chars)
-                pieces.append(piece)
-        except InvalidRequest:
+            with self._environment.spending(self._work(max_steps)):
+                return self._generate(variables)
+        except (InvalidRequest, OutOfWork):
             raise
         except SecurityError as error:
-            raise InvalidRequest(
-                f"messages: the chat template is not allowed to do this: {error}", field="messages"
-            ) from error
+            raise _not_allowed(error) from error
         except Exception as error:  # a template is a program: it may raise anything
+            reason = str(error)[:_MAX_REASON_CHARS] or type(error).__name__
             raise InvalidRequest(
-                f"messages: the chat template refuses them: {error or type(error).__name__}",
-                field="messages",
+                f"messages: the chat template refuses them: {reason}", field="messages"
             ) from error
+
+    def _generate(self, variables: dict[str, Any]) -> str:
+        pieces: list[str] = []
+        total = 0
+        for piece in self._template.generate(variables):
+            total += len(piece)
+            if total > self._max_output_chars:
+                raise _too_long(self._max_output_chars)
+            pieces.append(piece)
         return "".join(pieces)
+
+    def _work(self, max_steps: int) -> Work:
+        return Work(max_steps, _MADE_PER_OUTPUT * self._max_output_chars)
 
 
 def load_source(folder: Path, file: Path | None = None) -> str | None:
@@ -178,7 +221,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InvalidRequest(
-            f"messages must be a list of at least 1 message, got {_describe(messages)}",
+            f"messages must be a list of at least 1 message, got {shown(messages)}",
             field="messages",
         )
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -186,17 +229,18 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{where} must be an object, got {_describe(message)}", field=where)
+        raise InvalidRequest(f"{where} must be an object, got {shown(message)}", field=where)
     message = {key: value for key, value in message.items() if value is not None}
     for key in message:
         if key not in _MESSAGE_FIELDS:
-            raise UnsupportedField(f"{where}.{key} is not supported", field=f"{where}.{key}")
+            field = f"{where}.{key[:64]}"
+            raise UnsupportedField(f"{field} is not supported", field=field)
     for key in ("role", "name"):
         if key == "name" and key not in message:
             continue
         if not isinstance(message.get(key), str) or not message[key]:
             raise InvalidRequest(
-                f"{where}.{key} must be a non-empty string, got {_describe(message.get(key))}",
+                f"{where}.{key} must be a non-empty string, got {shown(message.get(key))}",
                 field=f"{where}.{key}",
             )
     content = message.get("content")
@@ -205,7 +249,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         return {**message, "content": parts}
     if not isinstance(content, str):
         raise InvalidRequest(
-            f"{where}.content must be a string or a list of text parts, got {_describe(content)}",
+            f"{where}.content must be a string or a list of text parts, got {shown(content)}",
             field=f"{where}.content",
         )
     return message
@@ -214,7 +258,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
 def _check_part(part: Any, where: str) -> dict[str, str]:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise InvalidRequest(
-            f"{where} must be an object with a string `type`, got {_describe(part)}", field=where
+            f"{where} must be an object with a string `type`, got {shown(part)}", field=where
         )
     if part["type"] != "text":
         raise UnsupportedField(
@@ -223,12 +267,11 @@ def _check_part(part: Any, where: str) -> dict[str, str]:
         )
     unknown = sorted(str(key) for key in part if key not in ("type", "text"))
     if unknown:
-        raise UnsupportedField(
-            f"{where}.{unknown[0]} is not supported", field=f"{where}.{unknown[0]}"
-        )
+        field = f"{where}.{unknown[0][:64]}"
+        raise UnsupportedField(f"{field} is not supported", field=field)
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(
-            f"{where}.text must be a string, got {_describe(part.get('text'))}",
+            f"{where}.text must be a string, got {shown(part.get('text'))}",
             field=f"{where}.text",
         )
     return {"type": "text", "text": part["text"]}
@@ -259,9 +302,21 @@ def _join_parts(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _describe(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 64 else f"{type(value).__name__} {text[:61]}..."
+def num_chars(messages: Sequence[Any]) -> int:
+    """Characters in messages, also where they are not chat messages."""
+    contents = (m.get("content") for m in messages if isinstance(m, Mapping))
+    total = 0
+    for content in contents:
+        for part in content if isinstance(content, (list, tuple)) else (content,):
+            text = part.get("text") if isinstance(part, Mapping) else part
+            total += len(text) if isinstance(text, str) else 0
+    return total
+
+
+def _not_allowed(error: SecurityError) -> InvalidRequest:
+    return InvalidRequest(
+        f"messages: the chat template is not allowed to do this: {error}", field="messages"
+    )
 
 
 def _too_long(max_output_chars: int) -> InvalidRequest:
@@ -274,23 +329,6 @@ def _too_long(max_output_chars: int) -> InvalidRequest:
 # ------------------------------------------------------------------------------------------------
 # The sandbox
 # ------------------------------------------------------------------------------------------------
-
-
-class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox with bounded products: `'x' * 10**12` would be made before it is written."""
-
-    intercepted_binops = frozenset({"*", "**"})
-    max_text = 0
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            for sequence, count in ((left, right), (right, left)):
-                sized = isinstance(sequence, (str, list, tuple))
-                if sized and isinstance(count, int) and len(sequence) * count > self.max_text:
-                    raise SecurityError(f"a product longer than {self.max_text}")
-        elif abs(right) > _MAX_EXPONENT:
-            raise SecurityError(f"a power with an exponent beyond {_MAX_EXPONENT}")
-        return super().call_binop(context, operator, left, right)
 
 
 class _GenerationTag(Extension):
@@ -326,12 +364,12 @@ def _check_public(name: Any) -> None:
 
 def _environment(
     max_output_chars: int, max_range: int, now: Callable[[], datetime]
-) -> _BoundedEnvironment:
+) -> BoundedEnvironment:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def strftime_now(pattern: str) -> str:
-        return now().strftime(pattern)
+        return now().strftime(check_pattern(pattern))
 
     def to_json(
         value: Any,
@@ -360,11 +398,13 @@ def _environment(
     def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
-    environment = _BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    environment = BoundedEnvironment(
+        max_output_chars,
+        {"tojson": to_json},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, loopcontrols],
     )
-    environment.max_text = max_output_chars
-    environment.filters["tojson"] = to_json
     environment.globals.update(
         raise_exception=raise_exception,
         strftime_now=strftime_now,

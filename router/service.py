@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 import random
 import secrets
@@ -31,6 +32,7 @@ from quire.protos.errors import (
     Overloaded,
     Unavailable,
     UnsupportedField,
+    shown,
 )
 from quire.protos.wire import (
     Hello,
@@ -41,7 +43,7 @@ from quire.protos.wire import (
 )
 from quire.router import params, resume
 from quire.router.admission import AdmissionLimits
-from quire.router.chat_template import ChatTemplate
+from quire.router.chat_template import ChatTemplate, num_chars
 from quire.router.choices import ChoicesStream
 from quire.router.decision_log import DecisionLog
 from quire.router.decisions import DecisionRing
@@ -53,7 +55,8 @@ from quire.router.policy import Policy
 from quire.router.prefix_hashes import prefix_hashes
 from quire.router.replicas import ReplicaTable
 from quire.router.request_stream import NO_REPLICA_RETRY_S, RequestStream
-from quire.router.tokenizer import AsyncTokenizer
+from quire.router.special_tokens import SpecialTokens
+from quire.router.tokenizer import MAX_BYTES_PER_TOKEN, AsyncTokenizer
 from quire.router.transport import Transport
 from quire.router.types import (
     Decisions,
@@ -183,7 +186,7 @@ class RouterService:
     ) -> RequestStream | ChoicesStream:
         if request.model not in (None, self.facts.name):
             raise ModelNotFound(
-                f"model: {request.model!r} is not served here; this application serves "
+                f"model: {shown(request.model)} is not served here; this application serves "
                 f"{self.facts.name!r}",
                 field="model",
             )
@@ -404,7 +407,7 @@ class RouterService:
             special = self._tokenizer.tokenizer.special
             if self.facts.special_tokens_in_messages:
                 special = None
-            text = self._template.render(request.messages, special=special)
+            text = await self._rendered(self._template, request.messages, special, hello)
             add_special_tokens, is_guarded = False, special is not None
         else:
             text, add_special_tokens, is_guarded = request.prompt, True, False
@@ -416,6 +419,27 @@ class RouterService:
             tenant=request.tenant,
             is_guarded=is_guarded,
         )
+
+    async def _rendered(
+        self,
+        template: ChatTemplate,
+        messages: tuple[dict[str, Any], ...],
+        special: SpecialTokens | None,
+        hello: Hello,
+    ) -> str:
+        """The prompt text of a conversation; off the event loop if that takes long."""
+        length, bound = num_chars(messages), MAX_BYTES_PER_TOKEN * hello.max_model_len
+        if length > bound:
+            raise ContextLengthExceeded(
+                f"messages have {length} characters; at most {bound} can be served"
+                f" ({MAX_BYTES_PER_TOKEN} for each of the model's {hello.max_model_len} tokens)",
+                field="messages",
+            )
+        text = template.render_quickly(messages, special=special)
+        if text is None:
+            render = functools.partial(template.render, messages, special=special)
+            text = await self._tokenizer.in_thread(render)
+        return text
 
     def _hasher(self, hello: Hello, tenant: str) -> RoutingHasher:
         key = f"{hello.model_name}\x00{hello.revision}\x00{tenant}"

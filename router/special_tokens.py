@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
+from quire.router.text_search import matches
+
 GUARD = "\ud800"
 
 
@@ -72,7 +74,7 @@ class SpecialTokens:
         """
         if self._starts is None:
             return text
-        places = {match.start() for match in self._starts.finditer(text)}
+        places = {match.start() for match in matches(self._starts, text, self._longest)}
         if at_ends:
             lengths = range(1, min(self._longest, len(text) + 1))
             places |= {len(text) - n for n in lengths if text[-n:] in self._beginnings}
@@ -91,7 +93,8 @@ class SpecialTokens:
 
     def _encode(self, text: str) -> Iterator[int]:
         end = 0
-        for match in () if self._tokens is None else self._tokens.finditer(text):
+        found = () if self._tokens is None else matches(self._tokens, text, self._longest + 1)
+        for match in found:
             token = self._added[match[0]]
             piece = text[end : match.start()]
             # White space beside such a token belongs to it.

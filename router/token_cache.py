@@ -29,6 +29,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from quire.router.text_search import matches, search
+
 MAX_PIECES = 4096  # of a text; with more it is taken as a whole
 # A piece at words has at least so many characters: what is tokenised again because its piece changed is then short
 # enough to do at once, and one look-up is saved for 60 tokens.
@@ -150,7 +152,8 @@ def split(pattern: re.Pattern[str], text: str, at_words: bool = False) -> list[s
     """The pieces of a text: cut before each special token, and `at_words` every `WORD_PIECE_CHARS` from there;
     `[text]` where there are none, or too many."""
     starts = [0]
-    for match in pattern.finditer(text):
+    longest = max(map(len, pattern.pattern.split("|")))  # escapes make it longer, never shorter
+    for match in matches(pattern, text, longest):
         if match.start():
             starts.append(match.start())
         if len(starts) > MAX_PIECES:
@@ -169,6 +172,6 @@ def split(pattern: re.Pattern[str], text: str, at_words: bool = False) -> list[s
 def _word_cuts(text: str, start: int, end: int) -> Iterator[int]:
     """Where the piece from `start` to `end` is cut: each place depends on nothing behind its word's first letter, so
     that texts that begin alike are cut alike."""
-    while match := _BETWEEN_WORDS.search(text, start + WORD_PIECE_CHARS, end):
+    while match := search(_BETWEEN_WORDS, text, start + WORD_PIECE_CHARS, end, longest=3):
         start = match.start()
         yield start

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
@@ -108,7 +108,9 @@ class TextTokenizer:
         _add_missing_tokens(backend, special_tokens)
         return cls(backend, special_tokens)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+    ) -> np.ndarray:
         """Token ids of a text.
 
         Parameters
@@ -117,6 +119,8 @@ class TextTokenizer:
             Add BOS and the like as the post-processor in `tokenizer.json` says; `add_bos_token` in
             `tokenizer_config.json` means nothing beside it, as in transformers 5. False for the
             output of a chat template, which has written them itself.
+        max_model_len
+            Refuse more tokens before each is a Python object.
 
         Returns
         -------
@@ -126,10 +130,13 @@ class TextTokenizer:
         ------
         InvalidRequest
             The text is not Unicode: it has a lone surrogate.
+        ContextLengthExceeded
+            More tokens than `max_model_len` allows.
         """
         utf8_len(text, "prompt")
         # encode() holds the GIL all the time (2 s for 2 MB); the batch call gives it up.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        _check_lens([encoding], max_model_len)
         return np.array(encoding.ids, dtype=np.int32)
 
     @property
@@ -144,16 +151,20 @@ class TextTokenizer:
             pieces = (before, *pieces, after)
         return np.concatenate(pieces)
 
-    def encode_pieces(self, pieces: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each piece of a text, [tokens] int32 each, without BOS and the like."""
+    def encode_pieces(
+        self, pieces: Sequence[str], max_model_len: int | None = None
+    ) -> list[np.ndarray]:
+        """Token ids of each piece of a text, [tokens] int32 each, without BOS and the like; see `encode`."""
         batches = [list(pieces)]
         if sum(map(len, pieces)) <= SERIAL_CHARS:
             batches = [[piece] for piece in pieces]
-        return [
-            np.array(encoding.ids, dtype=np.int32)
+        encodings = [
+            encoding
             for batch in batches
             for encoding in self.backend.encode_batch_fast(batch, add_special_tokens=False)
         ]
+        _check_lens(encodings, max_model_len)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences to forbid so that the output does not contain `words` (vLLM's rule).
@@ -258,25 +269,25 @@ class AsyncTokenizer:
         if (
             is_guarded and GUARD in text
         ):  # seldom, so what it has in common with other texts is not looked for
-            return await self._in_thread(self.tokenizer.special.encode, text)
+            return await self.in_thread(self.tokenizer.special.encode, text)
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens)
         if self._pattern is not None and (
             self.tokenizer.knows_special_tokens or not add_special_tokens
         ):
-            pieces = await self._encode_pieces(self._pattern, text, tenant)
+            pieces = await self._encode_pieces(self._pattern, text, tenant, max_model_len)
             return self.tokenizer.join(pieces, add_special_tokens)
-        return await self._in_thread(self.tokenizer.encode, text, add_special_tokens)
+        return await self.in_thread(self.tokenizer.encode, text, add_special_tokens, max_model_len)
 
     async def _encode_pieces(
-        self, pattern: re.Pattern[str], text: str, tenant: str
+        self, pattern: re.Pattern[str], text: str, tenant: str, max_model_len: int
     ) -> list[np.ndarray]:
         """[tokens] int32 of each piece, with as much from the cache as is there."""
         at_words = self.tokenizer.cuts_at_words
         if len(text) <= INLINE_SPLIT_CHARS:
             pieces = split(pattern, text, at_words)
         else:
-            pieces = await self._in_thread(split, pattern, text, at_words)
+            pieces = await self.in_thread(split, pattern, text, at_words)
         found = self.cache.find(tenant, pieces)
         missing = dict.fromkeys(
             piece for piece, ids in zip(pieces, found, strict=True) if ids is None
@@ -285,7 +296,9 @@ class AsyncTokenizer:
             if sum(map(len, missing)) <= INLINE_CHARS:
                 encoded = self.tokenizer.encode_pieces(tuple(missing))
             else:
-                encoded = await self._in_thread(self.tokenizer.encode_pieces, tuple(missing))
+                encoded = await self.in_thread(
+                    self.tokenizer.encode_pieces, tuple(missing), max_model_len
+                )
             new = dict(zip(missing, encoded, strict=True))
             for piece, ids in new.items():
                 self.cache.put(tenant, piece, ids)
@@ -294,7 +307,14 @@ class AsyncTokenizer:
             ]
         return found
 
-    async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+    async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call a function that takes long in one of the threads.
+
+        Raises
+        ------
+        Overloaded
+            `max_pending` calls are waiting.
+        """
         if self._num_pending >= self._max_pending:
             raise Overloaded(
                 f"{self._num_pending} prompts are waiting to be tokenised, the limit is"
@@ -328,6 +348,27 @@ def _added_around(backend: Tokenizer) -> tuple[np.ndarray, np.ndarray] | None:
         if whole[i : i + len(bare)] == bare:
             return np.array(whole[:i], np.int32), np.array(whole[i + len(bare) :], np.int32)
     return None
+
+
+def _check_lens(encodings: Sequence[Encoding], max_model_len: int | None) -> None:
+    if max_model_len is not None:
+        check_prompt_len(sum(map(len, encodings)), max_model_len)
+
+
+def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
+    """Check that a prompt leaves room for a token.
+
+    Raises
+    ------
+    ContextLengthExceeded
+        It does not.
+    """
+    if num_tokens > max_model_len - 1:
+        raise ContextLengthExceeded(
+            f"prompt has {num_tokens} tokens; at most {max_model_len - 1} leave room for an"
+            f" output token in the model's {max_model_len}",
+            field="prompt",
+        )
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from quire.cluster import serve_config
+from quire.cluster import grpc_servicers, serve_config
 from quire.cluster.config import (
     AppConfig,
     AutoscalingArgs,
@@ -367,6 +367,16 @@ def test_cluster_yaml_sets_only_variables_that_ray_glibc_or_grpcio_reads(data):
                 continue
             is_allocators = name.startswith("MALLOC_") and b"\0%b\0" % name.encode() in loader
             assert is_allocators or f'"{name}"' in source, name
+
+
+def test_cluster_yaml_bounds_grpc_messages_where_they_are_read(data):
+    """Ray's bound is 2 GiB. The proxy reads the first section, the routers behind HAProxy the second."""
+    for section in (data["controller_options"], *data["applications"]):
+        env_vars = section["runtime_env"]["env_vars"]
+        assert int(env_vars["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"]) == 32 * 1024**2
+    for name in data["grpc_options"]["grpc_servicer_functions"]:
+        module, _, function = name.rpartition(".")
+        assert module == "quire.cluster.grpc_servicers" and hasattr(grpc_servicers, function)
 
 
 # Everything in Ray's schema that is a mapping, so that a key can be misspelt in each.

@@ -7,7 +7,7 @@ The methods get Serve's own context. What they set on it reaches the client at t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray.serve.grpc_util import RayServegRPCContext
 
-from quire.cluster import grpc_api
+from quire.cluster import grpc_api, grpc_servicers
 from quire.cluster.grpc_api import GrpcApi
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from quire.protos.errors import EngineError, Overloaded, Unavailable
@@ -77,15 +77,17 @@ class Clients:
 
 
 @asynccontextmanager
-async def serving(service: Any, mode: str) -> AsyncIterator[Clients]:
+async def serving(
+    service: Any, mode: str, options: Sequence[tuple[str, int]] = ()
+) -> AsyncIterator[Clients]:
     api = GrpcApi()
     api.service = service
     api.is_direct_call = lambda: mode == "direct"
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=options)
     servicer = Servicer(api, mode)
-    generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
-    control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    grpc_servicers.add_GenerationServicer_to_server(servicer, server)
+    grpc_servicers.add_ControlServicer_to_server(servicer, server)
+    grpc_servicers.add_HealthServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -97,9 +99,14 @@ async def serving(service: Any, mode: str) -> AsyncIterator[Clients]:
     await server.stop(None)
 
 
-def run(service: Any, mode: str, body: Callable[[Clients], Awaitable[Any]]) -> Any:
+def run(
+    service: Any,
+    mode: str,
+    body: Callable[[Clients], Awaitable[Any]],
+    options: Sequence[tuple[str, int]] = (),
+) -> Any:
     async def main() -> Any:
-        async with serving(service, mode) as clients:
+        async with serving(service, mode, options) as clients:
             return await asyncio.wait_for(body(clients), 20)
 
     return asyncio.run(main())
@@ -596,3 +603,70 @@ def test_every_rpc_of_the_protos_has_its_method() -> None:
         *STREAMING,
     }  # List is newer than the oldest grpcio we take
     assert all(callable(getattr(GrpcApi, name, None)) for name in methods - {"List"})
+
+
+# --------------------------------------------------------------------------------------------------
+# Bounds
+# --------------------------------------------------------------------------------------------------
+
+TURN = generation_pb2.ChatMessage(role="user", content="a")
+LARGE = {
+    "turns": request(messages=generation_pb2.ChatMessages(messages=[TURN] * 20_000)),
+    "stop strings": request(prompt="x", stop=["a"] * 20_000),
+    "bytes": request(prompt="x", session="x" * grpc_servicers.MAX_MESSAGE_BYTES),
+    "bias": request(prompt="x", sampling={"logit_bias": {i: 1.0 for i in range(10_000)}}),
+    "bad words": request(prompt="x", sampling={"bad_words": ["a"] * 20_000}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", LARGE)
+def test_large_requests_are_refused_before_they_are_parsed(service, mode: str, name: str) -> None:
+    async def body(clients: Clients) -> None:
+        for method in (clients.generation.Generate, clients.generation.GenerateOnce):
+            error = await failure(method(LARGE[name], compression=grpc.Compression.Gzip))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, error
+            assert "the request must have at most" in error.details()
+
+    # gRPC's own bound is 4 MiB unless Serve sets another.
+    options = [("grpc.max_receive_message_length", 32 << 20)]
+    run(service, mode, body, options)
+    assert service.requests == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_services_refuse_large_requests_too(service, mode: str) -> None:
+    async def body(clients: Clients) -> None:
+        long = health_pb2.HealthCheckRequest(service="x" * grpc_servicers.MAX_MESSAGE_BYTES)
+        for call in (clients.health.Check(long), clients.health.Watch(long)):
+            assert (await failure(call)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(service, mode, body, [("grpc.max_receive_message_length", 32 << 20)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_many_turns_are_refused_by_name(service, mode: str) -> None:
+    async def body(clients: Clients) -> None:
+        many = generation_pb2.ChatMessages(messages=[TURN] * 4097)
+        error = await failure(clients.generation.GenerateOnce(request(messages=many)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details() == "messages must have at most 4096 messages, got 4097"
+        long = generation_pb2.TokenIds(ids=[1] * (512 * 1024 + 1))
+        error = await failure(clients.generation.GenerateOnce(request(token_ids=long)))
+        assert error.details() == "token_ids must have at most 524288 token ids, got 524289"
+
+    run(service, mode, body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_errors_name_the_fields_of_this_api(service, mode: str) -> None:
+    async def body(clients: Clients) -> None:
+        asked = request(prompt="x", cache_salt="x" * 300)
+        error = await failure(clients.generation.GenerateOnce(asked))
+        assert error.details().startswith("cache_salt must have at most 256 bytes")
+        # A label that cannot be logged is replaced.
+        metadata = (("x-request-id", "x" * 200),)
+        answer = await clients.generation.GenerateOnce(request(prompt="x"), metadata=metadata)
+        assert len(answer.request_id) == 32
+
+    run(service, mode, body)

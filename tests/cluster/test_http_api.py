@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import socket
@@ -848,7 +849,68 @@ def test_request_id_is_echoed_and_checked(http: httpx.Client, service) -> None:
     assert made == service.requests[1].request_id and len(made) == 32
     for bad in (b"x" * 129, b"tab\there", "é".encode("latin-1")):
         response = http.post(COMPLETIONS, json=body, headers={"x-request-id": bad})
-        check_error(response, 400, "invalid_request", "x-request-id")
+        assert response.status_code == 200
+        assert response.headers["x-request-id"] == service.requests[-1].request_id
+        assert len(service.requests[-1].request_id) == 32
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "identity, gzip", "zstd"])
+def test_a_compressed_body_is_refused_by_name(http: httpx.Client, encoding: str) -> None:
+    raw = gzip.compress(json.dumps({"prompt": "x"}).encode())
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    response = http.post(COMPLETIONS, content=raw, headers=headers)
+    check_error(response, 415, "unsupported_encoding", "content-encoding")
+    plain = {**headers, "content-encoding": "identity"}
+    body = json.dumps({"prompt": "x", "max_tokens": 1})
+    assert http.post(COMPLETIONS, content=body, headers=plain).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "param"), [(CHAT, "messages"), (COMPLETIONS, "prompt")])
+def test_an_empty_body_lacks_its_input(http: httpx.Client, path: str, param: str) -> None:
+    message = check_error(http.post(path, json={}), 400, "invalid_request", param)
+    assert message == f"{param}: required"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "headers", "param"),
+    [
+        (CHAT, {"max_completion_tokens": 0}, {}, "max_completion_tokens"),
+        (CHAT, {"max_tokens": 0}, {}, "max_tokens"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, {}, "top_logprobs"),
+        (CHAT, {"cache_salt": "x" * 300}, {}, "cache_salt"),
+        (CHAT, {"prompt_cache_key": "x" * 300}, {}, "prompt_cache_key"),
+        (CHAT, {"messages": []}, {}, "messages"),
+        (COMPLETIONS, {"max_tokens": 0}, {}, "max_tokens"),
+        (COMPLETIONS, {"logprobs": 21}, {}, "logprobs"),
+        (COMPLETIONS, {"echo": True, "logprobs": 21}, {}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "cache_salt": "x" * 300}, {}, "cache_salt"),
+        (COMPLETIONS, {"prompt": ""}, {}, "prompt"),
+    ],
+)
+def test_errors_name_the_field_that_the_client_gave(
+    http: httpx.Client, path: str, fields: dict, headers: dict, param: str
+) -> None:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+    response = http.post(path, json={**prompt, **fields}, headers=headers)
+    assert check_error(response, 400, "invalid_request", param).startswith(param)
+
+
+def test_a_timeout_that_has_passed_is_named_as_it_was_given(http: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    for fields, headers, param in (
+        ({"timeout": -1}, {}, "timeout"),
+        ({}, {"x-request-timeout-seconds": "nan"}, "x-request-timeout-seconds"),
+    ):
+        response = http.post(COMPLETIONS, json={**body, **fields}, headers=headers)
+        assert response.json()["error"]["param"] == param
+
+
+def test_a_prompt_that_is_too_long_is_named_as_it_was_given(http: httpx.Client) -> None:
+    for path, prompt, param in (
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        (COMPLETIONS, {"prompt": "x" * 600}, "prompt"),
+    ):
+        check_error(http.post(path, json=prompt), 400, "context_length_exceeded", param)
 
 
 def test_headers_say_why_this_replica(http: httpx.Client) -> None:

@@ -108,7 +108,7 @@ def encode(tokenizer, text, **options):
     async def main():
         pool = AsyncTokenizer(tokenizer)
         try:
-            return await pool.encode(text, max_model_len=10_000, **options)
+            return await pool.encode(text, max_model_len=100_000, **options)
         finally:
             pool.close()
 
@@ -138,7 +138,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_bytes(tokenizer):
 def test_waiting_texts_are_bounded_and_cancelled_ones_count_until_done(tokenizer, monkeypatch):
     gate = threading.Event()
 
-    def slow(text, add_special_tokens=True):
+    def slow(text, add_special_tokens=True, max_model_len=None):
         gate.wait(10)
         return np.zeros(1, np.int32)
 
