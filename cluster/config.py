@@ -576,6 +576,19 @@ class RouterArgs(_Section):
         return self
 
 
+class HttpArgs(_Section):
+    """What each router's HTTP front end does."""
+
+    keepalive_s: float = Field(
+        0.0,
+        ge=0,
+        le=3600,
+        description="Seconds after which a stream without its first token sends a comment (`: keep-alive`), again and "
+        "again, so that no proxy takes the connection for dead. Its status and headers go out with the first comment, "
+        "so a later refusal is an error event. Some clients fail on any comment. 0 turns it off.",
+    )
+
+
 class AutoscalingArgs(_Section):
     """How many replicas there are, by what the engines have to do (`cluster/autoscaling.py`)."""
 
@@ -706,6 +719,7 @@ class AppConfig(_Section):
     )
     engine: EngineArgs = Field(EngineArgs(), description="Limits of each replica's engine.")
     router: RouterArgs = Field(RouterArgs(), description="Limits of each router.")
+    http: HttpArgs = Field(HttpArgs(), description="The routers' HTTP front end.")
     replica_resources: ReplicaResources = Field(
         ReplicaResources(), description="What Ray reserves for each replica."
     )

@@ -7,7 +7,8 @@ GET /v1/router/explain?request_id=            why a request went where it went
 GET /version                                  GET /docs, /redoc, /openapi.json
 ```
 
-A stream that broke goes on after the event that the header `Last-Event-ID` names (`router/resume.py`).
+A stream that broke goes on after the event that the header `Last-Event-ID` names (`router/resume.py`). Events
+have ids if the request has that header, also an empty one, or `stream_options.include_event_ids`.
 
 A body is read up to a limit, decoded by orjson (no NaN, no lone surrogates, bounded depth) and
 parsed by `http_schema`. Every error has OpenAI's shape and comes from `quire.protos.errors`.
@@ -80,6 +81,7 @@ def build_app(
     *,
     max_body_bytes: int,
     echo_request_id: bool = False,
+    keepalive_s: float = 0.0,
 ) -> FastAPI:
     """The HTTP application.
 
@@ -91,6 +93,8 @@ def build_app(
         Largest request body; a larger one gets status 413.
     echo_request_id
         Answer with the request's `X-Request-Id`. Off under Ray Serve, which adds it itself.
+    keepalive_s
+        A stream sends a comment so often until its first token is there; 0: never.
     """
     version = importlib.metadata.version("quire")
     app = FastAPI(title="Quire", version=version, redirect_slashes=False)
@@ -98,7 +102,7 @@ def build_app(
     app.add_exception_handler(QuireError, _on_quire_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
-    _add_generation_routes(app, get_service, max_body_bytes)
+    _add_generation_routes(app, get_service, max_body_bytes, keepalive_s)
     _add_information_routes(app, get_service, version)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -110,7 +114,7 @@ def build_app(
 
 
 def _add_generation_routes(
-    app: FastAPI, get_service: Callable[[], Service], max_body_bytes: int
+    app: FastAPI, get_service: Callable[[], Service], max_body_bytes: int, keepalive_s: float
 ) -> None:
     async def answer(request: Request, model: type[GenerationBody]) -> GenerationResponse:
         body = parse_body(model, await _read_json(request, max_body_bytes))
@@ -121,7 +125,10 @@ def _add_generation_routes(
         if asked.deadline_s is None:
             deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
             asked = dataclasses.replace(asked, deadline_s=deadline_s)
-        return GenerationResponse(get_service(), body, asked)
+        event_ids = last_id is not None or body.asks_for_event_ids()
+        return GenerationResponse(
+            get_service(), body, asked, event_ids=event_ids, keepalive_s=keepalive_s
+        )
 
     @app.post(
         "/v1/completions",

@@ -21,7 +21,7 @@ from quire.cluster.http_answers import (
     with_top,
 )
 from quire.cluster.http_schema import ChatCompletionRequest, CompletionRequest
-from quire.cluster.sse import DONE, ChunkEncoder, error_event, with_id
+from quire.cluster.sse import DONE, KEEP_ALIVE, ChunkEncoder, error_event, with_id
 from quire.protos.errors import QuireError
 from quire.router.resume import EventIds
 from quire.router.types import (
@@ -42,14 +42,32 @@ class GenerationResponse(Response):
 
     All of the request's life is in one task, so that a client that leaves at any moment, before
     the first token, too, ends it through one `finally`.
+
+    Parameters
+    ----------
+    event_ids
+        Each event of a stream has an id.
+    keepalive_s
+        A stream sends a comment so often until its first token is there; 0: never.
     """
 
-    def __init__(self, service: Service, body: GenerationBody, request: GenerationRequest):
+    def __init__(
+        self,
+        service: Service,
+        body: GenerationBody,
+        request: GenerationRequest,
+        *,
+        event_ids: bool = False,
+        keepalive_s: float = 0.0,
+    ):
         super().__init__()
         self._service = service
         self._body = body
         self._request = request
         self._chat = isinstance(body, ChatCompletionRequest)
+        self._event_ids = event_ids
+        self._keepalive_s = keepalive_s
+        self._has_begun = False  # status and headers are sent
         self._fingerprint = ""
         self._unsent = b""  # the last delta's events: they go with those that end the stream
 
@@ -57,7 +75,16 @@ class GenerationResponse(Response):
         await _until_disconnect(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = await self._service.generate(self._request)
+        if self._body.stream and self._keepalive_s:
+            try:
+                stream = await self._kept_alive(send)
+            except Exception as error:
+                if not self._has_begun:
+                    raise
+                await self._send_last(_error_event(error), send)
+                return
+        else:
+            stream = await self._service.generate(self._request)
         try:
             # Now, while the replica that answers is known: not after an answer that it may not survive.
             self._fingerprint = _fingerprint(self._service.model_info())
@@ -72,14 +99,28 @@ class GenerationResponse(Response):
         finally:
             await stream.aclose()
 
-    async def _send_events(self, stream: GenerationStream, send: Send) -> None:
-        """Status and headers go out with the first delta, which `generate` has waited for."""
-        encoders = self._encoders(stream)
+    async def _kept_alive(self, send: Send) -> GenerationStream:
+        """The stream with its first delta. Comments go out as long as that takes."""
+        generating = asyncio.ensure_future(self._service.generate(self._request))
+        try:
+            while not (await asyncio.wait((generating,), timeout=self._keepalive_s))[0]:
+                await self._begin({}, send)
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            return generating.result()
+        except BaseException:
+            await _undo(generating)
+            raise
+
+    async def _begin(self, headers: dict[str, str], send: Send) -> None:
+        """Send status and headers, once."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",  # nginx would hold tokens back
-            **explain_headers(stream.explain, complete=False),
+            **headers,
         }
         await send(
             {
@@ -88,23 +129,28 @@ class GenerationResponse(Response):
                 "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers.items()],
             }
         )
+
+    async def _send_last(self, events: bytes, send: Send) -> None:
+        await send({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def _send_events(self, stream: GenerationStream, send: Send) -> None:
+        """Status and headers go out with the first delta, which `generate` has waited for."""
+        encoders = self._encoders(stream)
+        await self._begin(explain_headers(stream.explain, complete=False), send)
         try:
             await self._send_deltas(stream, encoders, send)
             last = DONE
             if self._includes_usage():
                 last = encoders[0].usage(stream.usage) + DONE
-        except QuireError as error:
-            last = error_event(error)
         except Exception as error:
-            last = error_event(internal_error(error))
-        body = self._unsent + last
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+            last = _error_event(error)
+        await self._send_last(self._unsent + last, send)
 
     async def _send_deltas(
         self, stream: GenerationStream, encoders: list[ChunkEncoder], send: Send
     ) -> None:
         marks = self._request.marks
-        ids = EventIds(stream.origin, marks)
+        ids = EventIds(stream.origin, marks) if self._event_ids else None
         sent = [Progress() for _ in encoders]
         silent = {choice for choice, mark in enumerate(marks) if not mark.finished}
         unfinished = len(silent)
@@ -116,10 +162,11 @@ class GenerationResponse(Response):
             if choice in silent:
                 silent.remove(choice)
                 first = self._first_chunk(encoder, scores, stream)
-                if not ids.has_begun(choice):  # else the client has it
-                    chunk = with_id(ids.begin(choice), first)
+                if not marks[choice].begun:  # else the client has it
+                    chunk = first if ids is None else with_id(ids.begin(choice), first)
             sent[choice].add(delta)
-            chunk += with_id(ids.after(delta), encoder.delta(delta, stream.usage))
+            event = encoder.delta(delta, stream.usage)
+            chunk += event if ids is None else with_id(ids.after(delta), event)
             unfinished -= delta.finish_reason is not None
             # The end of the stream is there with its last delta, and each message costs as much as a token.
             if not unfinished:
@@ -233,6 +280,18 @@ class GenerationResponse(Response):
             return self._request.prompt
         utf8 = b"".join(of_token.token.utf8 for of_token in scores or ())
         return utf8.decode(errors="replace")
+
+
+def _error_event(error: Exception) -> bytes:
+    return error_event(error if isinstance(error, QuireError) else internal_error(error))
+
+
+async def _undo(generating: asyncio.Future[GenerationStream]) -> None:
+    """End a call of `generate`, and its stream if there is one already."""
+    generating.cancel()
+    await asyncio.wait((generating,))
+    if not generating.cancelled() and generating.exception() is None:
+        await generating.result().aclose()
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -51,6 +51,11 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = Field(
         None, description="Accepted and ignored: chunks are not padded."
     )
+    include_event_ids: bool | None = Field(
+        None,
+        description="An `id:` line in each event, from which a stream that broke goes on. The header "
+        "Last-Event-ID asks for it too, also an empty one.",
+    )
 
 
 class StructuredOutputs(_Strict):
@@ -175,6 +180,10 @@ class _GenerationBody(_Strict):
     def output_limit_tokens(self) -> int | None:
         """Most tokens to generate, under whichever name the client gave it."""
         return self.max_tokens
+
+    def asks_for_event_ids(self) -> bool:
+        """Whether each event of the stream has an id."""
+        return bool(self.stream_options and self.stream_options.include_event_ids)
 
     def _logit_bias(self) -> tuple[tuple[int, float], ...]:
         pairs = []

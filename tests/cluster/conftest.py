@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import sys
 import threading
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +35,9 @@ from quire.router.types import (
     TokenScores,
     Usage,
 )
+
+# Tests run with --import-mode=importlib, which leaves their folder off the path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 VOCAB = [f"word{i} " for i in range(97)] + ["naïve ", "日本 ", '"quoted"\n']
 MODEL = "acme/tiny"
