@@ -28,6 +28,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from quire.protos.errors import InvalidRequest
+from quire.router.template_kwargs import check_template_kwargs
+
 EMBEDDED_MODEL = "embedded"
 # A path on the node that reads it; a leading ~ is the home of the user who runs Quire.
 _Path = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -702,6 +705,11 @@ class AppConfig(_Section):
         min_length=1,
         description="Path to a Jinja file with the chat template. Default: the checkpoint's.",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="Variables for the chat template of every request, `enable_thinking: false` for instance; a "
+        "request's own `chat_template_kwargs` go over them.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where replicas compute; auto takes a GPU if the cluster has one."
     )
@@ -726,6 +734,15 @@ class AppConfig(_Section):
     router_resources: RouterResources = Field(
         RouterResources(), description="What Ray reserves for each router."
     )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _plain_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        try:
+            check_template_kwargs(kwargs)
+        except InvalidRequest as error:
+            raise ValueError(error.message) from None
+        return kwargs
 
     @model_validator(mode="after")
     def _consistent(self) -> AppConfig:

@@ -155,6 +155,11 @@ class _GenerationBody(_Strict):
     include_stop_str_in_output: bool | None = Field(
         None, description="Keep the matched stop string in the text (vLLM)."
     )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether the tokenizer adds BOS and the like to the text; default true for completions, false for "
+        "chats, whose template writes them. A text that begins with BOS gets no second one (vLLM).",
+    )
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text; default true (vLLM)."
     )
@@ -251,6 +256,7 @@ class _GenerationBody(_Strict):
             ignore_eos=bool(self.ignore_eos),
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
+            add_special_tokens=self.add_special_tokens,
             tenant=self.cache_salt or "",
             session=self.prompt_cache_key or "",
             priority=self.priority or 0,
@@ -261,7 +267,7 @@ class _GenerationBody(_Strict):
 
 # What is served of a prompt; the router refuses the rest, with the number that it got.
 _PROMPTS: list[dict[str, JsonValue]] = [
-    {"type": "string", "minLength": 1},
+    {"type": "string"},
     {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
 ]
 
@@ -381,6 +387,21 @@ class ChatCompletionRequest(_GenerationBody):
     max_completion_tokens: int | None = Field(
         None, description="The newer name of `max_tokens`; both only if they are equal."
     )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="Variables for the chat template, `enable_thinking` for instance; over those of the "
+        "application's `chat_template_kwargs` (vLLM).",
+    )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Whether the prompt ends with the beginning of an assistant's turn; default true, unless "
+        "`continue_final_message` (vLLM).",
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="The answer continues the last message, whose turn stays open. Not together with "
+        "`add_generation_prompt` (vLLM).",
+    )
 
     logprobs: bool | None = Field(
         None,
@@ -429,7 +450,13 @@ class ChatCompletionRequest(_GenerationBody):
             raise InvalidRequest(
                 f"messages must not nest deeper than {_MAX_MESSAGES_DEPTH} levels", field="messages"
             )
-        return self.generation_request(request_id, messages=tuple(messages))
+        return self.generation_request(
+            request_id,
+            messages=tuple(messages),
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -453,7 +480,6 @@ IGNORED_FIELDS = frozenset(
 # Field → values that mean what the server does anyway, beside null. Others are refused by name.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
-    "add_special_tokens": (),
     "audio": (),
     "best_of": (1,),
     "chat_template": (),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -89,14 +90,21 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
         special: SpecialTokens | None = None,
     ) -> str:
         """The prompt text; encode it without adding special tokens.
 
         Parameters
         ----------
+        continue_final_message
+            The text ends with the last message's, whose turn stays open. Not together with `add_generation_prompt`.
+        kwargs
+            More variables for the template, checked by `check_template_kwargs`.
         special
-            Protects the texts of messages: encode the result with `SpecialTokens.encode`. None: no protection.
+            Protects the texts of messages and variables: encode the result with `SpecialTokens.encode`. None: no
+            protection.
 
         Raises
         ------
@@ -112,15 +120,25 @@ class ChatTemplate:
             ]
         if not self._iterates_content:
             checked = [{**m, "content": _join_parts(m["content"])} for m in checked]
+        end_tag = ""
+        if continue_final_message:
+            end_tag = f"{secrets.token_hex(16)} "  # the space shows whether the template strips
+            checked = [*checked[:-1], _with_end(checked[-1], end_tag)]
+        variables = {} if kwargs is None else dict(kwargs)
+        if special is not None:
+            variables = _protect(variables, "chat_template_kwargs", special)
         pieces: list[str] = []
         num_chars = 0
         try:
             for piece in self._template.generate(
-                **self._special_tokens,
-                messages=checked,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+                {
+                    **self._special_tokens,
+                    **variables,
+                    "messages": checked,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             ):
                 num_chars += len(piece)
                 if num_chars > self._max_output_chars:
@@ -137,7 +155,8 @@ class ChatTemplate:
                 f"messages: the chat template refuses them: {error or type(error).__name__}",
                 field="messages",
             ) from error
-        return "".join(pieces)
+        text = "".join(pieces)
+        return _until_end(text, end_tag) if continue_final_message else text
 
 
 def load_source(folder: Path, file: Path | None = None) -> str | None:
@@ -240,18 +259,52 @@ def _protected(message: dict[str, Any], where: str, special: SpecialTokens) -> d
     Templates compare the role and some build a special token from it, so only whole tokens in it are protected.
     """
 
-    def protect(value: Any, where: str, at_ends: bool = True) -> Any:
-        if isinstance(value, str):
-            utf8_len(value, where)
-            return special.protect(value, at_ends=at_ends)
-        if isinstance(value, dict):
-            return {key: protect(item, f"{where}.{key}") for key, item in value.items()}
-        return [protect(item, f"{where}[{i}]") for i, item in enumerate(value)]
-
     return {
-        key: protect(value, f"{where}.{key}", at_ends=key != "role")
+        key: _protect(value, f"{where}.{key}", special, at_ends=key != "role")
         for key, value in message.items()
     }
+
+
+def _protect(value: Any, where: str, special: SpecialTokens, at_ends: bool = True) -> Any:
+    """A JSON value with every text in it protected. A template may write keys, too."""
+    if isinstance(value, str):
+        utf8_len(value, where)
+        return special.protect(value, at_ends=at_ends)
+    if isinstance(value, dict):
+        return {
+            _protect(key, where, special): _protect(item, f"{where}.{key}", special)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_protect(item, f"{where}[{i}]", special) for i, item in enumerate(value)]
+    return value
+
+
+def _with_end(message: dict[str, Any], tag: str) -> dict[str, Any]:
+    """A message whose text ends with a tag."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + tag}
+    if not content:
+        raise InvalidRequest(
+            "the last message has no text to continue: with continue_final_message its content must have at least 1 "
+            "part, got 0",
+            field="continue_final_message",
+        )
+    *others, last = content
+    return {**message, "content": [*others, {**last, "text": last["text"] + tag}]}
+
+
+def _until_end(text: str, tag: str) -> str:
+    """A rendered text up to the end of its last message, as transformers cuts it."""
+    before, found, after = text.rpartition(tag.rstrip())
+    if not found:
+        raise InvalidRequest(
+            "the chat template does not write the end of the last message, so that it cannot be continued: "
+            "continue_final_message must be false, got true",
+            field="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _join_parts(content: str | list[dict[str, str]]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
 from quire.protos.wire import GRAMMAR_KINDS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
+from quire.router.template_kwargs import check_template_kwargs
 from quire.router.tokenizer import read_json_object, utf8_len
 from quire.router.types import GenerationRequest
 
@@ -99,6 +100,7 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
         No time is left.
     """
     _check_prompt(request)
+    _check_template_fields(request)
     if request.max_tokens is not None:
         _integer("max_tokens", request.max_tokens, 1, None)
     if request.min_tokens is not None:
@@ -229,8 +231,45 @@ def _check_prompt(request: GenerationRequest) -> None:
         utf8_len(prompt, "prompt")
     elif not isinstance(prompt, tuple):
         raise _invalid("prompt", "a string or a list of token ids", prompt)
-    if not prompt:
-        raise _invalid("prompt", "at least 1 character or token", prompt)
+    if prompt == ():
+        raise _invalid("prompt", "a text or at least 1 token", prompt)
+    adds = request.add_special_tokens
+    if prompt == "" and adds is False:
+        raise InvalidRequest(
+            "an empty prompt is its special tokens alone: prompt must have at least 1 character with "
+            "add_special_tokens false, got 0",
+            field="prompt",
+        )
+
+
+def _check_template_fields(request: GenerationRequest) -> None:
+    """What says how messages become a prompt."""
+    add_prompt, continues = request.add_generation_prompt, request.continue_final_message
+    if type(continues) is not bool:
+        raise _invalid("continue_final_message", "a boolean", continues)
+    for name in ("add_generation_prompt", "add_special_tokens"):
+        value = getattr(request, name)
+        if value is not None and type(value) is not bool:
+            raise _invalid(name, "a boolean", value)
+    fields = {
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "add_generation_prompt": add_prompt,
+        "continue_final_message": continues or None,
+    }
+    for name, value in fields.items():
+        if request.messages is None and value is not None:
+            raise InvalidRequest(
+                f"a prompt passes no chat template: {name} only with messages, got {value!r}"[:256],
+                field=name,
+            )
+    if add_prompt and continues:
+        raise InvalidRequest(
+            "the last message is either continued or answered: continue_final_message must not be true together with "
+            "add_generation_prompt, got true for both",
+            field="continue_final_message",
+        )
+    if request.chat_template_kwargs is not None:
+        check_template_kwargs(request.chat_template_kwargs)
 
 
 def _check_prompt_len(num_prompt_tokens: int, max_model_len: int) -> None:

@@ -2,8 +2,8 @@
 
 Every event of a stream carries an id, over HTTP if the client asks for ids; the client sends the last one it got along
 with the original request (HTTP: `Last-Event-ID`, gRPC: `resume_from`). Nobody keeps state for that. The answer is a
-function of the request and its seed, so any router has it generated again, drops what the client has, and goes on with the next token. An id therefore
-says
+function of the request and its seed, so any router has it generated again, drops what the client has, and goes on with
+the next token. An id therefore says
 
 ```
  q1 . origin                                         . marks, one for each choice

@@ -18,8 +18,8 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,9 @@ class ModelFacts:
     defaults: params.GenerationDefaults
     limits: params.Limits
     max_prompt_tokens: int | None = None  # None: as many as the model takes
+    chat_template_kwargs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # a request's go over them
     special_tokens_in_messages: bool = False  # whether the text of a message may be special tokens
 
 
@@ -400,15 +403,24 @@ class RouterService:
                     "use /v1/completions",
                     field="messages",
                 )
-            # The template has written the special tokens itself.
+            # By default the template has written the special tokens itself.
             special = self._tokenizer.tokenizer.special
             if self.facts.special_tokens_in_messages:
                 special = None
-            text = self._template.render(request.messages, special=special)
-            add_special_tokens, is_guarded = False, special is not None
+            continues = request.continue_final_message
+            add_prompt = request.add_generation_prompt
+            text = self._template.render(
+                request.messages,
+                add_generation_prompt=not continues if add_prompt is None else add_prompt,
+                continue_final_message=continues,
+                kwargs={**self.facts.chat_template_kwargs, **(request.chat_template_kwargs or {})},
+                special=special,
+            )
+            add_special_tokens, is_guarded = bool(request.add_special_tokens), special is not None
         else:
-            text, add_special_tokens, is_guarded = request.prompt, True, False
-        return await self._tokenizer.encode(
+            text, is_guarded = request.prompt, False
+            add_special_tokens = request.add_special_tokens is not False
+        ids = await self._tokenizer.encode(
             text,
             add_special_tokens,
             max_model_len=hello.max_model_len,
@@ -416,6 +428,20 @@ class RouterService:
             tenant=request.tenant,
             is_guarded=is_guarded,
         )
+        if not len(ids) and request.prompt == "":
+            return self._empty_prompt(hello)
+        return ids
+
+    def _empty_prompt(self, hello: Hello) -> np.ndarray:
+        """What an empty prompt is where the tokenizer adds no BOS: a model needs one token to begin with."""
+        start = self._tokenizer.tokenizer.start_id()
+        known = [*(() if start is None else (start,)), *hello.eos_token_ids]
+        if not known:
+            raise InvalidRequest(
+                "the checkpoint has neither a BOS nor an EOS token: prompt must have at least 1 character, got 0",
+                field="prompt",
+            )
+        return np.array(known[:1], np.int32)
 
     def _hasher(self, hello: Hello, tenant: str) -> RoutingHasher:
         key = f"{hello.model_name}\x00{hello.revision}\x00{tenant}"

@@ -7,7 +7,7 @@ both HTTP and gRPC.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -51,6 +51,12 @@ class GenerationRequest:
     model: str | None = None  # None: the application's only model
     prompt: str | tuple[int, ...] | None = None  # text, or token ids
     messages: tuple[dict[str, Any], ...] | None = None  # chat turns for the chat template
+    chat_template_kwargs: Mapping[str, Any] | None = None  # more variables for the chat template
+    add_generation_prompt: bool | None = None  # None: unless the last message is continued
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = (
+        None  # BOS and the like; None: to a prompt, not to rendered messages
+    )
     max_tokens: int | None = None  # None: up to the model's length
     min_tokens: int | None = None
     temperature: float | None = None

@@ -171,7 +171,7 @@ class FakeService:
         if request.messages is not None:
             prompt_len = sum(len(str(m["content"])) for m in check_messages(request.messages))
         else:
-            prompt_len = len(request.prompt)
+            prompt_len = len(request.prompt) or 1  # a BOS
         sampling = params.resolve(
             request,
             params.GenerationDefaults(),

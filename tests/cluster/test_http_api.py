@@ -505,7 +505,37 @@ def test_a_list_with_one_prompt_is_that_prompt(http: httpx.Client, service) -> N
 
 REFUSED = [
     (COMPLETIONS, {}, "invalid_request", "prompt"),
-    (COMPLETIONS, {"prompt": ""}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": "", "add_special_tokens": False}, "invalid_request", "prompt"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "add_special_tokens": 1},
+        "invalid_request",
+        "add_special_tokens",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "chat_template_kwargs": {"a": 1}},
+        "unsupported_field",
+        "chat_template_kwargs",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "chat_template_kwargs": [1]},
+        "invalid_request",
+        "chat_template_kwargs",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "chat_template_kwargs": {"tools": [1]}},
+        "invalid_request",
+        "chat_template_kwargs.tools",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True},
+        "invalid_request",
+        "continue_final_message",
+    ),
     (COMPLETIONS, {"prompt": []}, "invalid_request", "prompt"),
     (COMPLETIONS, {"prompt": 5}, "invalid_request", "prompt"),
     (COMPLETIONS, {"prompt": [5, "a"]}, "invalid_request", "prompt"),

@@ -79,6 +79,8 @@ ACCEPTED = [
     ("deadline_s", 0.001),
     ("deadline_s", math.inf),
     ("prompt", (0, VOCAB_SIZE - 1)),
+    ("prompt", ""),
+    ("add_special_tokens", False),
 ]
 REFUSED = [
     *(("max_tokens", value) for value in [0, -1, -(2**63), *NEVER_INTEGERS]),
@@ -115,7 +117,11 @@ REFUSED = [
     *(("include_stop_str_in_output", value) for value in [1, None]),
     *(("echo", value) for value in ["no", None]),
     *(("deadline_s", value) for value in [math.nan, "1", True]),
-    *(("prompt", value) for value in ["", (), None, 5, [1], b"x", "\ud800"]),
+    *(("add_special_tokens", value) for value in [1, "no"]),
+    *(("add_generation_prompt", value) for value in [1, True, False]),  # a prompt has no template
+    *(("continue_final_message", value) for value in [1, None, True]),
+    *(("chat_template_kwargs", value) for value in [{}, {"a": 1}]),
+    *(("prompt", value) for value in [(), None, 5, [1], b"x", "\ud800"]),
     *(("prompt[0]", value) for value in [-1, VOCAB_SIZE, 2**31, 2**63, None, *NEVER_INTEGERS]),
     *(("messages", value) for value in [(), [{"role": "user"}], "hi"]),
 ]
