@@ -65,7 +65,13 @@ from quire.cluster.http_schema import (
     parse_body,
     refusal,
 )
-from quire.protos.errors import BodyTooLarge, InvalidRequest, ModelNotFound, QuireError
+from quire.protos.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    ModelNotFound,
+    QuireError,
+    UnsupportedField,
+)
 from quire.router import resume
 from quire.router.types import ResumePoint, Service
 
@@ -126,6 +132,12 @@ def _add_generation_routes(
             deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
             asked = dataclasses.replace(asked, deadline_s=deadline_s)
         event_ids = last_id is not None or body.asks_for_event_ids()
+        if event_ids and body.stream and asked.prompts:
+            raise UnsupportedField(
+                f"the stream of a list of prompts cannot be resumed: {LAST_EVENT_ID} and "
+                f"stream_options.include_event_ids only with one prompt, got {len(asked.prompts)}",
+                field="prompt",
+            )
         return GenerationResponse(
             get_service(), body, asked, event_ids=event_ids, keepalive_s=keepalive_s
         )

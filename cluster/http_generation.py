@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Coroutine
 from typing import Any
 
@@ -91,7 +92,7 @@ class GenerationResponse(Response):
             if self._body.stream:
                 await self._send_events(stream, send)
             else:
-                answers = await collect(stream, self._request.n)
+                answers = await collect(stream, len(self._request.marks))
                 headers = explain_headers(stream.explain, complete=True)
                 await json_response(self._complete(stream, answers), headers=headers)(
                     scope, receive, send
@@ -154,14 +155,13 @@ class GenerationResponse(Response):
         sent = [Progress() for _ in encoders]
         silent = {choice for choice, mark in enumerate(marks) if not mark.finished}
         unfinished = len(silent)
-        scores = stream.prompt_scores
         async for delta in stream:
             choice = delta.choice
             encoder = encoders[choice]
             chunk = b""
             if choice in silent:
                 silent.remove(choice)
-                first = self._first_chunk(encoder, scores, stream)
+                first = self._first_chunk(encoder, choice // self._request.n, stream)
                 if not marks[choice].begun:  # else the client has it
                     chunk = first if ids is None else with_id(ids.begin(choice), first)
             sent[choice].add(delta)
@@ -177,15 +177,14 @@ class GenerationResponse(Response):
             if not mark.finished:
                 progress.end()
 
-    def _first_chunk(
-        self, encoder: ChunkEncoder, scores: list[TokenScores] | None, stream: GenerationStream
-    ) -> bytes:
-        """What a client is told of the prompt, before the first token."""
+    def _first_chunk(self, encoder: ChunkEncoder, prompt: int, stream: GenerationStream) -> bytes:
+        """What a client is told of a prompt, before the first token."""
+        scores = stream.scores_of_prompt(prompt)
         asked = self._prompt_logprobs(scores)
         if self._chat:
             return encoder.role(asked)
         echoed = self._echoed_scores(scores)
-        text = self._echo(scores)
+        text = self._echo(prompt, scores)
         chunk = b""
         if text or echoed is not None or asked is not None:
             chunk = encoder.delta(OutputDelta(text, [], logprobs=echoed), stream.usage, asked)
@@ -220,30 +219,39 @@ class GenerationResponse(Response):
                 continuous_usage=bool(options and options.continuous_usage_stats),
                 token_ids=bool(self._body.return_token_ids),
             )
-            for index in range(self._request.n)
+            for index in range(len(self._request.marks))
         ]
 
     def _complete(self, stream: GenerationStream, answers: list[Answer]) -> dict[str, Any]:
         """A `Completion` or `ChatCompletion`."""
-        scores = stream.prompt_scores
+        choices: list[dict[str, Any]] = []
+        num_generated = self._request.n
+        num_dropped = self._body.num_dropped_choices()
+        for prompt in range(len(answers) // num_generated):
+            scores = stream.scores_of_prompt(prompt)
+            of_prompt = answers[prompt * num_generated :][:num_generated]
+            if num_dropped:
+                of_prompt = _best(of_prompt, num_generated - num_dropped, self._body.logprobs)
+            for answer in of_prompt:
+                choices.append(self._choice(len(choices), answer, prompt, scores))
         whole = {
             **self._envelope(stream, "chat.completion" if self._chat else "text_completion"),
-            "choices": [self._choice(i, answer, scores) for i, answer in enumerate(answers)],
+            "choices": choices,
             "usage": usage_answer(stream.usage),
         }
-        if self._chat and (asked := self._prompt_logprobs(scores)) is not None:
+        if self._chat and (asked := self._prompt_logprobs(stream.prompt_scores)) is not None:
             whole["prompt_logprobs"] = asked
         return whole
 
     def _choice(
-        self, index: int, answer: Answer, scores: list[TokenScores] | None
+        self, index: int, answer: Answer, prompt: int, scores: list[TokenScores] | None
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": answer.text}
             choice["logprobs"] = chat_logprobs(answer.logprobs)
         else:
-            echo = self._echo(scores)
+            echo = self._echo(prompt, scores)
             choice["text"] = echo + answer.text
             of_answer = answer.logprobs
             if of_answer is not None:
@@ -272,14 +280,29 @@ class GenerationResponse(Response):
         options = self._body.stream_options
         return bool(options and options.include_usage)
 
-    def _echo(self, scores: list[TokenScores] | None) -> str:
-        """The prompt's text if the client wants it in front of the answer."""
+    def _echo(self, prompt: int, scores: list[TokenScores] | None) -> str:
+        """A prompt's text if the client wants it in front of the answer."""
         if not isinstance(self._body, CompletionRequest) or not self._body.echo:
             return ""
-        if isinstance(self._request.prompt, str):
-            return self._request.prompt
+        given = self._request.prompts[prompt] if self._request.prompts else self._request.prompt
+        if isinstance(given, str):
+            return given
         utf8 = b"".join(of_token.token.utf8 for of_token in scores or ())
         return utf8.decode(errors="replace")
+
+
+def _best(answers: list[Answer], num: int, num_logprobs: int | None) -> list[Answer]:
+    """The answers with the highest mean log-probability, best first, with log-probabilities if the client asked."""
+
+    def mean_logprob(answer: Answer) -> float:
+        scores = [of_token.token.logprob for of_token in answer.logprobs or ()]
+        return sum(scores) / len(scores) if scores else -math.inf
+
+    best = sorted(answers, key=mean_logprob, reverse=True)[:num]
+    if num_logprobs is None:
+        for answer in best:
+            answer.logprobs = None
+    return best
 
 
 def _error_event(error: Exception) -> bytes:

@@ -44,6 +44,7 @@ class Limits:
     max_bad_words: int = 64
     max_bad_word_bytes: int = 64
     max_choices: int = 32  # n
+    max_prompt_choices: int = 256  # prompts of one request times n
     max_priority: int = 1000  # and the negative of it
 
 
@@ -101,8 +102,8 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
     """
     _check_prompt(request)
     _check_template_fields(request)
-    if request.max_tokens is not None:
-        _integer("max_tokens", request.max_tokens, 1, None)
+    if request.max_tokens != 0 or request.echo is not True or type(request.max_tokens) is not int:
+        _check_max_tokens(request.max_tokens)
     if request.min_tokens is not None:
         _integer("min_tokens", request.min_tokens, 0, None)
     if request.temperature is not None:
@@ -114,6 +115,7 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
     if request.seed is not None:
         _integer("seed", request.seed, _INT64_MIN, _UINT64_MAX)
     _integer("n", request.n, 1, limits.max_choices)
+    _check_prompts(request, limits)
     _check_distribution(request, limits)
     if request.grammar is not None:
         _check_grammar(request)
@@ -217,7 +219,9 @@ def resolve(
 
 def _check_prompt(request: GenerationRequest) -> None:
     prompt, messages = request.prompt, request.messages
-    if (prompt is None) == (messages is None):
+    if request.prompts != () and prompt is None and messages is None:
+        return  # see `_check_prompts`
+    if (prompt is None) == (messages is None) or request.prompts != ():
         raise InvalidRequest(
             f"exactly one of prompt and messages must be given, got"
             f" {'neither' if prompt is None else 'both'}",
@@ -240,6 +244,34 @@ def _check_prompt(request: GenerationRequest) -> None:
             "add_special_tokens false, got 0",
             field="prompt",
         )
+
+
+def _check_prompts(request: GenerationRequest, limits: Limits) -> None:
+    """A list of prompts; what each of them is, its own request says."""
+    if not isinstance(request.prompts, tuple):
+        raise _invalid("prompts", "a list of prompts", request.prompts)
+    num_choices = len(request.prompts) * request.n
+    if num_choices > limits.max_prompt_choices:
+        raise InvalidRequest(
+            f"prompt must have at most {limits.max_prompt_choices // request.n} prompts with n {request.n}, got "
+            f"{len(request.prompts)}",
+            field="prompt",
+        )
+    if request.prompts and request.resume_from is not None:
+        raise InvalidRequest(
+            f"the stream of a list of prompts cannot be resumed: {request.resume_from.field} only with one prompt, got "
+            f"{len(request.prompts)}",
+            field=request.resume_from.field,
+        )
+
+
+def _check_max_tokens(max_tokens: Any) -> None:
+    if max_tokens == 0 and type(max_tokens) is int:
+        raise InvalidRequest(
+            "max_tokens must be an integer >= 1, or 0 together with echo, got 0", field="max_tokens"
+        )
+    if max_tokens is not None:
+        _integer("max_tokens", max_tokens, 1, None)
 
 
 def _check_template_fields(request: GenerationRequest) -> None:

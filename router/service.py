@@ -51,6 +51,7 @@ from quire.router.migration_budget import MigrationBudget
 from quire.router.observer import Observer
 from quire.router.policy import Policy
 from quire.router.prefix_hashes import prefix_hashes
+from quire.router.prompts import PromptOnlyStream, PromptsStream
 from quire.router.replicas import ReplicaTable
 from quire.router.request_stream import NO_REPLICA_RETRY_S, RequestStream
 from quire.router.tokenizer import AsyncTokenizer
@@ -58,6 +59,7 @@ from quire.router.transport import Transport
 from quire.router.types import (
     Decisions,
     GenerationRequest,
+    GenerationStream,
     ModelInfo,
     Origin,
     Readiness,
@@ -172,7 +174,7 @@ class RouterService:
         if max_explained_decisions != self.ring.size:
             self.ring.resize(max_explained_decisions)
 
-    async def generate(self, request: GenerationRequest) -> RequestStream | ChoicesStream:
+    async def generate(self, request: GenerationRequest) -> GenerationStream:
         """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""
         arrived_s = self.clock()
         try:
@@ -181,9 +183,7 @@ class RouterService:
             self.observer.on_refusal(self.clock() - arrived_s)
             raise
 
-    async def _generate(
-        self, request: GenerationRequest, arrived_s: float
-    ) -> RequestStream | ChoicesStream:
+    async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
         if request.model not in (None, self.facts.name):
             raise ModelNotFound(
                 f"model: {request.model!r} is not served here; this application serves "
@@ -193,6 +193,28 @@ class RouterService:
         params.check(request, self.facts.limits)
         candidates = self._candidates(request)
         self.gate.check(request.tenant, request.priority)
+        asked = dataclasses.replace(request, max_tokens=1) if request.max_tokens == 0 else request
+        answer_id = uuid.uuid4().hex
+        streams = []
+        for index, single in enumerate(asked.for_each_prompt()):
+            try:
+                streams.append(await self._stream(single, candidates, arrived_s, answer_id))
+            except InvalidRequest as error:
+                raise (_of_prompt(error, index) if request.prompts else error) from None
+        stream = PromptsStream(streams, request.n) if request.prompts else streams[0]
+        if request.max_tokens == 0:
+            stream = PromptOnlyStream(stream, request.logprobs is not None)
+        await stream.start()
+        return stream
+
+    async def _stream(
+        self,
+        request: GenerationRequest,
+        candidates: Sequence[Hello],
+        arrived_s: float,
+        answer_id: str,
+    ) -> RequestStream | ChoicesStream:
+        """Check and tokenise one prompt; its stream is not started."""
         prompt_ids = await self._prompt_ids(request, candidates[0])
         self._check_prompt_len(len(prompt_ids))
         special_stops = self._special_stops(request)
@@ -209,7 +231,7 @@ class RouterService:
             )
             hashes = prefix_hashes(self._hasher(hello, request.tenant), prompt_ids)
             try:
-                origin = self._origin(request, prompt_ids, hashes, sampling, hello)
+                origin = self._origin(request, prompt_ids, hashes, sampling, hello, answer_id)
                 break
             except InvalidRequest:
                 if hello is candidates[-1]:
@@ -237,9 +259,7 @@ class RouterService:
             streams.append(stream)
             if lead is None and not mark.finished:
                 lead = stream
-        stream = streams[0] if request.n == 1 else ChoicesStream(streams, lead or streams[0])
-        await stream.start()
-        return stream
+        return streams[0] if request.n == 1 else ChoicesStream(streams, lead or streams[0])
 
     def _special_stops(self, request: GenerationRequest) -> dict[int, str]:
         """Stop strings that are special tokens, by id. Where the text leaves special tokens out, only the id shows."""
@@ -256,6 +276,7 @@ class RouterService:
         hashes: np.ndarray,
         sampling: SamplingParams,
         hello: Hello,
+        answer_id: str,
     ) -> Origin:
         """A new one, or that of the stream that is resumed if the request is the same."""
         options = (
@@ -269,7 +290,7 @@ class RouterService:
         if request.resume_from is not None:
             resume.check(request.resume_from, fingerprint, request.n, sampling.max_tokens)
             return request.resume_from.origin
-        return Origin(sampling.seed, fingerprint, uuid.uuid4().hex, int(time.time()))
+        return Origin(sampling.seed, fingerprint, answer_id, int(time.time()))
 
     def scores(self, token_id: int, of_token: TokenLogprob, text_offset: int) -> TokenScores:
         """A token's log-probabilities with the tokens' texts."""
@@ -452,6 +473,16 @@ class RouterService:
             hasher = RoutingHasher(hello.model_name, hello.revision, tenant)
             self._hashers[key] = hasher
         return hasher
+
+
+def _of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
+    """The refusal of one prompt of a list."""
+    message, field = error.message, error.field
+    if field is not None and field.startswith("prompt") and not field.startswith("prompt_"):
+        field = f"prompt[{index}]{field.removeprefix('prompt')}"
+        if message.startswith("prompt"):
+            message = f"prompt[{index}]{message.removeprefix('prompt')}"
+    return type(error)(message, field=field)
 
 
 def _with_seed(request: GenerationRequest) -> GenerationRequest:

@@ -89,6 +89,9 @@ class FakeStream:
         first = TokenScores(dataclasses.replace(first.token, logprob=None), ())
         return [first, *(dataclasses.replace(score, rank=i) for i, score in enumerate(others, 3))]
 
+    def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
+        return self.prompt_scores
+
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self._deltas
 
