@@ -77,7 +77,12 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
     max_body_bytes, http = config.router.max_body_bytes, config.http
 
     def http_app() -> Any:
-        return build_app(this_service, max_body_bytes=max_body_bytes, keepalive_s=http.keepalive_s)
+        return build_app(
+            this_service,
+            max_body_bytes=max_body_bytes,
+            keepalive_s=http.keepalive_s,
+            cors_origins=http.cors_origins,
+        )
 
     router = serve.deployment(
         serve.ingress(http_app)(Router),

@@ -34,6 +34,8 @@ from quire.router.template_kwargs import check_template_kwargs
 EMBEDDED_MODEL = "embedded"
 # A path on the node that reads it; a leading ~ is the home of the user who runs Quire.
 _Path = Annotated[str, AfterValidator(os.path.expanduser)]
+# What browsers send as Origin: scheme and host, and the port if it is not the scheme's own.
+_ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
 _HF_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -590,6 +592,23 @@ class HttpArgs(_Section):
         "again, so that no proxy takes the connection for dead. Its status and headers go out with the first comment, "
         "so a later refusal is an error event. Some clients fail on any comment. 0 turns it off.",
     )
+    cors_origins: list[str] = Field(
+        [],
+        max_length=256,
+        description="Origins of web pages whose scripts may call this API from a browser, such as "
+        "https://chat.example.com; '*' allows all pages. Browsers send no cookies. Default: none.",
+    )
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _as_browsers_send_them(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"each origin must be '*', or scheme and host in lower case with a port if it is not the usual "
+                    f"one, such as 'https://chat.example.com', got {_short(origin)}"
+                )
+        return origins
 
 
 class AutoscalingArgs(_Section):

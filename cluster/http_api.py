@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -30,11 +30,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.front_end import (
+    EXPLAIN_HEADERS,
     TIMEOUT_HEADER,
     internal_error,
     request_label,
@@ -77,6 +79,9 @@ from quire.router.types import ResumePoint, Service
 
 LAST_EVENT_ID = "Last-Event-ID"
 DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
+# What a page's script may read of an answer beside its body.
+_EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", *EXPLAIN_HEADERS)
+_PREFLIGHT_S = 3600  # for which a browser remembers a preflight
 # A client that is still sending when it is refused must be read to the end, or its connection is
 # reset before it has seen the answer. Beyond so many bodies' worth it may be.
 _DISCARDED_BODIES = 8
@@ -88,6 +93,7 @@ def build_app(
     max_body_bytes: int,
     echo_request_id: bool = False,
     keepalive_s: float = 0.0,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The HTTP application.
 
@@ -101,10 +107,24 @@ def build_app(
         Answer with the request's `X-Request-Id`. Off under Ray Serve, which adds it itself.
     keepalive_s
         A stream sends a comment so often until its first token is there; 0: never.
+    cors_origins
+        Origins of pages whose scripts may use the API; `*`: all.
     """
     version = importlib.metadata.version("quire")
     app = FastAPI(title="Quire", version=version, redirect_slashes=False)
     app.add_middleware(_Boundary, echo_request_id=echo_request_id)
+    if cors_origins:
+        # Added last, so outermost: a page may read every answer, errors too. A browser sends no cookie and no
+        # credential of its own to the API; a key in a header is the page's own.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            allow_credentials=False,
+            expose_headers=_EXPOSED_HEADERS,
+            max_age=_PREFLIGHT_S,
+        )
     app.add_exception_handler(QuireError, _on_quire_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
