@@ -9,12 +9,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from quire.protos.errors import InvalidRequest
 
 MAX_VARIABLES = 32
 MAX_NAME_BYTES = 64
 MAX_VALUES = 256  # of all variables, those inside lists and objects included
 MAX_BYTES = 16 * 1024  # of all names and texts in UTF-8
+MAX_JSON_BYTES = 64 * 1024  # as the text of a JSON object
 MAX_DEPTH = 8  # levels of lists and objects
 MAX_INTEGER = (1 << 63) - 1  # and the negative of it
 RESERVED_NAMES = frozenset(
@@ -56,10 +59,36 @@ def check_template_kwargs(kwargs: Any, field: str = "chat_template_kwargs") -> N
     _check_values(kwargs, field)
 
 
+def parse_template_kwargs(text: str, field: str = "chat_template_kwargs") -> dict[str, Any]:
+    """The variables in the text of a JSON object; `check_template_kwargs` checks them.
+
+    Raises
+    ------
+    InvalidRequest
+        It is too long or not a JSON object.
+    """
+    if len(text) > MAX_JSON_BYTES:
+        raise InvalidRequest(
+            f"{field} must have at most {MAX_JSON_BYTES} characters of JSON, got {len(text)}",
+            field=field,
+        )
+    try:
+        kwargs = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"{field} must be the text of a JSON object: {error}", field=field
+        ) from None
+    if not isinstance(kwargs, dict):
+        raise InvalidRequest(
+            f"{field} must be the text of a JSON object, got {type(kwargs).__name__}", field=field
+        )
+    return kwargs
+
+
 def _check_name(name: Any, field: str) -> None:
     if name in RESERVED_NAMES:
         raise InvalidRequest(
-            f"the server sets {name} itself: {field} must not have a variable {name!r}",
+            f"the server sets this variable itself: {field}.{name} must not be given",
             field=f"{field}.{name}",
         )
     is_name = isinstance(name, str) and name.isascii() and name.isidentifier()
@@ -106,8 +135,13 @@ def _check_values(kwargs: Mapping[str, Any], field: str) -> None:
 
 def _children(path: str, value: Mapping[str, Any] | list[Any]) -> list[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        return [(f"{path}.{key[:64]}", child) for key, child in value.items()]
+        return [(f"{path}.{_label(key)}", child) for key, child in value.items()]
     return [(f"{path}[{i}]", child) for i, child in enumerate(value)]
+
+
+def _label(key: str) -> str:
+    """A key in a path, which also goes into a header."""
+    return key[:64] if key.isascii() and key.isprintable() else "?"
 
 
 def _check_scalar(value: Any, path: str) -> None:

@@ -255,8 +255,29 @@ def test_defaults_come_from_the_checkpoint(tmp_path):
         GenerationDefaults.load(tmp_path)
 
 
+def test_a_list_of_prompts_has_a_bound_with_all_its_choices():
+    check(request(prompt=None, prompts=("hi",) * 256))
+    check(request(prompt=None, prompts=("hi", (1, 2)) * 4, n=32))
+    for fields, got in (({"n": 1}, 257), ({"n": 2}, 129), ({"n": 32}, 9)):
+        with pytest.raises(InvalidRequest, match=f"at most {256 // fields['n']} prompts") as caught:
+            check(request(prompt=None, prompts=("hi",) * got, **fields))
+        assert caught.value.field == "prompt" and f"got {got}" in caught.value.message
+    for fields in ({"prompt": "hi", "prompts": ("hi",)}, {"prompts": ["hi"], "prompt": None}):
+        with pytest.raises(InvalidRequest):
+            check(request(**fields))
+
+
+def test_max_tokens_0_is_for_prompts_that_are_echoed():
+    check(request(max_tokens=0, echo=True))
+    with pytest.raises(InvalidRequest, match="or 0 together with echo, got 0"):
+        check(request(max_tokens=0))
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        check(request(max_tokens=False, echo=True))
+
+
 def test_every_field_of_a_request_is_checked_or_known_to_be_free():
     """A new field must be given a bound, or be added to the free ones here."""
     free = {"request_id", "model", "resume_from"}  # an event id: `resume.check`
+    free |= {"prompts"}  # a test of its own
     tested = {name.partition("[")[0] for name, _ in REFUSED}
     assert {field.name for field in dataclasses.fields(GenerationRequest)} == free | tested
