@@ -7,7 +7,7 @@ GET /v1/router/explain?request_id=            why a request went where it went
 GET /version                                  GET /docs, /redoc, /openapi.json
 ```
 
-A stream that broke goes on after the event that the header `Last-Event-ID` names (`router/resume.py`). Events
+A stream that broke continues after the event that the header `Last-Event-ID` names (`router/resume.py`). Events
 have ids if the request has that header, also an empty one, or `stream_options.include_event_ids`.
 
 A body is read up to a limit, decoded by orjson (no NaN, no lone surrogates, bounded depth) and
@@ -79,7 +79,7 @@ from quire.router.types import ResumePoint, Service
 
 LAST_EVENT_ID = "Last-Event-ID"
 DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
-# What a page's script may read of an answer beside its body.
+# Headers of an answer that a page's script may read.
 _EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", *EXPLAIN_HEADERS)
 _PREFLIGHT_S = 3600  # for which a browser remembers a preflight
 # A client that is still sending when it is refused must be read to the end, or its connection is

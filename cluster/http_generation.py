@@ -178,7 +178,7 @@ class GenerationResponse(Response):
                 progress.end()
 
     def _first_chunk(self, encoder: ChunkEncoder, prompt: int, stream: GenerationStream) -> bytes:
-        """What a client is told of a prompt, before the first token."""
+        """The chunk about a prompt, before the first token."""
         scores = stream.scores_of_prompt(prompt)
         asked = self._prompt_logprobs(scores)
         if self._chat:

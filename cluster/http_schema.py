@@ -54,7 +54,7 @@ class StreamOptions(_Strict):
     )
     include_event_ids: bool | None = Field(
         None,
-        description="An `id:` line in each event, from which a stream that broke goes on. The header "
+        description="An `id:` line in each event, from which a stream that broke continues. The header "
         "Last-Event-ID asks for it too, also an empty one.",
     )
 

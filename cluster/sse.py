@@ -1,7 +1,7 @@
 """Server-sent events of a streamed answer, encoded with as little work per token as possible.
 
 A stream is `data:` lines only, as OpenAI's: many clients read every other line as data. A client that asks for ids
-gets an `id:` line in each event, from which it goes on if it loses its router (`router/resume.py`). All but the id and
+gets an `id:` line in each event, from which it continues if it loses its router (`router/resume.py`). All but the id and
 the text of a chunk is the same for every token of a stream, so it is encoded once:
 
 ```

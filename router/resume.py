@@ -1,7 +1,7 @@
 """Event ids: how a client that has lost its router continues its stream at another one.
 
 Every event of a stream carries an id, over HTTP if the client asks for ids; the client sends the last one it got along
-with the original request (HTTP: `Last-Event-ID`, gRPC: `resume_from`). Nobody keeps state for that. The answer is a
+with the original request (HTTP: `Last-Event-ID`, gRPC: `resume_from`). The server keeps no state for that. The answer is a
 function of the request and its seed, so any router has it generated again, drops what the client has, and goes on with
 the next token. An id therefore says
 

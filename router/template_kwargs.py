@@ -22,7 +22,7 @@ MAX_DEPTH = 8  # levels of lists and objects
 MAX_INTEGER = (1 << 63) - 1  # and the negative of it
 RESERVED_NAMES = frozenset(
     {
-        # The request's own fields, and what `apply_chat_template` of transformers takes beside them.
+        # The request's own fields, and further arguments of `apply_chat_template` in transformers.
         "messages",
         "tools",
         "documents",
