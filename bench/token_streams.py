@@ -112,6 +112,8 @@ def parse_sse(sent_s: float, pieces: list[Piece]) -> TokenStream:
     stream, done = TokenStream(sent_s), False
     for arrival_s, event in _events(pieces):
         data = event.partition(b"data: ")[2]
+        if not data:  # a comment
+            continue
         if data == b"[DONE]":
             done = True
             continue

@@ -74,10 +74,15 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         ),
     ).bind(dataclasses.asdict(_engine_args(config, device)), config.engine.heartbeat_ms)
 
-    max_body_bytes = config.router.max_body_bytes
+    max_body_bytes, http = config.router.max_body_bytes, config.http
 
     def http_app() -> Any:
-        return build_app(this_service, max_body_bytes=max_body_bytes)
+        return build_app(
+            this_service,
+            max_body_bytes=max_body_bytes,
+            keepalive_s=http.keepalive_s,
+            cors_origins=http.cors_origins,
+        )
 
     router = serve.deployment(
         serve.ingress(http_app)(Router),

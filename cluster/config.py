@@ -28,9 +28,14 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from quire.protos.errors import InvalidRequest
+from quire.router.template_kwargs import check_template_kwargs
+
 EMBEDDED_MODEL = "embedded"
 # A path on the node that reads it; a leading ~ is the home of the user who runs Quire.
 _Path = Annotated[str, AfterValidator(os.path.expanduser)]
+# What browsers send as Origin: scheme and host, and the port if it is not the scheme's own.
+_ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
 _HF_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -583,6 +588,36 @@ class RouterArgs(_Section):
         return self
 
 
+class HttpArgs(_Section):
+    """What each router's HTTP front end does."""
+
+    keepalive_s: float = Field(
+        0.0,
+        ge=0,
+        le=3600,
+        description="Seconds after which a stream without its first token sends a comment (`: keep-alive`), again and "
+        "again, so that no proxy takes the connection for dead. Its status and headers go out with the first comment, "
+        "so a later refusal is an error event. Some clients fail on any comment. 0 turns it off.",
+    )
+    cors_origins: list[str] = Field(
+        [],
+        max_length=256,
+        description="Origins of web pages whose scripts may call this API from a browser, such as "
+        "https://chat.example.com; '*' allows all pages. Browsers send no cookies. Default: none.",
+    )
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _as_browsers_send_them(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"each origin must be '*', or scheme and host in lower case with a port if it is not the usual "
+                    f"one, such as 'https://chat.example.com', got {_short(origin)}"
+                )
+        return origins
+
+
 class AutoscalingArgs(_Section):
     """How many replicas there are, by what the engines have to do (`cluster/autoscaling.py`)."""
 
@@ -696,6 +731,11 @@ class AppConfig(_Section):
         min_length=1,
         description="Path to a Jinja file with the chat template. Default: the checkpoint's.",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="Variables for the chat template of every request, `enable_thinking: false` for instance; a "
+        "request's own `chat_template_kwargs` go over them.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where replicas compute; auto takes a GPU if the cluster has one."
     )
@@ -713,12 +753,22 @@ class AppConfig(_Section):
     )
     engine: EngineArgs = Field(EngineArgs(), description="Limits of each replica's engine.")
     router: RouterArgs = Field(RouterArgs(), description="Limits of each router.")
+    http: HttpArgs = Field(HttpArgs(), description="The routers' HTTP front end.")
     replica_resources: ReplicaResources = Field(
         ReplicaResources(), description="What Ray reserves for each replica."
     )
     router_resources: RouterResources = Field(
         RouterResources(), description="What Ray reserves for each router."
     )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _plain_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        try:
+            check_template_kwargs(kwargs)
+        except InvalidRequest as error:
+            raise ValueError(error.message) from None
+        return kwargs
 
     @model_validator(mode="after")
     def _consistent(self) -> AppConfig:

@@ -184,6 +184,17 @@ async def collect(stream: GenerationStream, num_choices: int) -> list[Answer]:
     return answers
 
 
+EXPLAIN_HEADERS = (
+    "x-quire-router",
+    "x-quire-replica",
+    "x-quire-runner-up",
+    "x-quire-predicted-cached-tokens",
+    "x-quire-cached-tokens",
+    "x-quire-queue-ms",
+    "x-quire-attempts",
+)
+
+
 def explain_headers(explain: Explain, *, complete: bool) -> dict[str, str]:
     """Why the request went where it went: HTTP headers, or gRPC's trailing metadata.
 

@@ -49,6 +49,7 @@ from quire.protos.wire import Grammar, Load
 from quire.router import params, resume
 from quire.router.params import DEFAULT_LIMITS
 from quire.router.resume import EventIds
+from quire.router.template_kwargs import parse_template_kwargs
 from quire.router.types import (
     GenerationRequest,
     GenerationStream,
@@ -314,6 +315,9 @@ def _generation_request(request: generation.GenerateRequest, context: Context) -
         skip_special_tokens=(
             request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         ),
+        add_special_tokens=(
+            request.add_special_tokens if request.HasField("add_special_tokens") else None
+        ),
         tenant=request.cache_salt,
         session=request.session,
         priority=request.priority,
@@ -348,8 +352,19 @@ def _input(request: generation.GenerateRequest) -> dict[str, Any]:
     if kind == "messages":
         num_messages = len(request.messages.messages)
         params.at_most("messages", num_messages, DEFAULT_LIMITS.max_messages, "messages")
-        return {"messages": tuple(map(_turn, range(1 << 31), request.messages.messages))}
+        turns = tuple(map(_turn, range(1 << 31), request.messages.messages))
+        return {"messages": turns, **_template_options(request.messages)}
     raise InvalidRequest("input: one of prompt, token_ids and messages is required", field="input")
+
+
+def _template_options(chat: generation.ChatMessages) -> dict[str, Any]:
+    """How messages become a prompt."""
+    options: dict[str, Any] = {"continue_final_message": chat.continue_final_message}
+    if chat.HasField("add_generation_prompt"):
+        options["add_generation_prompt"] = chat.add_generation_prompt
+    if chat.chat_template_kwargs:
+        options["chat_template_kwargs"] = parse_template_kwargs(chat.chat_template_kwargs)
+    return options
 
 
 def _grammar(request: generation.GenerateRequest) -> Grammar | None:

@@ -7,7 +7,8 @@ GET /v1/router/explain?request_id=            why a request went where it went
 GET /version                                  GET /docs, /redoc, /openapi.json
 ```
 
-A stream that broke goes on after the event that the header `Last-Event-ID` names (`router/resume.py`).
+A stream that broke continues after the event that the header `Last-Event-ID` names (`router/resume.py`). Events
+have ids if the request has that header, also an empty one, or `stream_options.include_event_ids`.
 
 A body is read up to a limit, decoded by orjson (no NaN, no lone surrogates, bounded depth) and
 parsed by `http_schema`. Every error has OpenAI's shape and comes from `quire.protos.errors`.
@@ -19,7 +20,7 @@ import asyncio
 import dataclasses
 import importlib.metadata
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -30,12 +31,14 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster import json_size
 from quire.cluster.front_end import (
+    EXPLAIN_HEADERS,
     TIMEOUT_HEADER,
     internal_error,
     is_label,
@@ -73,12 +76,16 @@ from quire.protos.errors import (
     ModelNotFound,
     QuireError,
     UnsupportedEncoding,
+    UnsupportedField,
 )
 from quire.router import resume
 from quire.router.types import ResumePoint, Service
 
 LAST_EVENT_ID = "Last-Event-ID"
 DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
+# Headers of an answer that a page's script may read.
+_EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", *EXPLAIN_HEADERS)
+_PREFLIGHT_S = 3600  # for which a browser remembers a preflight
 # A client that is still sending when it is refused must be read to the end, or its connection is
 # reset before it has seen the answer. Beyond so many bodies' worth it may be.
 _DISCARDED_BODIES = 8
@@ -91,6 +98,8 @@ def build_app(
     *,
     max_body_bytes: int,
     echo_request_id: bool = False,
+    keepalive_s: float = 0.0,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The HTTP application.
 
@@ -102,14 +111,30 @@ def build_app(
         Largest request body; a larger one gets status 413.
     echo_request_id
         Answer with the request's `X-Request-Id`. Off under Ray Serve, which adds it itself.
+    keepalive_s
+        A stream sends a comment so often until its first token is there; 0: never.
+    cors_origins
+        Origins of pages whose scripts may use the API; `*`: all.
     """
     version = importlib.metadata.version("quire")
     app = FastAPI(title="Quire", version=version, redirect_slashes=False)
     app.add_middleware(_Boundary, echo_request_id=echo_request_id)
+    if cors_origins:
+        # Added last, so outermost: a page may read every answer, errors too. A browser sends no cookie and no
+        # credential of its own to the API; a key in a header is the page's own.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            allow_credentials=False,
+            expose_headers=_EXPOSED_HEADERS,
+            max_age=_PREFLIGHT_S,
+        )
     app.add_exception_handler(QuireError, _on_quire_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
-    _add_generation_routes(app, get_service, max_body_bytes)
+    _add_generation_routes(app, get_service, max_body_bytes, keepalive_s)
     _add_information_routes(app, get_service, version)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -121,7 +146,7 @@ def build_app(
 
 
 def _add_generation_routes(
-    app: FastAPI, get_service: Callable[[], Service], max_body_bytes: int
+    app: FastAPI, get_service: Callable[[], Service], max_body_bytes: int, keepalive_s: float
 ) -> None:
     async def answer(request: Request, model: type[GenerationBody]) -> GenerationResponse:
         body = parse_body(model, await _read_json(request, max_body_bytes))
@@ -134,7 +159,16 @@ def _add_generation_routes(
             deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
             asked = dataclasses.replace(asked, deadline_s=deadline_s)
             names = dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
-        return GenerationResponse(get_service(), body, asked, names)
+        event_ids = last_id is not None or body.asks_for_event_ids()
+        if event_ids and body.stream and asked.prompts:
+            raise UnsupportedField(
+                f"the stream of a list of prompts cannot be resumed: {LAST_EVENT_ID} and "
+                f"stream_options.include_event_ids only with one prompt, got {len(asked.prompts)}",
+                field="prompt",
+            )
+        return GenerationResponse(
+            get_service(), body, asked, names, event_ids=event_ids, keepalive_s=keepalive_s
+        )
 
     @app.post(
         "/v1/completions",

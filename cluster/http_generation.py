@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ from quire.cluster.http_answers import (
     with_top,
 )
 from quire.cluster.http_schema import ChatCompletionRequest, CompletionRequest
-from quire.cluster.sse import DONE, ChunkEncoder, error_event, with_id
+from quire.cluster.sse import DONE, KEEP_ALIVE, ChunkEncoder, error_event, with_id
 from quire.protos.errors import QuireError
 from quire.router.resume import EventIds
 from quire.router.types import (
@@ -54,6 +55,10 @@ class GenerationResponse(Response):
     ----------
     names
         The router's names of fields that came in headers, to the headers'.
+    event_ids
+        Each event of a stream has an id.
+    keepalive_s
+        A stream sends a comment so often until its first token is there; 0: never.
     """
 
     def __init__(
@@ -62,12 +67,18 @@ class GenerationResponse(Response):
         body: GenerationBody,
         request: GenerationRequest,
         names: Mapping[str, str] | None = None,
+        *,
+        event_ids: bool = False,
+        keepalive_s: float = 0.0,
     ):
         super().__init__()
         self._service = service
         self._body = body
         self._request = request
         self._chat = isinstance(body, ChatCompletionRequest)
+        self._event_ids = event_ids
+        self._keepalive_s = keepalive_s
+        self._has_begun = False  # status and headers are sent
         self._fingerprint = ""
         self._names = {**body.router_names(), **(names or {})}
         self._unsent = b""  # the last delta's events: they go with those that end the stream
@@ -77,16 +88,24 @@ class GenerationResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            stream = await self._service.generate(self._request)
-        except QuireError as error:
-            raise renamed(error, self._names) from error
+            if self._body.stream and self._keepalive_s:
+                stream = await self._kept_alive(send)
+            else:
+                stream = await self._service.generate(self._request)
+        except Exception as error:
+            if isinstance(error, QuireError):
+                error = renamed(error, self._names)
+            if not self._has_begun:
+                raise error
+            await self._send_last(_error_event(error), send)
+            return
         try:
             # Now, while the replica that answers is known: not after an answer that it may not survive.
             self._fingerprint = _fingerprint(self._service.model_info())
             if self._body.stream:
                 await self._send_events(stream, send)
             else:
-                answers = await collect(stream, self._request.n)
+                answers = await collect(stream, len(self._request.marks))
                 headers = explain_headers(stream.explain, complete=True)
                 await json_response(self._complete(stream, answers), headers=headers)(
                     scope, receive, send
@@ -94,14 +113,28 @@ class GenerationResponse(Response):
         finally:
             await stream.aclose()
 
-    async def _send_events(self, stream: GenerationStream, send: Send) -> None:
-        """Status and headers go out with the first delta, which `generate` has waited for."""
-        encoders = self._encoders(stream)
+    async def _kept_alive(self, send: Send) -> GenerationStream:
+        """The stream with its first delta. Comments go out as long as that takes."""
+        generating = asyncio.ensure_future(self._service.generate(self._request))
+        try:
+            while not (await asyncio.wait((generating,), timeout=self._keepalive_s))[0]:
+                await self._begin({}, send)
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            return generating.result()
+        except BaseException:
+            await _undo(generating)
+            raise
+
+    async def _begin(self, headers: dict[str, str], send: Send) -> None:
+        """Send status and headers, once."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",  # nginx would hold tokens back
-            **explain_headers(stream.explain, complete=False),
+            **headers,
         }
         await send(
             {
@@ -110,38 +143,43 @@ class GenerationResponse(Response):
                 "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers.items()],
             }
         )
+
+    async def _send_last(self, events: bytes, send: Send) -> None:
+        await send({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def _send_events(self, stream: GenerationStream, send: Send) -> None:
+        """Status and headers go out with the first delta, which `generate` has waited for."""
+        encoders = self._encoders(stream)
+        await self._begin(explain_headers(stream.explain, complete=False), send)
         try:
             await self._send_deltas(stream, encoders, send)
             last = DONE
             if self._includes_usage():
                 last = encoders[0].usage(stream.usage) + DONE
-        except QuireError as error:
-            last = error_event(error)
         except Exception as error:
-            last = error_event(internal_error(error))
-        body = self._unsent + last
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+            last = _error_event(error)
+        await self._send_last(self._unsent + last, send)
 
     async def _send_deltas(
         self, stream: GenerationStream, encoders: list[ChunkEncoder], send: Send
     ) -> None:
         marks = self._request.marks
-        ids = EventIds(stream.origin, marks)
+        ids = EventIds(stream.origin, marks) if self._event_ids else None
         sent = [Progress() for _ in encoders]
         silent = {choice for choice, mark in enumerate(marks) if not mark.finished}
         unfinished = len(silent)
-        scores = stream.prompt_scores
         async for delta in stream:
             choice = delta.choice
             encoder = encoders[choice]
             chunk = b""
             if choice in silent:
                 silent.remove(choice)
-                first = self._first_chunk(encoder, scores, stream)
-                if not ids.has_begun(choice):  # else the client has it
-                    chunk = with_id(ids.begin(choice), first)
+                first = self._first_chunk(encoder, choice // self._request.n, stream)
+                if not marks[choice].begun:  # else the client has it
+                    chunk = first if ids is None else with_id(ids.begin(choice), first)
             sent[choice].add(delta)
-            chunk += with_id(ids.after(delta), encoder.delta(delta, stream.usage))
+            event = encoder.delta(delta, stream.usage)
+            chunk += event if ids is None else with_id(ids.after(delta), event)
             unfinished -= delta.finish_reason is not None
             # The end of the stream is there with its last delta, and each message costs as much as a token.
             if not unfinished:
@@ -152,15 +190,14 @@ class GenerationResponse(Response):
             if not mark.finished:
                 progress.end()
 
-    def _first_chunk(
-        self, encoder: ChunkEncoder, scores: list[TokenScores] | None, stream: GenerationStream
-    ) -> bytes:
-        """What a client is told of the prompt, before the first token."""
+    def _first_chunk(self, encoder: ChunkEncoder, prompt: int, stream: GenerationStream) -> bytes:
+        """The chunk about a prompt, before the first token."""
+        scores = stream.scores_of_prompt(prompt)
         asked = self._prompt_logprobs(scores)
         if self._chat:
             return encoder.role(asked)
         echoed = self._echoed_scores(scores)
-        text = self._echo(scores)
+        text = self._echo(prompt, scores)
         chunk = b""
         if text or echoed is not None or asked is not None:
             chunk = encoder.delta(OutputDelta(text, [], logprobs=echoed), stream.usage, asked)
@@ -195,30 +232,39 @@ class GenerationResponse(Response):
                 continuous_usage=bool(options and options.continuous_usage_stats),
                 token_ids=bool(self._body.return_token_ids),
             )
-            for index in range(self._request.n)
+            for index in range(len(self._request.marks))
         ]
 
     def _complete(self, stream: GenerationStream, answers: list[Answer]) -> dict[str, Any]:
         """A `Completion` or `ChatCompletion`."""
-        scores = stream.prompt_scores
+        choices: list[dict[str, Any]] = []
+        num_generated = self._request.n
+        num_dropped = self._body.num_dropped_choices()
+        for prompt in range(len(answers) // num_generated):
+            scores = stream.scores_of_prompt(prompt)
+            of_prompt = answers[prompt * num_generated :][:num_generated]
+            if num_dropped:
+                of_prompt = _best(of_prompt, num_generated - num_dropped, self._body.logprobs)
+            for answer in of_prompt:
+                choices.append(self._choice(len(choices), answer, prompt, scores))
         whole = {
             **self._envelope(stream, "chat.completion" if self._chat else "text_completion"),
-            "choices": [self._choice(i, answer, scores) for i, answer in enumerate(answers)],
+            "choices": choices,
             "usage": usage_answer(stream.usage),
         }
-        if self._chat and (asked := self._prompt_logprobs(scores)) is not None:
+        if self._chat and (asked := self._prompt_logprobs(stream.prompt_scores)) is not None:
             whole["prompt_logprobs"] = asked
         return whole
 
     def _choice(
-        self, index: int, answer: Answer, scores: list[TokenScores] | None
+        self, index: int, answer: Answer, prompt: int, scores: list[TokenScores] | None
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": answer.text}
             choice["logprobs"] = chat_logprobs(answer.logprobs)
         else:
-            echo = self._echo(scores)
+            echo = self._echo(prompt, scores)
             choice["text"] = echo + answer.text
             of_answer = answer.logprobs
             if of_answer is not None:
@@ -247,14 +293,41 @@ class GenerationResponse(Response):
         options = self._body.stream_options
         return bool(options and options.include_usage)
 
-    def _echo(self, scores: list[TokenScores] | None) -> str:
-        """The prompt's text if the client wants it in front of the answer."""
+    def _echo(self, prompt: int, scores: list[TokenScores] | None) -> str:
+        """A prompt's text if the client wants it in front of the answer."""
         if not isinstance(self._body, CompletionRequest) or not self._body.echo:
             return ""
-        if isinstance(self._request.prompt, str):
-            return self._request.prompt
+        given = self._request.prompts[prompt] if self._request.prompts else self._request.prompt
+        if isinstance(given, str):
+            return given
         utf8 = b"".join(of_token.token.utf8 for of_token in scores or ())
         return utf8.decode(errors="replace")
+
+
+def _best(answers: list[Answer], num: int, num_logprobs: int | None) -> list[Answer]:
+    """The answers with the highest mean log-probability, best first, with log-probabilities if the client asked."""
+
+    def mean_logprob(answer: Answer) -> float:
+        scores = [of_token.token.logprob for of_token in answer.logprobs or ()]
+        return sum(scores) / len(scores) if scores else -math.inf
+
+    best = sorted(answers, key=mean_logprob, reverse=True)[:num]
+    if num_logprobs is None:
+        for answer in best:
+            answer.logprobs = None
+    return best
+
+
+def _error_event(error: Exception) -> bytes:
+    return error_event(error if isinstance(error, QuireError) else internal_error(error))
+
+
+async def _undo(generating: asyncio.Future[GenerationStream]) -> None:
+    """End a call of `generate`, and its stream if there is one already."""
+    generating.cancel()
+    await asyncio.wait((generating,))
+    if not generating.cancelled() and generating.exception() is None:
+        await generating.result().aclose()
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

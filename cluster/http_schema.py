@@ -19,6 +19,7 @@ from quire.cluster.front_end import ROLES, served_role
 from quire.protos.errors import InvalidRequest, UnsupportedField, shown
 from quire.protos.wire import MAX_LOGPROBS, Grammar
 from quire.router import params
+from quire.router.params import DEFAULT_LIMITS
 from quire.router.types import GenerationRequest
 
 # --------------------------------------------------------------------------------------------------
@@ -54,6 +55,11 @@ class StreamOptions(_Strict):
     )
     include_obfuscation: bool | None = Field(
         None, description="Accepted and ignored: chunks are not padded."
+    )
+    include_event_ids: bool | None = Field(
+        None,
+        description="An `id:` line in each event, from which a stream that broke continues. The header "
+        "Last-Event-ID asks for it too, also an empty one.",
     )
 
 
@@ -154,6 +160,11 @@ class _GenerationBody(_Strict):
     include_stop_str_in_output: bool | None = Field(
         None, description="Keep the matched stop string in the text (vLLM)."
     )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether the tokenizer adds BOS and the like to the text; default true for completions, false for "
+        "chats, whose template writes them. A text that begins with BOS gets no second one (vLLM).",
+    )
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text; default true (vLLM)."
     )
@@ -183,6 +194,10 @@ class _GenerationBody(_Strict):
     def router_names(self) -> dict[str, str]:
         """The router's names of fields to those in this body, where they differ."""
         return {"tenant": "cache_salt", "session": "prompt_cache_key", "deadline_s": "timeout"}
+
+    def asks_for_event_ids(self) -> bool:
+        """Whether each event of the stream has an id."""
+        return bool(self.stream_options and self.stream_options.include_event_ids)
 
     def _logit_bias(self) -> tuple[tuple[int, float], ...]:
         pairs = []
@@ -222,6 +237,10 @@ class _GenerationBody(_Strict):
         """The same of the prompt's tokens."""
         return self.prompt_logprobs
 
+    def num_dropped_choices(self) -> int:
+        """Choices of each prompt that are generated and not returned."""
+        return 0
+
     def generation_request(self, request_id: str, **prompt: Any) -> GenerationRequest:
         """The request for the router, with `prompt` or `messages` as keyword."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -244,12 +263,13 @@ class _GenerationBody(_Strict):
             prompt_logprobs=self.num_prompt_logprobs(),
             grammar=self._grammar(),
             seed=self.seed,
-            n=1 if self.n is None else self.n,
+            n=(1 if self.n is None else self.n) + self.num_dropped_choices(),
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
+            add_special_tokens=self.add_special_tokens,
             tenant=self.cache_salt or "",
             session=self.prompt_cache_key or "",
             priority=self.priority or 0,
@@ -258,9 +278,11 @@ class _GenerationBody(_Strict):
         )
 
 
+# Most prompts of one request, and most choices of all of them.
+MAX_PROMPTS = DEFAULT_LIMITS.max_prompt_choices
 # What is served of a prompt; the router refuses the rest, with the number that it got.
 _PROMPTS: list[dict[str, JsonValue]] = [
-    {"type": "string", "minLength": 1},
+    {"type": "string"},
     {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
 ]
 
@@ -269,18 +291,27 @@ class CompletionRequest(_GenerationBody):
     """Body of POST /v1/completions."""
 
     prompt: str | _Ids | _Texts | _IdLists = Field(
-        description="Text, or token ids; or a list with one of these.",
+        description=f"Text, or token ids; or a list of either, at most {MAX_PROMPTS} with all choices. Choice j of "
+        "prompt i has the index i * n + j.",
         json_schema_extra={
             "anyOf": [
                 *_PROMPTS,
-                *({"type": "array", "items": p, "minItems": 1, "maxItems": 1} for p in _PROMPTS),
+                *(
+                    {"type": "array", "items": p, "minItems": 1, "maxItems": MAX_PROMPTS}
+                    for p in _PROMPTS
+                ),
             ]
         },
     )
     echo: bool | None = Field(
         None,
         description="The prompt before the answer, with its tokens' log-probabilities if `logprobs` is given; "
-        "without them only for a prompt given as text.",
+        "without them only for a prompt given as text. With `max_tokens` 0 the prompt alone.",
+    )
+    best_of: int | None = Field(
+        None,
+        description="So many choices of each prompt are generated, of which the `n` with the highest mean "
+        "log-probability are returned. At least `n`; above `n` not with `stream`.",
     )
 
     logprobs: int | None = Field(
@@ -290,8 +321,32 @@ class CompletionRequest(_GenerationBody):
     )
 
     def num_logprobs(self) -> int | None:
-        """As given."""
-        return self.logprobs
+        """As given; the best of several choices are found by theirs."""
+        return 0 if self.logprobs is None and self.num_dropped_choices() else self.logprobs
+
+    def num_dropped_choices(self) -> int:
+        """Choices of each prompt that are generated and not returned: `best_of` beyond `n`.
+
+        Raises
+        ------
+        InvalidRequest
+            `best_of` is out of its bounds, or above `n` with `stream`.
+        """
+        n = 1 if self.n is None else self.n
+        if self.best_of is None or self.best_of == n:
+            return 0
+        if not n < self.best_of <= DEFAULT_LIMITS.max_choices:
+            raise InvalidRequest(
+                f"best_of must be an integer in [{n}, {DEFAULT_LIMITS.max_choices}], from n on, got {self.best_of}",
+                field="best_of",
+            )
+        if self.stream:
+            raise InvalidRequest(
+                f"the best choices are known when all have ended: with stream best_of must be {n}, as n, got "
+                f"{self.best_of}",
+                field="best_of",
+            )
+        return self.best_of - n
 
     def num_prompt_logprobs(self) -> int | None:
         """As many as `prompt_logprobs` or `echo` with `logprobs` tell."""
@@ -300,35 +355,32 @@ class CompletionRequest(_GenerationBody):
             return asked
         return max(self.logprobs, asked or 0)
 
-    def single_prompt(self) -> str | tuple[int, ...]:
-        """The prompt without the list around it.
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        """All prompts.
 
         Raises
         ------
         UnsupportedField
-            More than one prompt, or `echo` of token ids without `logprobs`.
+            `echo` of token ids without `logprobs`.
         """
-        prompt = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-            if len(prompt) > 1:
-                raise UnsupportedField(
-                    f"prompt: a list of {len(prompt)} prompts is not supported; send one request "
-                    "for each",
-                    field="prompt",
-                )
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return prompt
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        prompts = given if given and isinstance(given[0], (str, list)) else [given]
+        if isinstance(prompts[0], str):
+            return prompts
         if self.echo and self.logprobs is None:
             raise UnsupportedField(
                 "echo: not supported for a prompt given as token ids, unless with logprobs",
                 field="echo",
             )
-        return tuple(prompt)
+        return [tuple(ids) for ids in prompts]
 
     def to_request(self, request_id: str) -> GenerationRequest:
         """The request for the router."""
-        return self.generation_request(request_id, prompt=self.single_prompt())
+        prompts = self.prompts()
+        given = {"prompt": prompts[0]} if len(prompts) == 1 else {"prompts": tuple(prompts)}
+        return self.generation_request(request_id, echo=bool(self.echo), **given)
 
 
 class TextPart(_Strict):
@@ -379,6 +431,21 @@ class ChatCompletionRequest(_GenerationBody):
     )
     max_completion_tokens: int | None = Field(
         None, description="The newer name of `max_tokens`; both only if they are equal."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="Variables for the chat template, `enable_thinking` for instance; over those of the "
+        "application's `chat_template_kwargs` (vLLM).",
+    )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Whether the prompt ends with the beginning of an assistant's turn; default true, unless "
+        "`continue_final_message` (vLLM).",
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="The answer continues the last message, whose turn stays open. Not together with "
+        "`add_generation_prompt` (vLLM).",
     )
 
     logprobs: bool | None = Field(
@@ -435,7 +502,13 @@ class ChatCompletionRequest(_GenerationBody):
             raise InvalidRequest(
                 f"messages must not nest deeper than {_MAX_MESSAGES_DEPTH} levels", field="messages"
             )
-        return self.generation_request(request_id, messages=tuple(messages))
+        return self.generation_request(
+            request_id,
+            messages=tuple(messages),
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -459,7 +532,6 @@ IGNORED_FIELDS = frozenset(
 # Field → values that mean what the server does anyway, beside null. Others are refused by name.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
-    "add_special_tokens": (),
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
@@ -578,7 +650,7 @@ def refusal(errors: Sequence[ErrorDetails]) -> InvalidRequest:
 
 # pydantic reports a union once per member; this says what the field may be instead.
 _UNIONS = {
-    "prompt": "a string, a list of token ids, or a list with one of these",
+    "prompt": "a string, a list of token ids, or a list of either",
     "stop": "a string or a list of strings",
 }
 _TYPES = {

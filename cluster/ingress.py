@@ -137,7 +137,11 @@ def _service(
     limits = app.router
     defaults = GenerationDefaults.load(checkpoint)
     facts = ModelFacts(
-        name=app.model_name, created_s=int(time.time()), defaults=defaults, limits=Limits()
+        name=app.model_name,
+        created_s=int(time.time()),
+        defaults=defaults,
+        limits=Limits(),
+        chat_template_kwargs=app.chat_template_kwargs,
     )
     return RouterService(
         _facts(facts, limits, defaults),

@@ -1,10 +1,10 @@
 """Server-sent events of a streamed answer, encoded with as little work per token as possible.
 
-Each event carries an id, from which a client that lost its router goes on (`router/resume.py`). All but the id and the
-text of a chunk is the same for every token of a stream, so it is encoded once:
+A stream is `data:` lines only, as OpenAI's: many clients read every other line as data. A client that asks for ids
+gets an `id:` line in each event, from which it continues if it loses its router (`router/resume.py`). All but the id
+and the text of a chunk is the same for every token of a stream, so it is encoded once:
 
 ```
-id: …
 data: {"id":…,"model":…,"choices":[{"index":0,"delta":{"content":  "text"  },"finish_reason":null}]}
 └──────────────── head ───────────────────────────────────────────┘        └─────── tail ─────────┘
 ```
@@ -27,6 +27,7 @@ from quire.protos.errors import QuireError
 from quire.router.types import OutputDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it
 
 
 class ChunkEncoder:

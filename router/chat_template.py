@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +34,20 @@ _MAX_REASON_CHARS = 1000
 # What is rendered on the event loop. The way to a thread and back adds 50 to 80 us.
 _QUICK_MESSAGES, _QUICK_CHARS, _QUICK_STEPS = 64, 32 * 1024, 2000
 _ASCII_GUARD = re.compile(r"(?<!\\)((?:\\\\)*)\\ud800")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What a request asks of a chat template, beside its messages."""
+
+    add_generation_prompt: bool = True
+    # The text ends with the last message's, whose turn stays open. Not together with `add_generation_prompt`.
+    continue_final_message: bool = False
+    # More variables for the template, checked by `check_template_kwargs`.
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+DEFAULT_OPTIONS = TemplateOptions()
 
 
 class ChatTemplate:
@@ -97,8 +113,8 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        options: TemplateOptions = DEFAULT_OPTIONS,
         *,
-        add_generation_prompt: bool = True,
         special: SpecialTokens | None = None,
     ) -> str:
         """The prompt text; encode it without adding special tokens.
@@ -106,7 +122,8 @@ class ChatTemplate:
         Parameters
         ----------
         special
-            Protects the texts of messages: encode the result with `SpecialTokens.encode`. None: no protection.
+            Protects the texts of messages and variables: encode the result with `SpecialTokens.encode`. None: no
+            protection.
 
         Raises
         ------
@@ -116,29 +133,29 @@ class ChatTemplate:
             A message has a part or field that is not served.
         """
         try:
-            return self._render(messages, add_generation_prompt, special, self._max_steps)
+            return self._render(messages, options, special, self._max_steps)
         except OutOfWork as error:
             raise _not_allowed(error) from error
 
     def render_quickly(
         self,
         messages: Sequence[Mapping[str, Any]],
+        options: TemplateOptions = DEFAULT_OPTIONS,
         *,
-        add_generation_prompt: bool = True,
         special: SpecialTokens | None = None,
     ) -> str | None:
         """As `render`, or None where that would take more than about 3 ms."""
         if len(messages) > _QUICK_MESSAGES or num_chars(messages) > _QUICK_CHARS:
             return None
         try:
-            return self._render(messages, add_generation_prompt, special, _QUICK_STEPS)
+            return self._render(messages, options, special, _QUICK_STEPS)
         except OutOfWork:
             return None
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
+        options: TemplateOptions,
         special: SpecialTokens | None,
         max_steps: int,
     ) -> str:
@@ -149,16 +166,24 @@ class ChatTemplate:
             ]
         if not self._iterates_content:
             checked = [{**m, "content": _join_parts(m["content"])} for m in checked]
+        end_tag = ""
+        if options.continue_final_message:
+            end_tag = f"{secrets.token_hex(16)} "  # the space shows whether the template strips
+            checked = [*checked[:-1], _with_end(checked[-1], end_tag)]
+        own = dict(options.kwargs)
+        if special is not None:
+            own = _protect(own, "chat_template_kwargs", special)
         variables = {
             **self._special_tokens,
+            **own,
             "messages": checked,
             "tools": None,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": options.add_generation_prompt,
         }
         try:
             with self._environment.spending(self._work(max_steps)):
-                return self._generate(variables)
+                text = self._generate(variables)
         except (InvalidRequest, OutOfWork):
             raise
         except SecurityError as error:
@@ -168,6 +193,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"messages: the chat template refuses them: {reason}", field="messages"
             ) from error
+        return _until_end(text, end_tag) if options.continue_final_message else text
 
     def _generate(self, variables: dict[str, Any]) -> str:
         pieces: list[str] = []
@@ -283,18 +309,52 @@ def _protected(message: dict[str, Any], where: str, special: SpecialTokens) -> d
     Templates compare the role and some build a special token from it, so only whole tokens in it are protected.
     """
 
-    def protect(value: Any, where: str, at_ends: bool = True) -> Any:
-        if isinstance(value, str):
-            utf8_len(value, where)
-            return special.protect(value, at_ends=at_ends)
-        if isinstance(value, dict):
-            return {key: protect(item, f"{where}.{key}") for key, item in value.items()}
-        return [protect(item, f"{where}[{i}]") for i, item in enumerate(value)]
-
     return {
-        key: protect(value, f"{where}.{key}", at_ends=key != "role")
+        key: _protect(value, f"{where}.{key}", special, at_ends=key != "role")
         for key, value in message.items()
     }
+
+
+def _protect(value: Any, where: str, special: SpecialTokens, at_ends: bool = True) -> Any:
+    """A JSON value with every text in it protected. A template may write keys, too."""
+    if isinstance(value, str):
+        utf8_len(value, where)
+        return special.protect(value, at_ends=at_ends)
+    if isinstance(value, dict):
+        return {
+            _protect(key, where, special): _protect(item, f"{where}.{key}", special)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_protect(item, f"{where}[{i}]", special) for i, item in enumerate(value)]
+    return value
+
+
+def _with_end(message: dict[str, Any], tag: str) -> dict[str, Any]:
+    """A message whose text ends with a tag."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + tag}
+    if not content:
+        raise InvalidRequest(
+            "the last message has no text to continue: with continue_final_message its content must have at least 1 "
+            "part, got 0",
+            field="continue_final_message",
+        )
+    *others, last = content
+    return {**message, "content": [*others, {**last, "text": last["text"] + tag}]}
+
+
+def _until_end(text: str, tag: str) -> str:
+    """A rendered text up to the end of its last message, as transformers cuts it."""
+    before, found, after = text.rpartition(tag.rstrip())
+    if not found:
+        raise InvalidRequest(
+            "the chat template does not write the end of the last message, so that it cannot be continued: "
+            "continue_final_message must be false, got true",
+            field="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _join_parts(content: str | list[dict[str, str]]) -> str:

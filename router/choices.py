@@ -57,6 +57,10 @@ class ChoicesStream:
         """Told by the lead, for all."""
         return self._lead.prompt_scores
 
+    def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
+        """There is one prompt."""
+        return self.prompt_scores
+
     @property
     def explain(self) -> Explain:
         """Of the lead."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, shown
 from quire.protos.wire import GRAMMAR_KINDS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
+from quire.router.template_kwargs import check_template_kwargs
 from quire.router.tokenizer import check_prompt_len, read_json_object, utf8_len
 from quire.router.types import GenerationRequest
 
@@ -43,6 +44,7 @@ class Limits:
     max_bad_words: int = 64
     max_bad_word_bytes: int = 64
     max_choices: int = 32  # n
+    max_prompt_choices: int = 256  # prompts of one request times n
     max_priority: int = 1000  # and the negative of it
     max_messages: int = 4096
     max_message_parts: int = 4096  # of all messages together
@@ -102,8 +104,9 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
         No time is left.
     """
     _check_prompt(request, limits)
-    if request.max_tokens is not None:
-        _integer("max_tokens", request.max_tokens, 1, None)
+    _check_template_fields(request)
+    if request.max_tokens != 0 or request.echo is not True or type(request.max_tokens) is not int:
+        _check_max_tokens(request.max_tokens)
     if request.min_tokens is not None:
         _integer("min_tokens", request.min_tokens, 0, None)
     if request.temperature is not None:
@@ -115,6 +118,7 @@ def check(request: GenerationRequest, limits: Limits = DEFAULT_LIMITS) -> None:
     if request.seed is not None:
         _integer("seed", request.seed, _INT64_MIN, _UINT64_MAX)
     _integer("n", request.n, 1, limits.max_choices)
+    _check_prompts(request, limits)
     _check_distribution(request, limits)
     if request.grammar is not None:
         _check_grammar(request)
@@ -218,7 +222,9 @@ def resolve(
 
 def _check_prompt(request: GenerationRequest, limits: Limits) -> None:
     prompt, messages = request.prompt, request.messages
-    if (prompt is None) == (messages is None):
+    if request.prompts != () and prompt is None and messages is None:
+        return  # see `_check_prompts`
+    if (prompt is None) == (messages is None) or request.prompts != ():
         raise InvalidRequest(
             f"exactly one of prompt and messages must be given, got"
             f" {'neither' if prompt is None else 'both'}",
@@ -235,8 +241,73 @@ def _check_prompt(request: GenerationRequest, limits: Limits) -> None:
         raise _invalid("prompt", "a string or a list of token ids", prompt)
     else:
         at_most("prompt", len(prompt), limits.max_prompt_ids, "token ids")
-    if not prompt:
-        raise _invalid("prompt", "at least 1 character or token", prompt)
+    if prompt == ():
+        raise _invalid("prompt", "a text or at least 1 token", prompt)
+    adds = request.add_special_tokens
+    if prompt == "" and adds is False:
+        raise InvalidRequest(
+            "an empty prompt is its special tokens alone: prompt must have at least 1 character with "
+            "add_special_tokens false, got 0",
+            field="prompt",
+        )
+
+
+def _check_prompts(request: GenerationRequest, limits: Limits) -> None:
+    """A list of prompts; what each of them is, its own request says."""
+    if not isinstance(request.prompts, tuple):
+        raise _invalid("prompts", "a list of prompts", request.prompts)
+    num_choices = len(request.prompts) * request.n
+    if num_choices > limits.max_prompt_choices:
+        raise InvalidRequest(
+            f"prompt must have at most {limits.max_prompt_choices // request.n} prompts with n {request.n}, got "
+            f"{len(request.prompts)}",
+            field="prompt",
+        )
+    if request.prompts and request.resume_from is not None:
+        raise InvalidRequest(
+            f"the stream of a list of prompts cannot be resumed: {request.resume_from.field} only with one prompt, got "
+            f"{len(request.prompts)}",
+            field=request.resume_from.field,
+        )
+
+
+def _check_max_tokens(max_tokens: Any) -> None:
+    if max_tokens == 0 and type(max_tokens) is int:
+        raise InvalidRequest(
+            "max_tokens must be an integer >= 1, or 0 together with echo, got 0", field="max_tokens"
+        )
+    if max_tokens is not None:
+        _integer("max_tokens", max_tokens, 1, None)
+
+
+def _check_template_fields(request: GenerationRequest) -> None:
+    """What says how messages become a prompt."""
+    add_prompt, continues = request.add_generation_prompt, request.continue_final_message
+    if type(continues) is not bool:
+        raise _invalid("continue_final_message", "a boolean", continues)
+    for name in ("add_generation_prompt", "add_special_tokens"):
+        value = getattr(request, name)
+        if value is not None and type(value) is not bool:
+            raise _invalid(name, "a boolean", value)
+    fields = {
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "add_generation_prompt": add_prompt,
+        "continue_final_message": continues or None,
+    }
+    for name, value in fields.items():
+        if request.messages is None and value is not None:
+            raise InvalidRequest(
+                f"a prompt passes no chat template: {name} only with messages, got {value!r}"[:256],
+                field=name,
+            )
+    if add_prompt and continues:
+        raise InvalidRequest(
+            "the last message is either continued or answered: continue_final_message must not be true together with "
+            "add_generation_prompt, got true for both",
+            field="continue_final_message",
+        )
+    if request.chat_template_kwargs is not None:
+        check_template_kwargs(request.chat_template_kwargs)
 
 
 def _check_messages(messages: tuple[Any, ...], limits: Limits) -> None:

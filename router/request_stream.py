@@ -476,6 +476,10 @@ class RequestStream:
         first_id, parts = int(self._prompt_ids[0]), self._prompt_logprobs
         return self._service.prompt_scores(first_id, parts, skip_special_tokens=is_text)
 
+    def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
+        """There is one prompt."""
+        return self.prompt_scores
+
     def _scores(
         self, event: TokenDelta, expected: int, ids: list[int], offsets: list[int]
     ) -> list[TokenScores] | None:

@@ -1,9 +1,9 @@
 """Event ids: how a client that has lost its router continues its stream at another one.
 
-Every event of a stream carries an id; the client sends the last one it got along with the original request (HTTP:
-`Last-Event-ID`, gRPC: `resume_from`). Nobody keeps state for that. The answer is a function of the request and its
-seed, so any router has it generated again, drops what the client has, and goes on with the next token. An id therefore
-says
+Every event of a stream carries an id, over HTTP if the client asks for ids; the client sends the last one it got along
+with the original request (HTTP: `Last-Event-ID`, gRPC: `resume_from`). The server keeps no state for that. The answer
+is a function of the request and its seed, so any router has it generated again, drops what the client has, and goes on with
+the next token. An id therefore says
 
 ```
  q1 . origin                                         . marks, one for each choice
@@ -61,10 +61,6 @@ class EventIds:
         self._num_tokens = [mark.num_tokens for mark in marks]
         self._checksums = [mark.checksum for mark in marks]
         self._marks = [_text(mark) for mark in marks]
-
-    def has_begun(self, choice: int) -> bool:
-        """Whether the client has the first event of a choice."""
-        return bool(self._marks[choice])
 
     def begin(self, choice: int) -> str:
         """The id of what comes before a choice's first token: the role, the echoed prompt."""

@@ -19,8 +19,8 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ from quire.protos.wire import (
 )
 from quire.router import params, resume
 from quire.router.admission import AdmissionLimits
-from quire.router.chat_template import ChatTemplate, num_chars
+from quire.router.chat_template import ChatTemplate, TemplateOptions, num_chars
 from quire.router.choices import ChoicesStream
 from quire.router.decision_log import DecisionLog
 from quire.router.decisions import DecisionRing
@@ -53,6 +53,7 @@ from quire.router.migration_budget import MigrationBudget
 from quire.router.observer import Observer
 from quire.router.policy import Policy
 from quire.router.prefix_hashes import prefix_hashes
+from quire.router.prompts import PromptOnlyStream, PromptsStream
 from quire.router.replicas import ReplicaTable
 from quire.router.request_stream import NO_REPLICA_RETRY_S, RequestStream
 from quire.router.special_tokens import SpecialTokens
@@ -61,6 +62,7 @@ from quire.router.transport import Transport
 from quire.router.types import (
     Decisions,
     GenerationRequest,
+    GenerationStream,
     ModelInfo,
     Origin,
     Readiness,
@@ -81,6 +83,9 @@ class ModelFacts:
     defaults: params.GenerationDefaults
     limits: params.Limits
     max_prompt_tokens: int | None = None  # None: as many as the model takes
+    chat_template_kwargs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # a request's go over them
     special_tokens_in_messages: bool = False  # whether the text of a message may be special tokens
 
 
@@ -172,7 +177,7 @@ class RouterService:
         if max_explained_decisions != self.ring.size:
             self.ring.resize(max_explained_decisions)
 
-    async def generate(self, request: GenerationRequest) -> RequestStream | ChoicesStream:
+    async def generate(self, request: GenerationRequest) -> GenerationStream:
         """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""
         arrived_s = self.clock()
         try:
@@ -181,9 +186,7 @@ class RouterService:
             self.observer.on_refusal(self.clock() - arrived_s)
             raise
 
-    async def _generate(
-        self, request: GenerationRequest, arrived_s: float
-    ) -> RequestStream | ChoicesStream:
+    async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
         if request.model not in (None, self.facts.name):
             raise ModelNotFound(
                 f"model: {shown(request.model)} is not served here; this application serves "
@@ -193,6 +196,28 @@ class RouterService:
         params.check(request, self.facts.limits)
         candidates = self._candidates(request)
         self.gate.check(request.tenant, request.priority)
+        asked = dataclasses.replace(request, max_tokens=1) if request.max_tokens == 0 else request
+        answer_id = uuid.uuid4().hex
+        streams = []
+        for index, single in enumerate(asked.for_each_prompt()):
+            try:
+                streams.append(await self._stream(single, candidates, arrived_s, answer_id))
+            except InvalidRequest as error:
+                raise (_of_prompt(error, index) if request.prompts else error) from None
+        stream = PromptsStream(streams, request.n) if request.prompts else streams[0]
+        if request.max_tokens == 0:
+            stream = PromptOnlyStream(stream, request.logprobs is not None)
+        await stream.start()
+        return stream
+
+    async def _stream(
+        self,
+        request: GenerationRequest,
+        candidates: Sequence[Hello],
+        arrived_s: float,
+        answer_id: str,
+    ) -> RequestStream | ChoicesStream:
+        """Check and tokenise one prompt; its stream is not started."""
         prompt_ids = await self._prompt_ids(request, candidates[0])
         self._check_prompt_len(len(prompt_ids))
         special_stops = self._special_stops(request)
@@ -209,7 +234,7 @@ class RouterService:
             )
             hashes = prefix_hashes(self._hasher(hello, request.tenant), prompt_ids)
             try:
-                origin = self._origin(request, prompt_ids, hashes, sampling, hello)
+                origin = self._origin(request, prompt_ids, hashes, sampling, hello, answer_id)
                 break
             except InvalidRequest:
                 if hello is candidates[-1]:
@@ -237,9 +262,7 @@ class RouterService:
             streams.append(stream)
             if lead is None and not mark.finished:
                 lead = stream
-        stream = streams[0] if request.n == 1 else ChoicesStream(streams, lead or streams[0])
-        await stream.start()
-        return stream
+        return streams[0] if request.n == 1 else ChoicesStream(streams, lead or streams[0])
 
     def _special_stops(self, request: GenerationRequest) -> dict[int, str]:
         """Stop strings that are special tokens, by id. Where the text leaves special tokens out, only the id shows."""
@@ -256,6 +279,7 @@ class RouterService:
         hashes: np.ndarray,
         sampling: SamplingParams,
         hello: Hello,
+        answer_id: str,
     ) -> Origin:
         """A new one, or that of the stream that is resumed if the request is the same."""
         options = (
@@ -269,7 +293,7 @@ class RouterService:
         if request.resume_from is not None:
             resume.check(request.resume_from, fingerprint, request.n, sampling.max_tokens)
             return request.resume_from.origin
-        return Origin(sampling.seed, fingerprint, uuid.uuid4().hex, int(time.time()))
+        return Origin(sampling.seed, fingerprint, answer_id, int(time.time()))
 
     def scores(self, token_id: int, of_token: TokenLogprob, text_offset: int) -> TokenScores:
         """A token's log-probabilities with the tokens' texts."""
@@ -403,15 +427,17 @@ class RouterService:
                     "use /v1/completions",
                     field="messages",
                 )
-            # The template has written the special tokens itself.
+            # By default the template has written the special tokens itself.
             special = self._tokenizer.tokenizer.special
             if self.facts.special_tokens_in_messages:
                 special = None
-            text = await self._rendered(self._template, request.messages, special, hello)
-            add_special_tokens, is_guarded = False, special is not None
+            options = self._template_options(request)
+            text = await self._rendered(self._template, request.messages, options, special, hello)
+            add_special_tokens, is_guarded = bool(request.add_special_tokens), special is not None
         else:
-            text, add_special_tokens, is_guarded = request.prompt, True, False
-        return await self._tokenizer.encode(
+            text, is_guarded = request.prompt, False
+            add_special_tokens = request.add_special_tokens is not False
+        ids = await self._tokenizer.encode(
             text,
             add_special_tokens,
             max_model_len=hello.max_model_len,
@@ -419,11 +445,26 @@ class RouterService:
             tenant=request.tenant,
             is_guarded=is_guarded,
         )
+        if not len(ids) and request.prompt == "":
+            return self._empty_prompt(hello)
+        return ids
+
+    def _empty_prompt(self, hello: Hello) -> np.ndarray:
+        """What an empty prompt is where the tokenizer adds no BOS: a model needs one token to begin with."""
+        start = self._tokenizer.tokenizer.start_id()
+        known = [*(() if start is None else (start,)), *hello.eos_token_ids]
+        if not known:
+            raise InvalidRequest(
+                "the checkpoint has neither a BOS nor an EOS token: prompt must have at least 1 character, got 0",
+                field="prompt",
+            )
+        return np.array(known[:1], np.int32)
 
     async def _rendered(
         self,
         template: ChatTemplate,
         messages: tuple[dict[str, Any], ...],
+        options: TemplateOptions,
         special: SpecialTokens | None,
         hello: Hello,
     ) -> str:
@@ -435,11 +476,20 @@ class RouterService:
                 f" ({MAX_BYTES_PER_TOKEN} for each of the model's {hello.max_model_len} tokens)",
                 field="messages",
             )
-        text = template.render_quickly(messages, special=special)
+        text = template.render_quickly(messages, options, special=special)
         if text is None:
-            render = functools.partial(template.render, messages, special=special)
+            render = functools.partial(template.render, messages, options, special=special)
             text = await self._tokenizer.in_thread(render)
         return text
+
+    def _template_options(self, request: GenerationRequest) -> TemplateOptions:
+        """What the request asks of the chat template, over the application's own."""
+        continues, add_prompt = request.continue_final_message, request.add_generation_prompt
+        return TemplateOptions(
+            add_generation_prompt=not continues if add_prompt is None else add_prompt,
+            continue_final_message=continues,
+            kwargs={**self.facts.chat_template_kwargs, **(request.chat_template_kwargs or {})},
+        )
 
     def _hasher(self, hello: Hello, tenant: str) -> RoutingHasher:
         key = f"{hello.model_name}\x00{hello.revision}\x00{tenant}"
@@ -450,6 +500,16 @@ class RouterService:
             hasher = RoutingHasher(hello.model_name, hello.revision, tenant)
             self._hashers[key] = hasher
         return hasher
+
+
+def _of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
+    """The refusal of one prompt of a list."""
+    message, field = error.message, error.field
+    if field is not None and field.startswith("prompt") and not field.startswith("prompt_"):
+        field = f"prompt[{index}]{field.removeprefix('prompt')}"
+        if message.startswith("prompt"):
+            message = f"prompt[{index}]{message.removeprefix('prompt')}"
+    return type(error)(message, field=field)
 
 
 def _with_seed(request: GenerationRequest) -> GenerationRequest:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnsupportedField
 from quire.router.detokenizer import Detokenizer, DetokenizerFactory
 from quire.router.special_tokens import GUARD, SpecialTokens
 from quire.router.token_cache import TokenCache, cuts_at_words, piece_pattern, split
@@ -78,7 +78,8 @@ class TextTokenizer:
         self.piece_pattern = piece_pattern(backend)
         self.cuts_at_words = cuts_at_words(backend)
         self.special = SpecialTokens(backend)
-        self._around = _added_around(backend) if self.cuts_at_words else None
+        self._around = _added_around(backend)
+        self._before = () if self._around is None else tuple(self._around[0].tolist())
 
     @classmethod
     def load(cls, folder: str | Path) -> TextTokenizer:
@@ -142,14 +143,38 @@ class TextTokenizer:
     @property
     def knows_special_tokens(self) -> bool:
         """Whether it is known what `add_special_tokens` adds, whatever the text."""
-        return self._around is not None
+        return self.cuts_at_words and self._around is not None
 
     def join(self, pieces: Sequence[np.ndarray], add_special_tokens: bool) -> np.ndarray:
         """Token ids of a text from those of all its pieces, [tokens] int32."""
         if add_special_tokens:
+            if self._around is None:
+                raise UnsupportedField(
+                    "this tokenizer adds special tokens in a way that depends on the text: add_special_tokens must be "
+                    "false for these messages, got true",
+                    field="add_special_tokens",
+                )
             before, after = self._around
             pieces = (before, *pieces, after)
         return np.concatenate(pieces)
+
+    def without_second_start(self, ids: np.ndarray) -> np.ndarray:
+        """The ids of a text that was encoded with `add_special_tokens`, without what the text began with itself.
+
+        Special tokens come from a text only if they are written in it, so a second BOS is the text's own.
+        """
+        num = len(self._before)
+        if not num or tuple(ids[num : 2 * num].tolist()) != self._before:
+            return ids
+        return ids[num:] if tuple(ids[:num].tolist()) == self._before else ids
+
+    def start_id(self) -> int | None:
+        """What stands for an empty text: the checkpoint's BOS, else its EOS; None if it has neither."""
+        for name in ("bos_token", "eos_token"):
+            token_id = self.backend.token_to_id(self.special_tokens.get(name, ""))
+            if token_id is not None:
+                return token_id
+        return None
 
     def encode_pieces(
         self, pieces: Sequence[str], max_model_len: int | None = None
@@ -236,7 +261,7 @@ class AsyncTokenizer:
         tenant: str = "",
         is_guarded: bool = False,
     ) -> np.ndarray:
-        """As `TextTokenizer.encode`.
+        """As `TextTokenizer.encode`; a text that begins with BOS does not get a second one.
 
         Parameters
         ----------
@@ -266,10 +291,21 @@ class AsyncTokenizer:
                 f" ({MAX_BYTES_PER_TOKEN} for each of the model's {max_model_len} tokens)",
                 field=field,
             )
-        if (
-            is_guarded and GUARD in text
-        ):  # seldom, so what it has in common with other texts is not looked for
-            return await self.in_thread(self.tokenizer.special.encode, text)
+        ids = await self._encode(text, add_special_tokens, tenant, is_guarded, max_model_len)
+        return self.tokenizer.without_second_start(ids) if add_special_tokens else ids
+
+    async def _encode(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        tenant: str,
+        is_guarded: bool,
+        max_model_len: int,
+    ) -> np.ndarray:
+        if is_guarded and GUARD in text:
+            # Seldom, so what it has in common with other texts is not looked for.
+            ids = await self.in_thread(self.tokenizer.special.encode, text)
+            return self.tokenizer.join([ids], add_special_tokens)
         if len(text) <= INLINE_CHARS:
             return self.tokenizer.encode(text, add_special_tokens)
         if self._pattern is not None and (

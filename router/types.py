@@ -7,8 +7,8 @@ both HTTP and gRPC.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from quire.protos.wire import Grammar, Load
@@ -45,13 +45,22 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt and how to continue it. Exactly one of `prompt` and `messages` is given."""
+    """What to continue, and how. Exactly one of `prompt`, `prompts` and `messages` is given."""
 
     request_id: str
     model: str | None = None  # None: the application's only model
     prompt: str | tuple[int, ...] | None = None  # text, or token ids
+    prompts: tuple[str | tuple[int, ...], ...] = ()  # choice j of prompt i is choice i * n + j
     messages: tuple[dict[str, Any], ...] | None = None  # chat turns for the chat template
-    max_tokens: int | None = None  # None: up to the model's length
+    chat_template_kwargs: Mapping[str, Any] | None = None  # more variables for the chat template
+    add_generation_prompt: bool | None = None  # None: unless the last message is continued
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = (
+        None  # BOS and the like; None: to a prompt, not to rendered messages
+    )
+    max_tokens: int | None = (
+        None  # None: up to the model's length; 0, with `echo`: nothing but the prompt
+    )
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -67,7 +76,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
     seed: int | None = None
     grammar: Grammar | None = None  # a language that the text must be in
-    n: int = 1  # samples; each ends with its own finish reason
+    n: int = 1  # samples of each prompt; each ends with its own finish reason
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -83,7 +92,15 @@ class GenerationRequest:
     @property
     def marks(self) -> tuple[Mark, ...]:
         """What the client has of each choice."""
-        return (Mark(),) * self.n if self.resume_from is None else self.resume_from.marks
+        if self.resume_from is not None:
+            return self.resume_from.marks
+        return (Mark(),) * (self.n * max(1, len(self.prompts)))
+
+    def for_each_prompt(self) -> list[GenerationRequest]:
+        """The same request for each of its prompts alone."""
+        if not self.prompts:
+            return [self]
+        return [replace(self, prompt=prompt, prompts=()) for prompt in self.prompts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +228,9 @@ class GenerationStream(Protocol):
 
     Closing it early (`aclose`, also on cancellation of the consumer) aborts the request on its replica.
     `usage` and `explain` are complete when the iteration has ended; `usage.prompt_tokens` and
-    `explain.replica` already at the first delta. With `n` > 1 the deltas of all choices come in one iteration.
-    `prompt_scores` are the prompt's tokens, complete before the first delta; None unless asked for.
+    `explain.replica` already at the first delta. With several choices the deltas of all come in one iteration.
+    `prompt_scores` are the prompt's tokens, complete before the first delta; None unless asked for. Of a list of
+    prompts they are those of the first, `scores_of_prompt` has those of each.
     The deltas of a resumed stream begin after what the client has; `usage` counts the whole.
     """
 
@@ -225,6 +243,8 @@ class GenerationStream(Protocol):
 
     @property
     def prompt_scores(self) -> list[TokenScores] | None: ...
+
+    def scores_of_prompt(self, index: int) -> list[TokenScores] | None: ...
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
 

@@ -70,7 +70,7 @@ def test_the_application_has_paced_replicas(monkeypatch):
     assert replica_class.engine_class is PacedEngine
 
 
-EVENT = b'id: x\ndata: {"choices":[{"index":0,"text":"%s"}],"usage":null}\n\n'
+EVENT = b'data: {"choices":[{"index":0,"text":"%s"}],"usage":null}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"completion_tokens":3}}\n\n'
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -82,7 +82,7 @@ def chunked(*payloads: bytes) -> bytes:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 10_000])
 def test_events_are_found_however_bytes_are_cut(size):
     events = [EVENT % text for text in (b"a", b"", b"bc", b"d")]
-    events += [USAGE, b"data: [DONE]\n\n"]
+    events += [b": keep-alive\n\n", USAGE, b"data: [DONE]\n\n"]
     rng = random.Random(size)
     body = b"".join(events)
     cuts = sorted(rng.sample(range(1, len(body)), 9))  # chunks that end anywhere

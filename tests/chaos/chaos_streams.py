@@ -189,7 +189,7 @@ async def ask_http(
 
 
 async def _read_http(client: httpx.AsyncClient, spec: Spec, watch: Watch, outcome: Outcome) -> None:
-    headers = {"Last-Event-ID": watch.last_id} if watch.last_id else {}
+    headers = {"Last-Event-ID": watch.last_id}  # an empty one asks for ids
     asking = client.stream("POST", "/v1/completions", json=spec.http_body(), headers=headers)
     async with asking as response:
         if response.status_code != 200:

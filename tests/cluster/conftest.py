@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import sys
 import threading
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +35,9 @@ from quire.router.types import (
     TokenScores,
     Usage,
 )
+
+# Tests run with --import-mode=importlib, which leaves their folder off the path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 VOCAB = [f"word{i} " for i in range(97)] + ["naïve ", "日本 ", '"quoted"\n']
 MODEL = "acme/tiny"
@@ -83,6 +88,9 @@ class FakeStream:
         first, *others = (scores(i % len(VOCAB), num_top) for i in ids)
         first = TokenScores(dataclasses.replace(first.token, logprob=None), ())
         return [first, *(dataclasses.replace(score, rank=i) for i, score in enumerate(others, 3))]
+
+    def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
+        return self.prompt_scores
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self._deltas
@@ -166,7 +174,7 @@ class FakeService:
         if request.messages is not None:
             prompt_len = sum(len(str(m["content"])) for m in check_messages(request.messages))
         else:
-            prompt_len = len(request.prompt)
+            prompt_len = len(request.prompt) or 1  # a BOS
         sampling = params.resolve(
             request,
             params.GenerationDefaults(),

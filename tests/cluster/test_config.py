@@ -555,3 +555,14 @@ def test_a_tilde_is_the_home_in_every_path(monkeypatch):
     )
     assert (config.model, config.model_name, config.is_folder) == ("/home/x/m/", "m", True)
     assert (config.chat_template, config.router.decision_log_folder) == ("/home/x/t", "/home/x/d")
+
+
+def test_variables_of_the_chat_template_are_checked():
+    kwargs = {"enable_thinking": False, "limits": {"words": 5}}
+    assert AppConfig.from_args({"chat_template_kwargs": kwargs}).chat_template_kwargs == kwargs
+    for wrong, words in (
+        ({"tools": []}, "sets this variable itself"),
+        ({"a": {1: 2}}, "must be strings"),
+    ):
+        with pytest.raises(ConfigError, match=f"chat_template_kwargs.*{words}"):
+            AppConfig.from_args({"chat_template_kwargs": wrong})

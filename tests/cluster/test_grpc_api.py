@@ -179,7 +179,13 @@ def test_every_field_reaches_the_router(service) -> None:
     ]
     asked = request(
         model="acme/tiny",
-        messages=generation_pb2.ChatMessages(messages=turns),
+        messages=generation_pb2.ChatMessages(
+            messages=turns,
+            chat_template_kwargs='{"enable_thinking": false, "date": "1 May"}',
+            add_generation_prompt=False,
+            continue_final_message=True,
+        ),
+        add_special_tokens=False,
         request_id="label",
         sampling={
             "max_tokens": 7,
@@ -222,6 +228,10 @@ def test_every_field_reaches_the_router(service) -> None:
     )
     sampling = (full.max_tokens, full.min_tokens, full.temperature, full.top_p, full.top_k)
     assert sampling == (7, 2, 0.0, 0.5, 3) and full.seed == 2**64 - 1
+    assert full.chat_template_kwargs == {"enable_thinking": False, "date": "1 May"}
+    assert (full.add_generation_prompt, full.continue_final_message) == (False, True)
+    assert (full.add_special_tokens, bare.add_special_tokens) == (False, None)
+    assert (bare.chat_template_kwargs, bare.continue_final_message) == (None, False)
     assert (full.n, full.logprobs, bare.n, bare.logprobs) == (2, 4, 1, None)
     assert (full.prompt_logprobs, bare.prompt_logprobs) == (5, None)
     assert (full.min_p, full.repetition_penalty) == (0.25, 1.5)
@@ -234,6 +244,30 @@ def test_every_field_reaches_the_router(service) -> None:
     assert (full.tenant, full.session, full.priority) == ("tenant", "session", -2)
     unset = (bare.model, bare.min_tokens, bare.temperature, bare.top_p, bare.top_k, bare.seed)
     assert unset == (None,) * 6 and bare.skip_special_tokens and bare.stop == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"chat_template_kwargs": "{"}, "chat_template_kwargs must be the text of a JSON object"),
+        ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs must be the text of a JSON object"),
+        ({"chat_template_kwargs": '{"tools": 1}'}, "chat_template_kwargs.tools must not be given"),
+        ({"chat_template_kwargs": " " * 65537}, "at most 65536 characters of JSON, got 65537"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message must not be true together with add_generation_prompt",
+        ),
+    ],
+)
+def test_wrong_options_of_the_template_are_invalid_arguments(service, options, field) -> None:
+    turn = generation_pb2.ChatMessage(role="user", content="hi")
+    asked = request(messages=generation_pb2.ChatMessages(messages=[turn], **options))
+
+    async def body(clients: Clients) -> None:
+        error = await failure(clients.generation.GenerateOnce(asked))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT and field in error.details()
+
+    run(service, "direct", body)
 
 
 def test_prompt_logprobs_come_with_the_first_message(service) -> None:
@@ -333,7 +367,7 @@ def test_stop_reason_is_the_string_or_the_token(service, method: str) -> None:
 
 INVALID = [
     (generation_pb2.GenerateRequest(), "input", "invalid_request"),
-    (request(prompt=""), "prompt", "invalid_request"),
+    (request(prompt="", add_special_tokens=False), "prompt", "invalid_request"),
     (request(token_ids=generation_pb2.TokenIds()), "prompt", "invalid_request"),
     (request(token_ids=generation_pb2.TokenIds(ids=[100])), "prompt[0]", "invalid_request"),
     (request(token_ids=generation_pb2.TokenIds(ids=[2**32 - 1])), "prompt[0]", "invalid_request"),

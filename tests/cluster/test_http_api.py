@@ -81,8 +81,9 @@ def client(base_url: str) -> openai.OpenAI:
 
 
 def data_of(event: str) -> str:
-    """What an event's client sees of it, but the id."""
-    (data,) = (line for line in event.splitlines() if line.startswith("data: "))
+    """What an event's client sees of it: there is nothing else."""
+    (data,) = event.splitlines()
+    assert data.startswith("data: ")
     return data.removeprefix("data: ")
 
 
@@ -146,7 +147,7 @@ def test_events_are_openais(http: httpx.Client) -> None:
     assert response.text.endswith("data: [DONE]\n\n")
     events = response.text.removesuffix("\n\n").split("\n\n")
     *events, done = events
-    assert all(re.match(r"id: \S+\ndata: ", event) for event in events) and done == "data: [DONE]"
+    assert all(re.fullmatch(r"data: \{.*\}", event) for event in events) and done == "data: [DONE]"
     assert "usage" not in json.loads(data_of(events[0]))
 
 
@@ -477,12 +478,14 @@ def test_null_is_the_same_as_absent_for_every_field(http: httpx.Client, service)
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED_FIELDS))
 def test_unsupported_field_is_refused_by_name_unless_neutral(http: httpx.Client, name: str) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 1}
+    path, body = CHAT, {"messages": MESSAGES, "max_tokens": 1}
+    if name in ChatCompletionRequest.model_fields:  # of a chat it is served
+        path, body = COMPLETIONS, {"prompt": "x", "max_tokens": 1}
     for neutral in UNSUPPORTED_FIELDS[name]:
-        response = http.post(CHAT, json={**body, name: neutral})
+        response = http.post(path, json={**body, name: neutral})
         assert response.status_code == 200, response.text
     message = check_error(
-        http.post(CHAT, json={**body, name: {"odd": 1}}), 400, "unsupported_field", name
+        http.post(path, json={**body, name: {"odd": 1}}), 400, "unsupported_field", name
     )
     assert name in message
 
@@ -505,13 +508,58 @@ def test_a_list_with_one_prompt_is_that_prompt(http: httpx.Client, service) -> N
 
 REFUSED = [
     (COMPLETIONS, {}, "invalid_request", "prompt"),
-    (COMPLETIONS, {"prompt": ""}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": "", "add_special_tokens": False}, "invalid_request", "prompt"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "add_special_tokens": 1},
+        "invalid_request",
+        "add_special_tokens",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "chat_template_kwargs": {"a": 1}},
+        "unsupported_field",
+        "chat_template_kwargs",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "chat_template_kwargs": [1]},
+        "invalid_request",
+        "chat_template_kwargs",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "chat_template_kwargs": {"tools": [1]}},
+        "invalid_request",
+        "chat_template_kwargs.tools",
+    ),
+    (
+        CHAT,
+        {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True},
+        "invalid_request",
+        "continue_final_message",
+    ),
     (COMPLETIONS, {"prompt": []}, "invalid_request", "prompt"),
     (COMPLETIONS, {"prompt": 5}, "invalid_request", "prompt"),
     (COMPLETIONS, {"prompt": [5, "a"]}, "invalid_request", "prompt"),
     (COMPLETIONS, {"prompt": [True]}, "invalid_request", "prompt"),
-    (COMPLETIONS, {"prompt": ["a", "b"]}, "unsupported_field", "prompt"),
-    (COMPLETIONS, {"prompt": [[1], [2]]}, "unsupported_field", "prompt"),
+    (COMPLETIONS, {"prompt": ["a", [1]]}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 257}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 129, "n": 2}, "invalid_request", "prompt"),
+    (COMPLETIONS, {"prompt": [[1], [2]], "echo": True}, "unsupported_field", "echo"),
+    (
+        COMPLETIONS,
+        {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_event_ids": True}},
+        "unsupported_field",
+        "prompt",
+    ),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "invalid_request", "max_tokens"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 0, "echo": False}, "invalid_request", "max_tokens"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 0}, "invalid_request", "best_of"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 33}, "invalid_request", "best_of"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 2, "n": 3}, "invalid_request", "best_of"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 2, "stream": True}, "invalid_request", "best_of"),
+    (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "unsupported_field", "suffix"),
     (COMPLETIONS, {"prompt": [100]}, "invalid_request", "prompt[0]"),
     (COMPLETIONS, {"prompt": [-1]}, "invalid_request", "prompt[0]"),
     (COMPLETIONS, {"prompt": [1 << 63]}, "invalid_request", "prompt[0]"),
@@ -992,9 +1040,10 @@ def test_documentation_knows_every_field(http: httpx.Client) -> None:
         assert set(schemas[model.__name__]["properties"]) == set(model.model_fields)
         assert all("description" in p for p in schemas[model.__name__]["properties"].values())
     text = json.dumps(document)
-    for path in (COMPLETIONS, CHAT):
+    for path, model in ((COMPLETIONS, CompletionRequest), (CHAT, ChatCompletionRequest)):
         description = document["paths"][path]["post"]["description"]
-        assert all(f in description for f in (*IGNORED_FIELDS, *UNSUPPORTED_FIELDS))
+        refused = UNSUPPORTED_FIELDS.keys() - model.model_fields
+        assert all(f in description for f in (*IGNORED_FIELDS, *refused))
     references = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert references <= schemas.keys()
     assert http.get("/docs").status_code == 200

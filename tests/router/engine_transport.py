@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from typing import Any
 
 from quire.protos.wire import Completion, Frame, Hello, Submit, TokenDelta
 from quire.replica.embedded import CHECKPOINT
@@ -118,14 +119,34 @@ class EngineTransport:
                 self.engine.abort(delta.stream_id)
 
 
-def make_service(transport: EngineTransport) -> RouterService:
-    """The real lifecycle over `transport`; call it in the event loop that will use it."""
+def make_service(
+    transport: EngineTransport,
+    *,
+    tokenizer: TextTokenizer | None = None,
+    template: ChatTemplate | None = None,
+    **facts: Any,
+) -> RouterService:
+    """The real lifecycle over `transport`; call it in the event loop that will use it.
+
+    Parameters
+    ----------
+    tokenizer, template
+        Instead of the checkpoint's.
+    facts
+        Further `ModelFacts`.
+    """
     transport.enter()
     return RouterService(
-        ModelFacts(name="embedded", created_s=0, defaults=GenerationDefaults(), limits=Limits()),
+        ModelFacts(
+            name="embedded",
+            created_s=0,
+            defaults=GenerationDefaults(),
+            limits=Limits(),
+            **facts,
+        ),
         router_id="router",
-        tokenizer=AsyncTokenizer(TextTokenizer.load(CHECKPOINT)),
-        template=ChatTemplate.load(CHECKPOINT, None),
+        tokenizer=AsyncTokenizer(tokenizer or TextTokenizer.load(CHECKPOINT)),
+        template=template or ChatTemplate.load(CHECKPOINT, None),
         table=transport.table,
         policy=make_policy("slo"),
         transport=transport,

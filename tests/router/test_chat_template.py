@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.protos.errors import InvalidRequest, UnsupportedField
-from quire.router.chat_template import ChatTemplate
+from quire.router.chat_template import ChatTemplate, TemplateOptions
 
 LLAMA3 = """{{- bos_token }}
 {%- if not date_string is defined %}
@@ -109,10 +109,70 @@ def test_text_equals_transformers(name, turns, add_generation_prompt, named, ref
         )
     except Exception as error:
         with pytest.raises(InvalidRequest) as caught:
-            template.render(messages, add_generation_prompt=add_generation_prompt)
+            template.render(messages, TemplateOptions(add_generation_prompt=add_generation_prompt))
         assert str(error) in caught.value.message
         return
-    assert template.render(messages, add_generation_prompt=add_generation_prompt) == expected
+    assert (
+        template.render(messages, TemplateOptions(add_generation_prompt=add_generation_prompt))
+        == expected
+    )
+
+
+@pytest.mark.parametrize("name", REAL)
+@settings(
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+@given(turns=TURNS)
+def test_the_last_message_is_continued_as_by_transformers(name, turns, reference):
+    messages = [{"role": role, "content": content, "name": None} for role, content in turns]
+    template = ChatTemplate(REAL[name], {"bos_token": "<s>", "eos_token": "</s>"})
+    try:
+        expected = reference.apply_chat_template(
+            messages, chat_template=REAL[name], tokenize=False, continue_final_message=True
+        )
+    except Exception:
+        # transformers also refuses text that the template cuts, such as what stands before </think>.
+        if messages[-1]["content"] in ("", " ", "\n") or "</think>" in messages[-1]["content"]:
+            return
+        with pytest.raises(InvalidRequest):
+            template.render(
+                messages, TemplateOptions(add_generation_prompt=False, continue_final_message=True)
+            )
+        return
+    rendered = template.render(
+        messages, TemplateOptions(add_generation_prompt=False, continue_final_message=True)
+    )
+    assert rendered == expected
+
+
+def test_the_last_part_of_the_last_message_is_continued():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [*USER, {"role": "assistant", "content": parts}]
+    options = TemplateOptions(add_generation_prompt=False, continue_final_message=True)
+    assert ChatTemplate(PARTS).render(messages, options).endswith("[a][b")
+    assert ChatTemplate(QWEN).render(messages, options).endswith("<|im_start|>assistant\na\nb")
+    messages[-1] = {"role": "assistant", "content": []}
+    with pytest.raises(InvalidRequest, match="no text to continue") as caught:
+        ChatTemplate(PARTS).render(messages, options)
+    assert caught.value.field == "continue_final_message"
+
+
+def test_what_a_template_does_not_write_cannot_be_continued():
+    with pytest.raises(InvalidRequest, match="cannot be continued") as caught:
+        ChatTemplate("{{ messages[0].content }}").render(
+            [*USER, {"role": "assistant", "content": "I"}],
+            TemplateOptions(add_generation_prompt=False, continue_final_message=True),
+        )
+    assert caught.value.field == "continue_final_message"
+
+
+@pytest.mark.parametrize("value", [False, 3, "no", ["a", {"b": None}], {"c": 1.5}])
+def test_variables_reach_the_template_as_in_transformers(value, reference):
+    source = "{{ messages[0].content }} {% if x is defined %}{{ x | tojson }} {{ x }}{% endif %}"
+    text = ChatTemplate(source).render(USER, TemplateOptions(kwargs={"x": value}))
+    expected = reference.apply_chat_template(USER, chat_template=source, tokenize=False, x=value)
+    assert text == expected
+    assert ChatTemplate(source).render(USER) == "hi "
 
 
 def test_text_parts_go_as_a_list_where_the_template_takes_one(reference):

@@ -79,6 +79,8 @@ ACCEPTED = [
     ("deadline_s", 0.001),
     ("deadline_s", math.inf),
     ("prompt", (0, VOCAB_SIZE - 1)),
+    ("prompt", ""),
+    ("add_special_tokens", False),
 ]
 REFUSED = [
     *(("max_tokens", value) for value in [0, -1, -(2**63), *NEVER_INTEGERS]),
@@ -115,7 +117,11 @@ REFUSED = [
     *(("include_stop_str_in_output", value) for value in [1, None]),
     *(("echo", value) for value in ["no", None]),
     *(("deadline_s", value) for value in [math.nan, "1", True]),
-    *(("prompt", value) for value in ["", (), None, 5, [1], b"x", "\ud800"]),
+    *(("add_special_tokens", value) for value in [1, "no"]),
+    *(("add_generation_prompt", value) for value in [1, True, False]),  # a prompt has no template
+    *(("continue_final_message", value) for value in [1, None, True]),
+    *(("chat_template_kwargs", value) for value in [{}, {"a": 1}]),
+    *(("prompt", value) for value in [(), None, 5, [1], b"x", "\ud800"]),
     *(("prompt[0]", value) for value in [-1, VOCAB_SIZE, 2**31, 2**63, None, *NEVER_INTEGERS]),
     *(("messages", value) for value in [(), [{"role": "user"}], "hi"]),
 ]
@@ -249,8 +255,29 @@ def test_defaults_come_from_the_checkpoint(tmp_path):
         GenerationDefaults.load(tmp_path)
 
 
+def test_a_list_of_prompts_has_a_bound_with_all_its_choices():
+    check(request(prompt=None, prompts=("hi",) * 256))
+    check(request(prompt=None, prompts=("hi", (1, 2)) * 4, n=32))
+    for fields, got in (({"n": 1}, 257), ({"n": 2}, 129), ({"n": 32}, 9)):
+        with pytest.raises(InvalidRequest, match=f"at most {256 // fields['n']} prompts") as caught:
+            check(request(prompt=None, prompts=("hi",) * got, **fields))
+        assert caught.value.field == "prompt" and f"got {got}" in caught.value.message
+    for fields in ({"prompt": "hi", "prompts": ("hi",)}, {"prompts": ["hi"], "prompt": None}):
+        with pytest.raises(InvalidRequest):
+            check(request(**fields))
+
+
+def test_max_tokens_0_is_for_prompts_that_are_echoed():
+    check(request(max_tokens=0, echo=True))
+    with pytest.raises(InvalidRequest, match="or 0 together with echo, got 0"):
+        check(request(max_tokens=0))
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        check(request(max_tokens=False, echo=True))
+
+
 def test_every_field_of_a_request_is_checked_or_known_to_be_free():
     """A new field must be given a bound, or be added to the free ones here."""
     free = {"request_id", "model", "resume_from"}  # an event id: `resume.check`
+    free |= {"prompts"}  # a test of its own
     tested = {name.partition("[")[0] for name, _ in REFUSED}
     assert {field.name for field in dataclasses.fields(GenerationRequest)} == free | tested

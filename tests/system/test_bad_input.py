@@ -14,7 +14,7 @@ from quire.protos import generation_pb2
 pytestmark = pytest.mark.system
 
 BAD_BODIES = {
-    "empty prompt": ({"prompt": ""}, 400, "prompt", "at least 1"),
+    "empty prompt": ({"prompt": "", "add_special_tokens": False}, 400, "prompt", "at least 1"),
     "no prompt": ({}, 400, "prompt", "prompt"),
     "token id": ({"prompt": [1, 1024]}, 400, "prompt[1]", "1024"),
     "negative token id": ({"prompt": [-1]}, 400, "prompt[0]", "-1"),
@@ -73,7 +73,6 @@ def test_http_body_too_large(cluster):
     ("fields", "code", "words"),
     [
         ({}, "INVALID_ARGUMENT", "input"),
-        ({"prompt": ""}, "INVALID_ARGUMENT", "prompt"),
         ({"token_ids": {"ids": [1024]}}, "INVALID_ARGUMENT", "1024"),
         ({"token_ids": {"ids": [5] * 5000}}, "INVALID_ARGUMENT", "4095"),
         ({"prompt": "a", "sampling": {"temperature": float("nan")}}, "INVALID_ARGUMENT", "nan"),

@@ -99,7 +99,13 @@ PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.integers(-1, 25) | st.booleans(),
     "top_logprobs": st.integers(-1, 25),
     "prompt_logprobs": st.integers(-1, 25),
-    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "best_of": st.integers(-1, 4),
+    "chat_template_kwargs": st.dictionaries(
+        TEXT | st.sampled_from(["enable_thinking", "messages", "style"]), JUNK, max_size=3
+    ),
+    "stream_options": st.fixed_dictionaries(
+        {"include_usage": st.booleans()}, optional={"include_event_ids": st.booleans()}
+    ),
     "structured_outputs": st.fixed_dictionaries(
         {},
         optional={
