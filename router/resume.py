@@ -2,7 +2,8 @@
 
 Every event of a stream carries an id, over HTTP if the client asks for ids; the client sends the last one it got along
 with the original request (HTTP: `Last-Event-ID`, gRPC: `resume_from`). The server keeps no state for that. The answer
-is a function of the request and its seed, so any router has it generated again, drops what the client has, and goes on with
+is a function of the request and its seed, so any router has it generated again, drops what the client has, and goes on
+with
 the next token. An id therefore says
 
 ```
