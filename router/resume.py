@@ -3,8 +3,7 @@
 Every event of a stream carries an id, over HTTP if the client asks for ids; the client sends the last one it got along
 with the original request (HTTP: `Last-Event-ID`, gRPC: `resume_from`). The server keeps no state for that. The answer
 is a function of the request and its seed, so any router has it generated again, drops what the client has, and goes on
-with
-the next token. An id therefore says
+with the next token. An id therefore says
 
 ```
  q1 . origin                                         . marks, one for each choice
