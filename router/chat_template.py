@@ -304,13 +304,20 @@ def _check_part(part: Any, where: str) -> dict[str, str]:
 
 
 def _protected(message: dict[str, Any], where: str, special: SpecialTokens) -> dict[str, Any]:
-    """A message whose texts are protected. What that inserts, no text may have of its own.
+    """A checked message whose texts are protected. What that inserts, no text may have of its own.
 
     Templates compare the role and some build a special token from it, so only whole tokens in it are protected.
     """
-
+    content: Any = message["content"]
+    if not isinstance(content, str):  # of a part its text alone: there may be thousands
+        content = [
+            {**part, "text": _protect(part["text"], f"{where}.content[{i}].text", special)}
+            for i, part in enumerate(content)
+        ]
     return {
-        key: _protect(value, f"{where}.{key}", special, at_ends=key != "role")
+        key: content
+        if key == "content" and content is not value
+        else _protect(value, f"{where}.{key}", special, at_ends=key != "role")
         for key, value in message.items()
     }
 
