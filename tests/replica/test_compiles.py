@@ -41,6 +41,7 @@ MORE_SETTINGS: dict[str, dict[str, Any]] = {
     "step by step": dict(rows=64, config=dict(async_batching=False)),
     "float32": dict(rows=64, config=dict(dtype="float32")),
     "fp8 cache": dict(rows=64, config=dict(kv_cache_dtype="fp8")),
+    "deterministic": dict(rows=64, config=dict(deterministic=True)),
 }
 
 
