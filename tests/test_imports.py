@@ -191,7 +191,11 @@ UNSAFE_CALLS = {
 }
 # Ray's own settings, for the process that `quire serve` starts and for its REST API.
 # gpu_run sets TRITON_INTERPRET for a rehearsal: Triton looks at it when it is imported.
-MAY_READ_ENVIRONMENT = {"quire.bench.gpu_run", "quire.cluster.local_serve"}
+MAY_READ_ENVIRONMENT = {
+    "quire.bench.gpu_run",
+    "quire.cluster.local_serve",
+    "quire.cluster.ray_proxies",  # `controller_options` has nothing but variables
+}
 
 
 def unsafe(tree: ast.AST) -> Iterator[str]:
