@@ -19,7 +19,7 @@ from quire.cluster.grpc_api import GrpcApi
 from quire.cluster.grpc_poller import batch_pollers
 from quire.cluster.live_update import router_section
 from quire.cluster.metrics import QueueGauges, ServeObserver
-from quire.cluster.ray_proxies import bind_grpc_like_http
+from quire.cluster.ray_proxies import open_ports
 from quire.cluster.watchers import Watchers
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.router.admission import AdmissionLimits
@@ -92,7 +92,8 @@ class Router(GrpcApi):
         # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
         gc.collect()
         batch_pollers()
-        bind_grpc_like_http()  # Serve starts its servers when this returns
+        if warning := open_ports():
+            logger.warning("%s", warning)
         self._bus.start()
         # Serve opens the ports when this returns: who comes then is served, not told that nobody is attached yet.
         if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):

@@ -15,6 +15,7 @@ routes):
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import random
@@ -28,7 +29,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -43,6 +44,7 @@ TERMINATE_S = 15.0
 # Once ready: Ray's API is asked so often, and has to say so many times in a row that every application is gone.
 WATCH_S = 2.0
 WATCH_TIMES = 2
+_LISTENS = "0A"  # a state in /proc/net/tcp
 # Without one of these Ray does nothing more, while `serve run` and the dashboard stay.
 RAY_DAEMONS = frozenset({"raylet", "gcs_server"})
 
@@ -368,6 +370,7 @@ class LocalServe:
             if inside:
                 phases.append(f"of these in {name!r}: {inside}")
         yield f"start-up {total_s:.1f} s: {'; '.join(phases)}"
+        yield from listening_lines(listeners(self._child.pid))
         for app in self.config.applications:
             yield f"ready: {self._try_it(app)}"
 
@@ -438,6 +441,47 @@ def session_pids(session: int) -> list[int]:
         if int(of_session) == session and state not in "ZX":
             pids.append(int(stat.parent.name))
     return pids
+
+
+def listeners(session: int) -> set[tuple[str, int]]:
+    """Address and TCP port of all that a session's processes listen on, by Linux' /proc; none are found elsewhere."""
+    sockets = set()
+    for pid in session_pids(session):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    sockets.add(os.readlink(link))
+    found = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            _, local, _, state, *rest = line.split()
+            if state == _LISTENS and f"socket:[{rest[5]}]" in sockets:
+                address, _, port = local.partition(":")
+                found.add((_address(address), int(port, 16)))
+    return found
+
+
+def _address(digits: str) -> str:
+    """The kernel writes an address as words of 32 bits in the machine's byte order."""
+    words = (int(digits[i : i + 8], 16) for i in range(0, len(digits), 8))
+    ip = ipaddress.ip_address(b"".join(socket.htonl(word).to_bytes(4, "big") for word in words))
+    return str(getattr(ip, "ipv4_mapped", None) or ip)
+
+
+def listening_lines(found: Iterable[tuple[str, int]]) -> Iterator[str]:
+    """Which ports are open to whom, for the user."""
+    ports: dict[str, set[int]] = {}
+    for address, port in sorted(found):
+        ip = ipaddress.ip_address(address)
+        if ip.is_loopback:
+            who = "this machine only"
+        elif ip.is_unspecified:
+            who = "every machine that reaches this one"
+        else:
+            who = f"every machine that reaches {address}"
+        ports.setdefault(who, set()).add(port)
+    for who in sorted(ports):
+        yield f"listens for {who}: {', '.join(map(str, sorted(ports[who])))}"
 
 
 def session_daemons(session: int) -> dict[int, str]:

@@ -1,11 +1,11 @@
-"""What Quire changes in the processes of Ray Serve's proxies, and in its own routers' ports.
+"""What Quire changes in the processes of Ray Serve: HAProxy's configuration and where gRPC listens.
 
-`cluster.yaml` names `set_up` in an environment variable, and Ray calls it when a process of the Serve controller or of
-a proxy starts, before that process reads its settings. Ray has no settings for these two:
+`cluster.yaml` names `set_up` in an environment variable, and Ray calls it when a process of the Serve controller, of a
+proxy, a router or a replica starts, before that process reads its settings. Ray has no settings for these:
 
-- the text of HAProxy's configuration (`haproxy_template`);
+- a part of HAProxy's configuration (`haproxy_template`);
 - the address on which a gRPC server listens: every interface, although the HTTP server beside it listens where
-  `http_options.host` says.
+  `http_options.host` says, and although a node with the loopback's address has no other nodes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+from collections.abc import Callable
 from typing import Any
 
 from quire.cluster.haproxy_template import Limits, adapt
@@ -33,7 +34,7 @@ def set_up() -> None:
     """Change this process; Ray ends a process in which this raises."""
     fit_connections()
     _adapt_haproxy()
-    bind_grpc_like_http()
+    bind_grpc()
 
 
 def fit_connections() -> None:
@@ -64,36 +65,61 @@ def _adapt_haproxy() -> None:
 
 
 class GrpcAddress:
-    """Makes a gRPC server of Serve listen on the loopback if its HTTP server does.
+    """Makes a gRPC server of Serve listen on the loopback if the HTTP server of its process does.
 
-    Serve starts the HTTP server of a process first, and passes its options through `configure`.
+    Serve starts the HTTP server first, and asks `is_ipv6` for the family of its address.
     """
 
-    def __init__(self, configure: Any, add_address: Any):
-        self._configure = configure
+    def __init__(self, is_ipv6: Callable[[str], bool], add_address: Callable[[Any, str], Any]):
+        self._is_ipv6 = is_ipv6
         self._add_address = add_address
         self._host: str | None = None
 
-    def configure(self, http_options: Any) -> Any:
-        """In place of Serve's `configure_http_middlewares`."""
-        self._host = _LOOPBACK.get(http_options.host)
-        return self._configure(http_options)
+    def is_ipv6(self, http_host: str) -> bool:
+        """In place of the `is_ipv6` of Serve's `http_util`."""
+        self._host = _LOOPBACK.get(http_host)
+        return self._is_ipv6(http_host)
 
     def add_address(self, server: Any, address: str) -> None:
         """In place of Serve's `add_grpc_address`."""
-        if self._host is not None and address.startswith(_ALL_INTERFACES):
-            address = self._host + address.removeprefix(_ALL_INTERFACES)
+        if self._host is not None:
+            address = address.replace(_ALL_INTERFACES, self._host)
         self._add_address(server, address)
 
 
-def bind_grpc_like_http() -> None:
-    """For the gRPC servers that Serve starts in this process from now on: of a proxy or of a router.
+def bind_grpc() -> None:
+    """For the gRPC servers that Serve starts in this process from now on.
 
-    Replicas' ports between themselves stay as they are: another node's router calls them.
+    These names are replaced where they are looked up when they are called: Ray sends the classes of its proxies, with
+    the functions that they name, from one process to another.
     """
-    from ray.serve._private import default_impl, proxy, replica
+    from ray.serve._private import default_impl, http_util, replica
 
-    address = GrpcAddress(proxy.configure_http_middlewares, default_impl.add_grpc_address)
-    proxy.configure_http_middlewares = address.configure
-    replica.configure_http_middlewares = address.configure
+    address = GrpcAddress(http_util.is_ipv6, default_impl.add_grpc_address)
+    http_util.is_ipv6 = address.is_ipv6
     default_impl.add_grpc_address = address.add_address
+    add_port = replica.add_port_to_grpc_server
+
+    def add_internal_port(server: Any, address: str) -> int:
+        """For calls between deployments: where no other node can be, on the loopback."""
+        import ray
+
+        host = _LOOPBACK.get(ray.util.get_node_ip_address())
+        return add_port(server, address.replace(_ALL_INTERFACES, host or _ALL_INTERFACES))
+
+    replica.add_port_to_grpc_server = add_internal_port
+
+
+def open_ports() -> str | None:
+    """A warning if whoever reaches this Ray cluster can run code in it; None if nothing is open."""
+    import ray
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    address = ray.util.get_node_ip_address()
+    if is_token_auth_enabled() or address in _LOOPBACK:
+        return None
+    return (
+        f"this Ray cluster asks for no token and listens on {address}: whoever reaches the ports of Ray (GCS 6379, "
+        "dashboard and jobs 8265, nodes, workers, calls between Serve's replicas) can run code in it, since Ray "
+        "unpickles what it gets there. Start every node with RAY_AUTH_MODE=token, or close these ports to others"
+    )

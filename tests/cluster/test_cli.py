@@ -309,7 +309,7 @@ def test_ready_prints_where_time_went_and_a_command_to_paste(tmp_path, ready_ser
     assert lines[1] == "Ray dashboard: http://127.0.0.1:1"
     assert lines[2].startswith("start-up ")
     assert lines[2].endswith("of these in 'one': load 0.2 s, replica warm up 1.5 s")
-    command = shlex.split(lines[3].removeprefix("ready: "))
+    command = shlex.split(lines[-2].removeprefix("ready: "))
     assert command[:2] == ["curl", "-N"]
     assert command[2] == f"http://127.0.0.1:{ready_server.server_port}/one/v1/chat/completions"
     body = json.loads(command[-1])
@@ -368,6 +368,33 @@ def test_the_end_of_rays_node_ends_it(tmp_path, ready_server):
     assert code == 1
     assert "failed: Ray's node has ended: its process raylet is gone" in out
     assert seconds < 10
+
+
+def test_what_listens_is_said_with_who_can_reach_it():
+    found = {
+        8000: "127.0.0.1",
+        9000: "0.0.0.0",
+        9101: "127.0.0.1",
+        7: "::",
+        8: "10.0.0.7",
+        9: "::1",
+    }
+    assert list(local_serve.listening_lines(found)) == [
+        "listens for every machine that reaches this one: 9000",
+        "listens for every machine that reaches 10.0.0.7: 8",
+        "listens for this machine only: 8000, 9101",
+        "listens for every machine that reaches this one: 7",
+        "listens for this machine only: 9",
+    ]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_listeners_are_those_of_the_session(host: str):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        port = server.getsockname()[1]
+        assert local_serve.listeners(os.getsid(0))[port] == host
+    assert port not in local_serve.listeners(os.getsid(0))
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path, ready_server, monkeypatch):

@@ -374,8 +374,9 @@ def test_cluster_yaml_sets_only_variables_that_ray_glibc_or_grpcio_reads(data):
 
 def test_the_function_that_ray_calls_in_proxies_exists(data):
     """Ray ends every process of Serve in which it cannot be loaded."""
-    env_vars = data["controller_options"]["runtime_env"]["env_vars"]
-    assert load_class(env_vars[WORKER_PROCESS_SETUP_HOOK_ENV_VAR]) is ray_proxies.set_up
+    for options in (data["controller_options"], *data["applications"]):
+        env_vars = options["runtime_env"]["env_vars"]
+        assert load_class(env_vars[WORKER_PROCESS_SETUP_HOOK_ENV_VAR]) is ray_proxies.set_up
 
 
 # Everything in Ray's schema that is a mapping, so that a key can be misspelt in each.

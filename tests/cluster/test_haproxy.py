@@ -20,15 +20,13 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+import ray.util
 import yaml
-from ray.serve.config import HTTPOptions
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
-
-from listeners import listeners
+from ray._private.authentication import authentication_utils
+from ray.serve._private import default_impl, http_util, replica
 
 from quire.cluster import haproxy_template, ray_proxies
-from quire.cluster.local_serve import free_ports
+from quire.cluster.local_serve import free_ports, listeners
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +121,9 @@ def running(rendered: Rendered, name: str) -> Iterator[Proxy]:
             assert server.stdout.readline() == b"ready\n"
         output = path.with_name("haproxy.log")
         with output.open("wb") as log:
-            process = subprocess.Popen([rendered.binary, "-db", "-f", path], stderr=log)
+            process = subprocess.Popen(
+                [rendered.binary, "-db", "-f", path], stderr=log, start_new_session=True
+            )
         stack.callback(end, process)
         proxy = Proxy(*asked["ports"], process, servers, metrics)
         deadline_s = time.monotonic() + 10
@@ -323,13 +323,13 @@ def test_a_router_that_is_stopped_gets_no_request_after_3_s(two_servers):
 
 def test_haproxy_listens_on_the_loopback_alone(proxy):
     ports = {proxy.http_port, proxy.grpc_port, proxy.stats_port, proxy.metrics_port}
-    assert listeners(proxy.process.pid) == dict.fromkeys(ports, "127.0.0.1")
+    assert listeners(os.getsid(proxy.process.pid)) == dict.fromkeys(ports, "127.0.0.1")
 
 
 def test_in_a_pod_statistics_and_metrics_are_reachable(rendered):
     with running(rendered, "pod") as proxy:
         ports = {proxy.http_port, proxy.grpc_port, proxy.stats_port, proxy.metrics_port}
-        assert listeners(proxy.process.pid) == dict.fromkeys(ports, "0.0.0.0")
+        assert listeners(os.getsid(proxy.process.pid)) == dict.fromkeys(ports, "0.0.0.0")
 
 
 def test_methods_that_nobody_knows_are_one_label(proxy):
@@ -378,10 +378,10 @@ def test_a_change_that_does_not_fit_is_named_and_leaves_the_text():
 def test_grpc_listens_on_the_loopback_if_http_does(host: str | None, bound: str):
     asked = []
     address = ray_proxies.GrpcAddress(
-        lambda options: options, lambda server, address: asked.append(address)
+        lambda host: ":" in host, lambda server, address: asked.append(address)
     )
-    options = HTTPOptions(host=host)
-    assert address.configure(options) is options
+    if host is not None:  # where HTTP is off, nothing asks
+        assert address.is_ipv6(host) == (":" in host)
     address.add_address(None, "[::]:7")
     assert asked == [bound]
 
@@ -392,3 +392,32 @@ def test_connections_fit_the_limit_of_open_files(monkeypatch, most_files: int, c
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, most_files))
     ray_proxies.fit_connections()
     assert os.environ[ray_proxies.MAX_CONNECTIONS_VARIABLE] == connections
+
+
+@pytest.mark.parametrize(
+    ("has_token", "address", "warns"),
+    [
+        (False, "10.0.0.7", True),
+        (True, "10.0.0.7", False),
+        (False, "127.0.0.1", False),
+    ],
+)
+def test_a_cluster_without_token_that_others_reach_is_named(monkeypatch, has_token, address, warns):
+    monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: has_token)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+    warning = ray_proxies.open_ports()
+    assert (warning is not None) == warns
+    if warning:
+        assert "RAY_AUTH_MODE=token" in warning and address in warning and "unpickles" in warning
+
+
+def test_calls_between_deployments_stay_on_a_node_without_others(monkeypatch):
+    asked = []
+    monkeypatch.setattr(replica, "add_port_to_grpc_server", lambda server, at: asked.append(at))
+    monkeypatch.setattr(http_util, "is_ipv6", http_util.is_ipv6)
+    monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)
+    ray_proxies.bind_grpc()
+    for address in ("127.0.0.1", "10.0.0.7"):
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda address=address: address)
+        replica.add_port_to_grpc_server(None, "[::]:0")
+    assert asked == ["127.0.0.1:0", "[::]:0"]

@@ -11,13 +11,13 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from listeners import listeners
 from live import Cluster, wait_until
 
-from quire.cluster.local_serve import session_pids
+from quire.cluster.local_serve import listeners, session_pids
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
+LOOPBACK = ("127.0.0.1", "::1")
 
 
 def processes(cluster: Cluster) -> dict[int, str]:
@@ -30,14 +30,14 @@ def processes(cluster: Cluster) -> dict[int, str]:
     return found
 
 
-def test_only_what_ray_itself_needs_listens_beyond_the_loopback(cluster):
-    seen = {}
-    for pid, command in processes(cluster).items():
-        for port, address in listeners(pid).items():
-            if address not in ("127.0.0.1", "::1"):
-                seen[port] = f"{address} {command[:150]}"
-    print("\n".join(f"{p} {c}" for p, c in sorted(seen.items())))
-    assert not seen
+def test_everything_listens_on_the_loopback(cluster):
+    found = listeners(os.getsid(cluster.pids("Router")[0]))
+    assert {cluster.http_port, cluster.grpc_port} <= found.keys()
+    assert len(found) > 15  # HAProxy, routers, replicas, Ray's own
+    print(found)
+    assert {port: address for port, address in found.items() if address not in LOOPBACK} == {}
+    printed = [line for line in cluster.output.read_text().splitlines() if "listens" in line]
+    assert printed and all(line.startswith("listens for this machine only:") for line in printed)
 
 
 @pytest.mark.parametrize("num_bytes", [17_000, 60_000])
