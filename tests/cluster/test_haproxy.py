@@ -323,13 +323,13 @@ def test_a_router_that_is_stopped_gets_no_request_after_3_s(two_servers):
 
 def test_haproxy_listens_on_the_loopback_alone(proxy):
     ports = {proxy.http_port, proxy.grpc_port, proxy.stats_port, proxy.metrics_port}
-    assert listeners(os.getsid(proxy.process.pid)) == dict.fromkeys(ports, "127.0.0.1")
+    assert listeners(os.getsid(proxy.process.pid)) == {("127.0.0.1", port) for port in ports}
 
 
 def test_in_a_pod_statistics_and_metrics_are_reachable(rendered):
     with running(rendered, "pod") as proxy:
         ports = {proxy.http_port, proxy.grpc_port, proxy.stats_port, proxy.metrics_port}
-        assert listeners(os.getsid(proxy.process.pid)) == dict.fromkeys(ports, "0.0.0.0")
+        assert listeners(os.getsid(proxy.process.pid)) == {("0.0.0.0", port) for port in ports}
 
 
 def test_methods_that_nobody_knows_are_one_label(proxy):

@@ -6,14 +6,15 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
-from live import Cluster, wait_until
+from live import Cluster, start_cluster, wait_until
 
-from quire.cluster.local_serve import listeners, session_pids
+from quire.cluster.local_serve import listeners, ray_auth_header, session_pids
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
@@ -32,10 +33,9 @@ def processes(cluster: Cluster) -> dict[int, str]:
 
 def test_everything_listens_on_the_loopback(cluster):
     found = listeners(os.getsid(cluster.pids("Router")[0]))
-    assert {cluster.http_port, cluster.grpc_port} <= found.keys()
+    assert {("127.0.0.1", cluster.http_port), ("127.0.0.1", cluster.grpc_port)} <= found
     assert len(found) > 15  # HAProxy, routers, replicas, Ray's own
-    print(found)
-    assert {port: address for port, address in found.items() if address not in LOOPBACK} == {}
+    assert [(address, port) for address, port in found if address not in LOOPBACK] == []
     printed = [line for line in cluster.output.read_text().splitlines() if "listens" in line]
     assert printed and all(line.startswith("listens for this machine only:") for line in printed)
 
@@ -109,3 +109,39 @@ def test_while_haproxy_knows_no_route_clients_hear_when_to_come_again(cluster):
     print(f"statuses: {seen}")
     assert set(seen) <= {200, 503}
     wait_until(cluster.every_router_knows_every_replica, 60, "routers know all replicas")
+
+
+@pytest.fixture
+def small(tmp_path) -> Iterator[Cluster]:
+    """A cluster of its own, to be ended."""
+
+    def change(config: dict) -> None:
+        config["applications"][0]["args"] |= {"replicas": 1, "routers": 1}
+
+    yield from start_cluster(tmp_path, change)
+
+
+def kill_raylet(cluster: Cluster) -> None:
+    (pid,) = (p for p, c in processes(cluster).items() if c.split(" ")[0].endswith("/raylet"))
+    os.kill(pid, 9)
+
+
+def shut_down(cluster: Cluster) -> None:
+    """What `serve shutdown` does."""
+    url = f"{cluster.dashboard}/api/serve/applications/"
+    httpx.delete(url, headers=ray_auth_header(os.environ), timeout=60).raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (kill_raylet, "failed: Ray's node has ended: its process raylet is gone"),
+        (shut_down, "failed: Ray Serve has no application quire any more: `serve shutdown`?"),
+    ],
+)
+def test_quire_serve_ends_when_the_cluster_is_ended_without_it(small, end, said: str):
+    end(small)
+    took_s = wait_until(lambda: "\nfailed:" in small.output.read_text(), 30, "it says so")
+    print(f"{end.__name__}: said after {took_s:.1f} s")
+    assert took_s < 10
+    assert said in small.output.read_text()
