@@ -39,7 +39,9 @@ def set_up() -> None:
 
 def fit_connections() -> None:
     """Lower the number of connections to what the limit of open files leaves."""
-    wanted = int(os.environ.get(MAX_CONNECTIONS_VARIABLE, "4096"))
+    if MAX_CONNECTIONS_VARIABLE not in os.environ:
+        return
+    wanted = int(os.environ[MAX_CONNECTIONS_VARIABLE])
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     fitting = max(1, int((most_files - _OTHER_FILES) / _FILES_PER_CONNECTION))
     if most_files == resource.RLIM_INFINITY or wanted <= fitting:
