@@ -113,7 +113,7 @@ def bind_grpc() -> None:
 
 
 def open_ports() -> str | None:
-    """A warning if whoever reaches this Ray cluster can run code in it; None if nothing is open."""
+    """A warning if anyone who reaches this Ray cluster can run code in it; None if nothing is open."""
     import ray
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
@@ -121,7 +121,7 @@ def open_ports() -> str | None:
     if is_token_auth_enabled() or address in _LOOPBACK:
         return None
     return (
-        f"this Ray cluster asks for no token and listens on {address}: whoever reaches the ports of Ray (GCS 6379, "
+        f"this Ray cluster asks for no token and listens on {address}: anyone who reaches the ports of Ray (GCS 6379, "
         "dashboard and jobs 8265, nodes, workers, calls between Serve's replicas) can run code in it, since Ray "
-        "unpickles what it gets there. Start every node with RAY_AUTH_MODE=token, or close these ports to others"
+        "unpickles what it receives there. Start every node with RAY_AUTH_MODE=token, or close these ports to others"
     )

@@ -332,7 +332,7 @@ def test_in_a_pod_statistics_and_metrics_are_reachable(rendered):
         assert listeners(os.getsid(proxy.process.pid)) == {("0.0.0.0", port) for port in ports}
 
 
-def test_methods_that_nobody_knows_are_one_label(proxy):
+def test_unknown_methods_are_one_label(proxy):
     proxy.metrics.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while proxy.metrics.recv(8192):
