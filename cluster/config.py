@@ -512,6 +512,19 @@ class RouterArgs(_Section):
         description="By so many tokens, a generated one counting as two, a tenant may be ahead of the others "
         "before it is their turn. Smaller is fairer over short times.",
     )
+    max_watchers: int = Field(
+        256,
+        ge=0,
+        le=65536,
+        description="Most gRPC streams of WatchCache and of the health service's Watch that one router has open; one "
+        "more is refused (RESOURCE_EXHAUSTED).",
+    )
+    max_watchers_per_client: int = Field(
+        64,
+        ge=0,
+        le=65536,
+        description="Most of these streams from one address, as the proxy in front of the router sees it.",
+    )
     max_explained_decisions: int = Field(
         256,
         ge=0,

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any, Protocol
 
 import grpc
@@ -42,6 +42,7 @@ from quire.cluster.front_end import (
     timeout_seconds,
 )
 from quire.cluster.grpc_servicers import Refused, accepted
+from quire.cluster.watchers import FORWARDED_FOR, Watchers, client_of
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest, QuireError
@@ -90,6 +91,8 @@ class Context(Protocol):
 
     def invocation_metadata(self) -> Any: ...
 
+    def peer(self) -> str: ...
+
 
 class RpcFailed(Exception):
     """Ends a streaming call whose status is set on its context."""
@@ -120,6 +123,7 @@ class GrpcApi:
     """
 
     service: Service
+    watchers: Watchers
 
     def is_direct_call(self) -> bool:
         """Whether the call that runs came from its client to this process, and not by Serve's proxy.
@@ -143,6 +147,11 @@ class GrpcApi:
             if not self.is_direct_call():
                 # `from None`: Serve logs the chain, and a client's mistake is no traceback.
                 raise RpcFailed(message) from None
+
+    def _watching(self, context: Context) -> AbstractContextManager[None]:
+        """Count a stream that lasts as long as its client likes."""
+        values = [value for key, value in context.invocation_metadata() if key == FORWARDED_FOR]
+        return self.watchers.watching(client_of(context.peer(), values))
 
     # -- quire.v1.Generation -----------------------------------------------------------------------
 
@@ -235,7 +244,7 @@ class GrpcApi:
         self, request: control.WatchCacheRequest, grpc_context: Context
     ) -> AsyncGenerator[control.WatchCacheResponse, None]:
         """Occupancy per replica and tier, as it changes."""
-        with self._streaming(grpc_context):
+        with self._streaming(grpc_context), self._watching(grpc_context):
             accepted(request)
             async with aclosing(self.service.watch_cache(_period_s(request))) as updates:
                 async for statuses in updates:
@@ -263,7 +272,7 @@ class GrpcApi:
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
         """The status now, and again whenever it has changed."""
-        with self._streaming(grpc_context):
+        with self._streaming(grpc_context), self._watching(grpc_context):
             accepted(request)
             last = None
             while True:

@@ -19,6 +19,8 @@ from quire.cluster.grpc_api import GrpcApi
 from quire.cluster.grpc_poller import batch_pollers
 from quire.cluster.live_update import router_section
 from quire.cluster.metrics import QueueGauges, ServeObserver
+from quire.cluster.ray_proxies import open_ports
+from quire.cluster.watchers import Watchers
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.router.admission import AdmissionLimits
 from quire.router.bus import Bus
@@ -81,6 +83,7 @@ class Router(GrpcApi):
         )
         peers = Peers(serve.get_deployment_handle(context.deployment, context.app_name))
         self.service = _service(app, checkpoint, router_id, table, self._bus, peers)
+        self.watchers = Watchers(app.router.max_watchers, app.router.max_watchers_per_client)
         self._bus.queued_prefill_s = self.service.gate.queued_prefill_s
         self._gauges = QueueGauges(self.service.gate)
         # What is loaded stays: no collection walks Ray and the tokenizer again while streams wait.
@@ -89,6 +92,8 @@ class Router(GrpcApi):
         # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
         gc.collect()
         batch_pollers()
+        if warning := open_ports():
+            logger.warning("%s", warning)
         self._bus.start()
         # Serve opens the ports when this returns: who comes then is served, not told that nobody is attached yet.
         if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):
@@ -101,6 +106,8 @@ class Router(GrpcApi):
         self._table.lost_after_s = limits.stream_idle_timeout_s
         self._bus.credit_tokens = limits.stream_credit_tokens
         self._bus.slow_client_timeout_s = limits.slow_client_timeout_s
+        self.watchers.most = limits.max_watchers
+        self.watchers.most_of_client = limits.max_watchers_per_client
         self.service.reconfigure(
             _facts(self.service.facts, limits, self._defaults),
             make_policy(limits.policy),

@@ -51,6 +51,8 @@ ROUTER_FIELDS = (
     "dispatch_window_s",
     "max_replica_waiting_requests",
     "fairness_quantum_tokens",
+    "max_watchers",
+    "max_watchers_per_client",
     "max_explained_decisions",
     "decision_log_bytes",
 )

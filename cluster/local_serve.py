@@ -8,11 +8,14 @@ routes):
     start child ──▶ dashboard URL in log ──▶ status API, /ready ──▶ "ready" ──▶ signal, exit 0
          │                   │                       │                 │
          └── child ended ────┴── timeout ────────────┴─ DEPLOY_FAILED ─┴──▶ log's tail, exit 1
+                                                                       │
+                                    Ray's daemon ended, `serve shutdown`
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import random
@@ -26,7 +29,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -38,6 +41,12 @@ from quire.cluster.serve_config import Application, ServeConfig
 LOG_TAIL_LINES = 40
 POLL_S = 0.25
 TERMINATE_S = 15.0
+# Once ready: Ray's API is asked so often, and has to say so many times in a row that every application is gone.
+WATCH_S = 2.0
+WATCH_TIMES = 2
+_LISTENS = "0A"  # a state in /proc/net/tcp
+# Without one of these Ray does nothing more, while `serve run` and the dashboard stay.
+RAY_DAEMONS = frozenset({"raylet", "gcs_server"})
 
 # What else listens in HAProxy mode (Ray's defaults): HAProxy's statistics and metrics, without which it does not start,
 # and the Python proxies to which it sends what comes while it knows of no router. Ray's proxies share a port that is
@@ -48,6 +57,9 @@ _HAPROXY_PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
 }
+# Ray's name for "a node without other nodes": the node's address is then the loopback's, and Ray's own servers listen
+# there. This Ray is of this machine alone (`serve_command`).
+_LOOPBACK_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # Refused, reset, a status other than 2xx; not HTTP; not JSON.
 _NO_ANSWER = (OSError, HTTPException, ValueError)
 _DASHBOARD = re.compile(r"View the dashboard at \W*(?:\x1b\[\d+m)*(https?://[^\s\x1b]+)")
@@ -178,12 +190,14 @@ def serve_details(dashboard_url: str, timeout_s: float = 10.0) -> dict[str, Any]
         return json.load(response)
 
 
-def application_status(dashboard_url: str, timeout_s: float = 5.0) -> dict[str, tuple[str, str]]:
-    """Status and message of each application, from Ray's REST API; empty while Ray cannot say."""
+def application_status(
+    dashboard_url: str, timeout_s: float = 5.0
+) -> dict[str, tuple[str, str]] | None:
+    """Status and message of each application, from Ray's REST API; None while it does not answer."""
     try:
         details = serve_details(dashboard_url, timeout_s)
     except _NO_ANSWER:  # the dashboard answers some seconds after its URL is printed
-        return {}
+        return None
     status = {}
     for name, app in details.get("applications", {}).items():
         messages = [app.get("message", "")]
@@ -206,13 +220,13 @@ class LocalServe:
     log_path
         File that takes the child's output.
     status
-        Maps the dashboard's URL to each application's status and message.
+        Maps the dashboard's URL to each application's status and message, or to None while Ray's API does not answer.
     """
 
     config: ServeConfig
     command: list[str]
     log_path: Path
-    status: Callable[[str], dict[str, tuple[str, str]]] = application_status
+    status: Callable[[str], dict[str, tuple[str, str]] | None] = application_status
     _child: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
 
@@ -240,8 +254,7 @@ class LocalServe:
             self._start()
             print(f"starting; the log is {self.log_path}", file=out, flush=True)
             self._until_ready(out, ready_timeout_s)
-            while not self._stop.wait(POLL_S):
-                self._check_child()
+            self._watch()
             print("stopping", file=out, flush=True)
             return 0
         except ServeFailed as error:
@@ -262,6 +275,7 @@ class LocalServe:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=_LOOPBACK_NODE | os.environ,
                 start_new_session=True,
             )
 
@@ -294,7 +308,7 @@ class LocalServe:
 
     def _poll(self, dashboard_url: str, bodies: dict[str, dict[str, Any]]) -> None:
         """Add what `/ready` says of each application that became ready."""
-        status = self.status(dashboard_url)
+        status = self.status(dashboard_url) or {}
         for app in self.config.applications:
             state, message = status.get(app.name, ("NOT_STARTED", ""))
             if state == "DEPLOY_FAILED":
@@ -308,6 +322,36 @@ class LocalServe:
             body = fetch_ready(Endpoint.of(self.config).url(app.route_prefix, "/ready"))
             if body is not None:
                 bodies[app.name] = body
+
+    def _watch(self) -> None:
+        """Return on a signal.
+
+        Raises
+        ------
+        ServeFailed
+            The child, Ray or every application has ended without this process.
+        """
+        daemons = session_daemons(self._child.pid)
+        dashboard_url = self._dashboard_url()
+        names = {app.name for app in self.config.applications}
+        asked_s, times_gone = time.monotonic(), 0
+        while not self._stop.wait(POLL_S):
+            self._check_child()
+            ended = daemons.keys() - session_daemons(self._child.pid).keys()
+            if ended:
+                names_ended = ", ".join(sorted(daemons[pid] for pid in ended))
+                raise ServeFailed(f"Ray's node has ended: its process {names_ended} is gone")
+            if dashboard_url is None or time.monotonic() - asked_s < WATCH_S:
+                continue
+            asked_s = time.monotonic()
+            status = self.status(dashboard_url)
+            is_gone = status is not None and not names & status.keys()
+            times_gone = times_gone + 1 if is_gone else 0
+            if times_gone == WATCH_TIMES:
+                gone = ", ".join(sorted(names))
+                raise ServeFailed(
+                    f"Ray Serve has no application {gone} any more: `serve shutdown`?"
+                )
 
     def _is_routed(self, app: Application) -> bool:
         """Whether a request would find the application: RUNNING speaks of its replicas only, and the
@@ -326,6 +370,7 @@ class LocalServe:
             if inside:
                 phases.append(f"of these in {name!r}: {inside}")
         yield f"start-up {total_s:.1f} s: {'; '.join(phases)}"
+        yield from listening_lines(listeners(self._child.pid))
         for app in self.config.applications:
             yield f"ready: {self._try_it(app)}"
 
@@ -396,6 +441,58 @@ def session_pids(session: int) -> list[int]:
         if int(of_session) == session and state not in "ZX":
             pids.append(int(stat.parent.name))
     return pids
+
+
+def listeners(session: int) -> set[tuple[str, int]]:
+    """Address and TCP port of all that a session's processes listen on, by Linux' /proc; none are found elsewhere."""
+    sockets = set()
+    for pid in session_pids(session):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    sockets.add(os.readlink(link))
+    found = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            _, local, _, state, *rest = line.split()
+            if state == _LISTENS and f"socket:[{rest[5]}]" in sockets:
+                address, _, port = local.partition(":")
+                found.add((_address(address), int(port, 16)))
+    return found
+
+
+def _address(digits: str) -> str:
+    """The kernel writes an address as words of 32 bits in the machine's byte order."""
+    words = (int(digits[i : i + 8], 16) for i in range(0, len(digits), 8))
+    ip = ipaddress.ip_address(b"".join(socket.htonl(word).to_bytes(4, "big") for word in words))
+    return str(getattr(ip, "ipv4_mapped", None) or ip)
+
+
+def listening_lines(found: Iterable[tuple[str, int]]) -> Iterator[str]:
+    """Which ports are open to whom, for the user."""
+    ports: dict[str, set[int]] = {}
+    for address, port in sorted(found):
+        ip = ipaddress.ip_address(address)
+        if ip.is_loopback:
+            who = "this machine only"
+        elif ip.is_unspecified:
+            who = "every machine that reaches this one"
+        else:
+            who = f"every machine that reaches {address}"
+        ports.setdefault(who, set()).add(port)
+    for who in sorted(ports):
+        yield f"listens for {who}: {', '.join(map(str, sorted(ports[who])))}"
+
+
+def session_daemons(session: int) -> dict[int, str]:
+    """Names of Ray's daemons in a session, by process id."""
+    found = {}
+    for pid in session_pids(session):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if name in RAY_DAEMONS:
+                found[pid] = name
+    return found
 
 
 def serve_command(path: Path) -> list[str]:

@@ -54,7 +54,9 @@ GRANT_DELAY_S = 0.02
 GRANT_RETRY_S = 0.2
 LEASE_RENEWALS = 4  # in the time of a lease
 _LONG_ANSWERS = frozenset({"snapshot"})  # methods whose answer may be longer than a message
-# Serve's name for "over gRPC": not as references to Ray's objects.
+# Serve's name for "over gRPC": not as references to Ray's objects. Pickle, although all arguments and answers are plain
+# data: Serve sends an exception as it sends an answer, and with msgpack it cannot. The port unpickles whatever a caller
+# chooses, so it is closed by Ray's token and by where it listens (`cluster/ray_proxies.py`).
 _OVER_GRPC = {
     "_by_reference": False,
     "request_serialization": "pickle",

@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -308,12 +309,84 @@ def test_ready_prints_where_time_went_and_a_command_to_paste(tmp_path, ready_ser
     assert lines[1] == "Ray dashboard: http://127.0.0.1:1"
     assert lines[2].startswith("start-up ")
     assert lines[2].endswith("of these in 'one': load 0.2 s, replica warm up 1.5 s")
-    command = shlex.split(lines[3].removeprefix("ready: "))
+    command = shlex.split(lines[-2].removeprefix("ready: "))
     assert command[:2] == ["curl", "-N"]
     assert command[2] == f"http://127.0.0.1:{ready_server.server_port}/one/v1/chat/completions"
     body = json.loads(command[-1])
     assert (body["model"], body["stream"]) == ("it's", True)
     assert ready_server.asked >= 3
+
+
+def watched(
+    tmp_path: Path, code: str, port: int, after: dict[str, tuple[str, str]] | None
+) -> tuple[int, str, float]:
+    """Exit status, output, and the seconds from "ready"; `after` is the status of all applications from then on."""
+    ready_s = []
+
+    class Out(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith("ready:"):
+                ready_s.append(time.monotonic())
+            return super().write(text)
+
+    def status(url: str) -> dict[str, tuple[str, str]] | None:
+        return after if ready_s else {"one": ("RUNNING", "")}
+
+    out = Out()
+    server = local_serve.LocalServe(
+        checked(port), [sys.executable, "-c", code], tmp_path / "serve.log", status=status
+    )
+    code = server.run(out, 20)
+    return code, out.getvalue(), time.monotonic() - ready_s[0]
+
+
+def test_a_shutdown_by_another_command_ends_it(tmp_path, ready_server):
+    code, out, seconds = watched(tmp_path, SLEEPER, ready_server.server_port, {})
+    assert code == 1
+    assert "failed: Ray Serve has no application one any more: `serve shutdown`?" in out
+    assert seconds < 10
+
+
+@pytest.mark.parametrize("after", [None, {"one": ("DEPLOYING", "")}, {"one": ("UNHEALTHY", "")}])
+def test_an_api_that_does_not_answer_and_an_update_do_not(
+    tmp_path, ready_server, monkeypatch, after
+):
+    monkeypatch.setattr(local_serve, "WATCH_S", 0.01)
+    timer = threading.Timer(3, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    code, _, seconds = watched(tmp_path, SLEEPER, ready_server.server_port, after)
+    timer.join()
+    assert code == 0 and seconds > 1
+
+
+def test_the_end_of_rays_node_ends_it(tmp_path, ready_server):
+    """The driver and the dashboard stay."""
+    (tmp_path / "raylet").symlink_to("/bin/sleep")
+    node = f"import subprocess; subprocess.Popen([{str(tmp_path / 'raylet')!r}, '5']); {SLEEPER}"
+    running = {"one": ("RUNNING", "")}
+    code, out, seconds = watched(tmp_path, node, ready_server.server_port, running)
+    assert code == 1
+    assert "failed: Ray's node has ended: its process raylet is gone" in out
+    assert seconds < 10
+
+
+def test_what_listens_is_said_with_who_can_reach_it():
+    loopback = [("127.0.0.1", 8000), ("::1", 9)]
+    others = [("0.0.0.0", 9000), ("::", 9000), ("::", 7), ("10.0.0.7", 8), ("127.0.0.1", 9000)]
+    assert list(local_serve.listening_lines([*loopback, *others])) == [
+        "listens for every machine that reaches 10.0.0.7: 8",
+        "listens for every machine that reaches this one: 7, 9000",
+        "listens for this machine only: 9, 8000, 9000",
+    ]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_listeners_are_those_of_the_session(host: str):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        port = server.getsockname()[1]
+        assert (host, port) in local_serve.listeners(os.getsid(0))
+    assert (host, port) not in local_serve.listeners(os.getsid(0))
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path, ready_server, monkeypatch):

@@ -19,8 +19,10 @@ from grpc._cython import cygrpc
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
+from ray._common.utils import load_class
+from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
-from quire.cluster import grpc_servicers, serve_config
+from quire.cluster import grpc_servicers, ray_proxies, serve_config
 from quire.cluster.config import (
     AppConfig,
     AutoscalingArgs,
@@ -353,6 +355,7 @@ def test_cluster_yaml_sets_only_variables_that_ray_glibc_or_grpcio_reads(data):
     """A misspelt variable of an environment is ignored, by Ray and by everyone else."""
     source = "".join(p.read_text() for p in Path(inspect.getfile(ray.serve)).parent.rglob("*.py"))
     source += (Path(ray.__file__).parent / "_private/ray_constants.py").read_text()
+    source += (ROOT / "cluster/ray_proxies.py").read_text()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     # The allocator's variables are read by the dynamic loader.
     loader = b"".join(Path(p).read_bytes() for p in mapped if Path(p).name.startswith("ld-linux"))
@@ -377,6 +380,13 @@ def test_cluster_yaml_bounds_grpc_messages_where_they_are_read(data):
     for name in data["grpc_options"]["grpc_servicer_functions"]:
         module, _, function = name.rpartition(".")
         assert module == "quire.cluster.grpc_servicers" and hasattr(grpc_servicers, function)
+
+
+def test_the_function_that_ray_calls_in_proxies_exists(data):
+    """Ray ends every process of Serve in which it cannot be loaded."""
+    for options in (data["controller_options"], *data["applications"]):
+        env_vars = options["runtime_env"]["env_vars"]
+        assert load_class(env_vars[WORKER_PROCESS_SETUP_HOOK_ENV_VAR]) is ray_proxies.set_up
 
 
 # Everything in Ray's schema that is a mapping, so that a key can be misspelt in each.

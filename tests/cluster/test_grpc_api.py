@@ -19,6 +19,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from quire.cluster import grpc_api, grpc_servicers
 from quire.cluster.grpc_api import GrpcApi
+from quire.cluster.watchers import Watchers, client_of
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from quire.protos.errors import EngineError, Overloaded, Unavailable
 
@@ -78,10 +79,14 @@ class Clients:
 
 @asynccontextmanager
 async def serving(
-    service: Any, mode: str, options: Sequence[tuple[str, int]] = ()
+    service: Any,
+    mode: str,
+    options: Sequence[tuple[str, int]] = (),
+    watchers: Watchers | None = None,
 ) -> AsyncIterator[Clients]:
     api = GrpcApi()
     api.service = service
+    api.watchers = watchers or Watchers(256, 64)
     api.is_direct_call = lambda: mode == "direct"
     server = grpc.aio.server(options=options)
     servicer = Servicer(api, mode)
@@ -587,6 +592,64 @@ def test_watch_cache_bounds_its_period(service, period_ms: int) -> None:
         assert f"[100, 60000], got {period_ms}" in error.details()
 
     run(service, "direct", body)
+
+
+@pytest.mark.parametrize("method", ["WatchCache", "Watch"])
+def test_watchers_are_bounded_for_a_client_and_for_all(service, method: str) -> None:
+    watchers = Watchers(most=5, most_of_client=2)
+
+    async def body() -> None:
+        async with serving(service, "direct", watchers=watchers) as clients:
+
+            def watch(client: str) -> Any:
+                # The first address is what a client says of itself; the proxy adds the last one.
+                metadata = [("x-forwarded-for", "1.2.3.4"), ("x-forwarded-for", client)]
+                if method == "WatchCache":
+                    return clients.control.WatchCache(
+                        control_pb2.WatchCacheRequest(period_ms=100), metadata=metadata
+                    )
+                return clients.health.Watch(health_pb2.HealthCheckRequest(), metadata=metadata)
+
+            async def refused(client: str) -> str:
+                error = await failure(watch(client))
+                assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                return error.details()
+
+            opened = [watch(client) for client in ("a", "a", "b", "b", "c")]
+            for stream in opened:
+                await stream.read()
+            assert "2 streams" in (text := await refused("a"))
+            assert "router.max_watchers_per_client is 2" in text
+            assert "router.max_watchers is 5" in await refused("d")
+            # Other calls are served, and an end makes room.
+            await clients.generation.GenerateOnce(request())
+            opened[0].cancel()
+            await until(lambda: watchers.num_open == 4)
+            again = watch("a")
+            await again.read()
+            for stream in (*opened, again):
+                stream.cancel()
+            await until(lambda: watchers.num_open == 0)
+            assert not watchers._open, "clients that have left are not remembered"
+
+    async def main() -> None:
+        await asyncio.wait_for(body(), 20)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded_for", "client"),
+    [
+        ("ipv4:10.0.0.7:4242", [], "ipv4:10.0.0.7"),
+        ("ipv6:%5B::1%5D:4242", [], "ipv6:%5B::1%5D"),
+        ("unix:", [], "unix"),
+        ("ipv4:127.0.0.1:1", ["10.0.0.7"], "10.0.0.7"),
+        ("ipv4:127.0.0.1:1", ["9.9.9.9", "8.8.8.8, 10.0.0.7"], "10.0.0.7"),
+    ],
+)
+def test_a_client_is_who_the_proxy_has_seen(peer: str, forwarded_for: list[str], client: str):
+    assert client_of(peer, forwarded_for) == client
 
 
 @pytest.mark.parametrize("mode", MODES)
