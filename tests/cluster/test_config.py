@@ -75,6 +75,8 @@ COUNTS = (
     "max_replicas",
     "target_requests",
     "migration_burst",
+    "max_watchers",
+    "max_watchers_per_client",
 )
 # Names that the field's engines share; the description states the unit.
 STANDARD_TERMS = {
