@@ -932,7 +932,7 @@ def test_an_empty_body_lacks_its_input(http: httpx.Client, path: str, param: str
         (COMPLETIONS, {"logprobs": 21}, {}, "logprobs"),
         (COMPLETIONS, {"echo": True, "logprobs": 21}, {}, "logprobs"),
         (COMPLETIONS, {"prompt": "x", "cache_salt": "x" * 300}, {}, "cache_salt"),
-        (COMPLETIONS, {"prompt": ""}, {}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, {}, "prompt"),
     ],
 )
 def test_errors_name_the_field_that_the_client_gave(
