@@ -46,10 +46,10 @@ def test_default_proxy_streams_http_and_grpc(plain_cluster):
         assert "".join(response.text for response in responses) == text != ""
         assert len(responses) > 5
         with pytest.raises(grpc.RpcError) as error:
-            stub.GenerateOnce(generation_pb2.GenerateRequest(prompt=""))
+            stub.GenerateOnce(generation_pb2.GenerateRequest())
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.RpcError) as error:
-            list(stub.Generate(generation_pb2.GenerateRequest(prompt="")))
+            list(stub.Generate(generation_pb2.GenerateRequest()))
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
