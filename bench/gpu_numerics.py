@@ -12,7 +12,6 @@ device unusable ends its worker (`gpu_worker`): the next worker runs the tests t
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from xml.etree import ElementTree
 from quire.bench import report
 from quire.bench.gpu_plan import TEST_FOLDERS
 from quire.bench.gpu_session import NO_TIME, Part, Point, Row, Session, significant
+from quire.bench.processes import wait_or_interrupt
 
 ON_A_DEVICE = ("kernel_device", "mark.gpu")  # a test file that runs on a GPU has one of these
 REHEARSED = ("test_norm.py",)
@@ -83,19 +83,7 @@ def test_command(files: list[str], rehearsal: bool, result: Path) -> list[str]:
 def run_tests(command: list[str], limit_s: float) -> int | None:
     """Status of pytest; None when its time was over, and then it has written what it knows."""
     process = subprocess.Popen(command, cwd=report.ROOT, start_new_session=True)
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        return None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    return wait_or_interrupt(process, limit_s, GRACE_S)
 
 
 def read_counts(result: Path) -> dict[str, Row]:

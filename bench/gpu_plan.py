@@ -24,6 +24,7 @@ from pathlib import Path
 from quire.bench import report
 from quire.bench.gpu_carry import CACHE, carry_results, pack_cache, unpack_cache
 from quire.bench.gpu_run import REHEARSAL_PATIENCE
+from quire.bench.processes import wait_or_interrupt
 
 LIMIT_S = 600.0  # of a command
 RESERVE_S = 30.0  # of it for the caches and the driver itself
@@ -192,32 +193,12 @@ def run_step(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    status = _wait(process, limit_s)
+    status = wait_or_interrupt(process, max(limit_s - GRACE_S, 0.0), GRACE_S)
     _cut(log, begins)
     lines = log.read_bytes()[begins:].decode(errors="replace").splitlines()
     for line in lines[-SHOWN_LINES:]:
         print(line[:SHOWN_COLUMNS], flush=True)
     return Outcome(step, status, time.monotonic() - began_s)
-
-
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """The status; None when the limit is over: after SIGINT a step has some seconds to say what it did."""
-    try:
-        return process.wait(max(limit_s - GRACE_S, 0.0))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        return None
-    finally:
-        # The step, if it still runs, and the processes that it started.
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
 
 
 def _cut(log: Path, begins: int) -> None:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import httpx
 import pytest
-import uvicorn
+from live_app import serving
 
 from quire.cluster.config import AppConfig, ConfigError
 from quire.cluster.front_end import EXPLAIN_HEADERS, explain_headers
-from quire.cluster.http_api import build_app
 from quire.protos.errors import Overloaded
 from quire.router.types import Explain
 
@@ -27,22 +20,6 @@ PREFLIGHT = {
 }
 
 
-@contextmanager
-def serving(service: Any, origins: list[str]) -> Iterator[httpx.Client]:
-    app = build_app(lambda: service, max_body_bytes=1 << 16, cors_origins=origins)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=30) as client:
-            yield client
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
-
-
 def preflight(client: httpx.Client, origin: str, **headers: str) -> httpx.Response:
     return client.options(CHAT, headers={"Origin": origin, **PREFLIGHT, **headers})
 
@@ -52,7 +29,7 @@ def allowed(response: httpx.Response) -> str | None:
 
 
 def test_nothing_is_allowed_by_default(service):
-    with serving(service, []) as client:
+    with serving(service, cors_origins=[]) as client:
         refused = preflight(client, PAGE)
         assert refused.status_code == 405 and allowed(refused) is None
         assert allowed(client.post(CHAT, json=BODY, headers={"Origin": PAGE})) is None
@@ -60,7 +37,7 @@ def test_nothing_is_allowed_by_default(service):
 
 @pytest.mark.parametrize("origins", [[PAGE, "http://localhost:3000"], ["*"]])
 def test_a_page_of_a_configured_origin_is_served(service, origins):
-    with serving(service, origins) as client:
+    with serving(service, cors_origins=origins) as client:
         answer = preflight(client, PAGE)
         assert answer.status_code == 200 and allowed(answer) in (PAGE, "*")
         assert "POST" in answer.headers["access-control-allow-methods"]
@@ -78,7 +55,7 @@ def test_a_page_of_a_configured_origin_is_served(service, origins):
 
 
 def test_a_page_of_another_origin_is_not(service):
-    with serving(service, [PAGE]) as client:
+    with serving(service, cors_origins=[PAGE]) as client:
         answer = preflight(client, OTHER)
         assert answer.status_code == 400 and allowed(answer) is None
         for origin in (OTHER, PAGE + ".evil.com", "null"):
@@ -90,7 +67,7 @@ def test_a_page_of_another_origin_is_not(service):
 
 
 def test_a_page_can_read_every_error(service):
-    with serving(service, [PAGE]) as client:
+    with serving(service, cors_origins=[PAGE]) as client:
         headers = {"Origin": PAGE}
         errors = [
             client.post(CHAT, json={}, headers=headers),

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+from live_app import serving
 from stream_readers import READERS, READERS_OF_COMMENTS, Unreadable
 
-from quire.cluster.http_api import build_app
 from quire.protos.errors import Unavailable
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -25,22 +20,6 @@ BODIES = {
 }
 ASKED = {"header": {"Last-Event-ID": ""}, "field": {}}
 COMMENT = b": keep-alive\n\n"
-
-
-@contextmanager
-def serving(service: Any, **options: Any) -> Iterator[httpx.Client]:
-    app = build_app(lambda: service, max_body_bytes=1 << 16, **options)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=30) as client:
-            yield client
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
 
 
 def pieces_of(
