@@ -89,8 +89,6 @@ _PREFLIGHT_S = 3600  # for which a browser remembers a preflight
 # A client that is still sending when it is refused must be read to the end, or its connection is
 # reset before it has seen the answer. Beyond so many bodies' worth it may be.
 _DISCARDED_BODIES = 8
-# Others run between the steps that a larger body goes through: parsing, checking, tokenising.
-_YIELD_BYTES = 64 * 1024
 
 
 def build_app(
@@ -302,7 +300,7 @@ async def _read_json(request: Request, max_body_bytes: int) -> Any:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    if len(body) > _YIELD_BYTES:
+    if len(body) > json_size.YIELD_BYTES:
         await asyncio.sleep(0)
     return value
 

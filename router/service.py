@@ -72,6 +72,7 @@ from quire.router.types import (
 )
 
 MAX_MIGRATIONS = 3
+_MANY_IDS = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +233,7 @@ class RouterService:
                 bad_word_ids=self._tokenizer.tokenizer.bad_word_ids(request.bad_words),
                 special_stop_ids=[i for i in special_stops if i < hello.vocab_size],
             )
+            await _turn(prompt_ids)
             hashes = prefix_hashes(self._hasher(hello, request.tenant), prompt_ids)
             try:
                 origin = self._origin(request, prompt_ids, hashes, sampling, hello, answer_id)
@@ -415,11 +417,14 @@ class RouterService:
     async def _prompt_ids(self, request: GenerationRequest, hello: Hello) -> np.ndarray:
         """[tokens] int32."""
         if request.messages is None and not isinstance(request.prompt, str):
+            await _turn(request.prompt)
             try:
-                return np.asarray(request.prompt, dtype=np.int32)
+                ids = np.asarray(request.prompt, dtype=np.int32)
             except OverflowError:
                 params.check_prompt_ids(request.prompt, hello.vocab_size)
                 raise
+            await _turn(ids)
+            return ids
         if request.messages is not None:
             if self._template is None:
                 raise UnsupportedField(
@@ -500,6 +505,12 @@ class RouterService:
             hasher = RoutingHasher(hello.model_name, hello.revision, tenant)
             self._hashers[key] = hasher
         return hasher
+
+
+async def _turn(ids: Sequence[int] | np.ndarray) -> None:
+    """Let others run between two steps through many ids."""
+    if len(ids) > _MANY_IDS:
+        await asyncio.sleep(0)
 
 
 def _of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
