@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import ray
@@ -21,6 +22,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from quire.cluster.config import AppConfig, ReplicaResources, RouterResources
 from quire.cluster.http_api import build_app
 from quire.cluster.ingress import Router, this_service
+from quire.cluster.ray_settings import deployment_variables
 from quire.replica.actor import Replica
 from quire.replica.config import EngineArgs
 
@@ -152,7 +154,12 @@ def _num_gpus(config: AppConfig, device: str) -> float:
 def _actor_options(
     resources: ReplicaResources | RouterResources, num_gpus: float
 ) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_cpus": resources.num_cpus, "num_gpus": num_gpus}
+    given = (ray.get_runtime_context().runtime_env or {}).get("env_vars", {})
+    options: dict[str, Any] = {
+        "num_cpus": resources.num_cpus,
+        "num_gpus": num_gpus,
+        "runtime_env": {"env_vars": deployment_variables(given, os.environ)},
+    }
     if resources.memory_gib is not None:
         options["memory"] = int(resources.memory_gib * 1024**3)
     return options

@@ -1,7 +1,8 @@
 """What Quire changes in the processes of Ray Serve: HAProxy's configuration and where gRPC listens.
 
 `cluster.yaml` names `set_up` in an environment variable, and Ray calls it when a process of the Serve controller, of a
-proxy, a router or a replica starts, before that process reads its settings. Ray has no settings for these:
+proxy, a router or a replica starts, before that process reads its settings. It sets those that the file does not give
+(`ray_settings`), and changes what Ray has no settings for:
 
 - a part of HAProxy's configuration (`haproxy_template`);
 - the address on which a gRPC server listens: every interface, although the HTTP server beside it listens where
@@ -17,11 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.cluster.haproxy_template import Limits, adapt
+from quire.cluster.ray_settings import (
+    MAX_CONNECTIONS_VARIABLE,
+    REQUEST_TIMEOUT_VARIABLE,
+    set_serve_defaults,
+)
 
 logger = logging.getLogger("ray.serve")
 
-MAX_CONNECTIONS_VARIABLE = "RAY_SERVE_HAPROXY_MAXCONN"
-REQUEST_TIMEOUT_VARIABLE = "QUIRE_HAPROXY_REQUEST_TIMEOUT_S"
 # HAProxy does not start if it may not open so many files: two sockets for each connection, a pipe of two ends for every
 # fourth one, and some of its own.
 _FILES_PER_CONNECTION = 2.5
@@ -32,6 +36,7 @@ _ALL_INTERFACES = "[::]"
 
 def set_up() -> None:
     """Change this process; Ray ends a process in which this raises."""
+    set_serve_defaults(os.environ)
     fit_connections()
     _adapt_haproxy()
     bind_grpc()
