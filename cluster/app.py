@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from typing import Any
 
@@ -22,9 +23,14 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from quire.cluster.config import AppConfig, ReplicaResources, RouterResources
 from quire.cluster.http_api import build_app
 from quire.cluster.ingress import Router, this_service
+from quire.cluster.ray_proxies import LOOPBACK
 from quire.cluster.ray_settings import deployment_variables
+from quire.cluster.resources import Reservation, lacking
 from quire.replica.actor import Replica
 from quire.replica.config import EngineArgs
+from quire.replica.final_errors import CannotStart
+
+logger = logging.getLogger("ray.serve")
 
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
@@ -53,6 +59,7 @@ def build(args: dict[str, Any]) -> Application:
 def application(config: AppConfig, replica_class: type[Replica]) -> Application:
     """The application with replicas of this class, which benchmarks replace."""
     device = _device(config)
+    _check_resources(config, device)
     max_calls = (
         config.engine.max_running_requests
         + config.engine.max_waiting_requests
@@ -151,6 +158,40 @@ def _num_gpus(config: AppConfig, device: str) -> float:
     return 1 if device == "cuda" else 0
 
 
+def _check_resources(config: AppConfig, device: str) -> None:
+    """Refuse what this Ray cluster can never place; warn of what it cannot place yet.
+
+    Raises
+    ------
+    CannotStart
+        The node has the address of the loopback, so no other node can ever join it.
+    """
+    reservations = (
+        Reservation(
+            "replica", config.replicas, _each(config.replica_resources, _num_gpus(config, device))
+        ),
+        Reservation("router", config.routers, _each(config.router_resources, 0)),
+    )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    lack = lacking(reservations, nodes)
+    if lack is None:
+        return
+    if ray.util.get_node_ip_address() in LOOPBACK:
+        raise CannotStart(
+            f"{lack}; no other machine can join this Ray. Change replicas, device, replica_resources or "
+            "router_resources"
+        )
+    logger.warning(
+        "%s: Serve waits until Ray's autoscaler or `ray start` on another machine adds it", lack
+    )
+
+
+def _each(resources: ReplicaResources | RouterResources, num_gpus: float) -> dict[str, float]:
+    """What one process reserves, by Ray's names."""
+    memory = int((resources.memory_gib or 0) * 1024**3)
+    return {"CPU": resources.num_cpus, "GPU": num_gpus, "memory": memory}
+
+
 def _actor_options(
     resources: ReplicaResources | RouterResources, num_gpus: float
 ) -> dict[str, Any]:
@@ -161,7 +202,7 @@ def _actor_options(
         "runtime_env": {"env_vars": deployment_variables(given, os.environ)},
     }
     if resources.memory_gib is not None:
-        options["memory"] = int(resources.memory_gib * 1024**3)
+        options["memory"] = int(_each(resources, 0)["memory"])
     return options
 
 

@@ -23,6 +23,7 @@ from quire.cluster.ray_settings import (
     REQUEST_TIMEOUT_VARIABLE,
     set_serve_defaults,
 )
+from quire.replica.final_errors import reason_of
 
 logger = logging.getLogger("ray.serve")
 
@@ -30,7 +31,7 @@ logger = logging.getLogger("ray.serve")
 # fourth one, and some of its own.
 _FILES_PER_CONNECTION = 2.5
 _OTHER_FILES = 500
-_LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "[::1]"}
+LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "[::1]"}
 _ALL_INTERFACES = "[::]"
 
 
@@ -40,6 +41,7 @@ def set_up() -> None:
     fit_connections()
     _adapt_haproxy()
     bind_grpc()
+    end_final_failures()
 
 
 def fit_connections() -> None:
@@ -51,7 +53,7 @@ def fit_connections() -> None:
     fitting = max(1, int((most_files - _OTHER_FILES) / _FILES_PER_CONNECTION))
     if most_files == resource.RLIM_INFINITY or wanted <= fitting:
         return
-    logger.warning(
+    logger.info(
         "HAProxy takes %d connections and not %d: it may open %d files (ulimit -Hn)",
         fitting,
         wanted,
@@ -84,7 +86,7 @@ class GrpcAddress:
 
     def is_ipv6(self, http_host: str) -> bool:
         """In place of the `is_ipv6` of Serve's `http_util`."""
-        self._host = _LOOPBACK.get(http_host)
+        self._host = LOOPBACK.get(http_host)
         return self._is_ipv6(http_host)
 
     def add_address(self, server: Any, address: str) -> None:
@@ -111,10 +113,30 @@ def bind_grpc() -> None:
         """For calls between deployments: where no other node can be, on the loopback."""
         import ray
 
-        host = _LOOPBACK.get(ray.util.get_node_ip_address())
+        host = LOOPBACK.get(ray.util.get_node_ip_address())
         return add_port(server, address.replace(_ALL_INTERFACES, host or _ALL_INTERFACES))
 
     replica.add_port_to_grpc_server = add_internal_port
+
+
+def end_final_failures() -> None:
+    """In the controller: a replica that can never start is not tried again, and its reason is the deployment's status.
+
+    Serve tries three times for each replica, whatever the error, and reports a traceback. Only the first start of a
+    version ends so: one that has run before may have failed for want of memory that comes free.
+    """
+    from ray.serve._private.deployment_state import DeploymentState
+
+    record = DeploymentState.record_replica_startup_failure
+
+    def record_replica_startup_failure(self: DeploymentState, error_msg: str) -> None:
+        reason = reason_of(error_msg)
+        if reason is not None and not self._replica_has_started:
+            threshold = self._failed_to_start_threshold
+            self._replica_failure_count = max(self._replica_failure_count, threshold - 1)
+        record(self, error_msg if reason is None else reason)
+
+    DeploymentState.record_replica_startup_failure = record_replica_startup_failure
 
 
 def open_ports() -> str | None:
@@ -123,7 +145,7 @@ def open_ports() -> str | None:
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     address = ray.util.get_node_ip_address()
-    if is_token_auth_enabled() or address in _LOOPBACK:
+    if is_token_auth_enabled() or address in LOOPBACK:
         return None
     return (
         f"this Ray cluster asks for no token and listens on {address}: anyone who reaches the ports of Ray (GCS 6379, "
