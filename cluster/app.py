@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from typing import Any
 
 import ray
@@ -23,9 +22,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from quire.cluster.config import AppConfig, ReplicaResources, RouterResources
 from quire.cluster.http_api import build_app
 from quire.cluster.ingress import Router, this_service
-from quire.cluster.ray_proxies import LOOPBACK
+from quire.cluster.ray_proxies import LOOPBACK, runs_haproxy
 from quire.cluster.ray_settings import deployment_variables
-from quire.cluster.resources import Reservation, lacking
+from quire.cluster.resources import device_of, lacking, num_gpus, reservations, reserved
 from quire.replica.actor import Replica
 from quire.replica.config import EngineArgs
 from quire.replica.final_errors import CannotStart
@@ -58,8 +57,9 @@ def build(args: dict[str, Any]) -> Application:
 
 def application(config: AppConfig, replica_class: type[Replica]) -> Application:
     """The application with replicas of this class, which benchmarks replace."""
-    device = _device(config)
-    _check_resources(config, device)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    device = device_of(config, nodes)
+    _check_resources(config, device, nodes)
     max_calls = (
         config.engine.max_running_requests
         + config.engine.max_waiting_requests
@@ -76,7 +76,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         graceful_shutdown_timeout_s=config.router.drain_timeout_s + MOVE_TIME_S,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         user_config={},  # see `live_update`
-        ray_actor_options=_actor_options(config.replica_resources, _num_gpus(config, device)),
+        ray_actor_options=_actor_options(config.replica_resources, num_gpus(config, device)),
         request_router_config=RequestRouterConfig(
             request_router_class="quire.router.serve_router:DecidedRouter",
             request_router_kwargs={"channel": config.model_name},
@@ -106,7 +106,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         graceful_shutdown_timeout_s=REACHABLE_S + config.router.drain_timeout_s + END_S,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         user_config={},
-        ray_actor_options=_actor_options(config.router_resources, 0),
+        ray_actor_options=_actor_options(config.router_resources),
     )
     return router.bind(replica, config.model_dump())
 
@@ -146,19 +146,7 @@ def _num_replicas(config: AppConfig) -> dict[str, Any]:
     }
 
 
-def _device(config: AppConfig) -> str:
-    if config.device != "auto":
-        return config.device
-    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
-
-
-def _num_gpus(config: AppConfig, device: str) -> float:
-    if config.replica_resources.num_gpus is not None:
-        return config.replica_resources.num_gpus
-    return 1 if device == "cuda" else 0
-
-
-def _check_resources(config: AppConfig, device: str) -> None:
+def _check_resources(config: AppConfig, device: str, nodes: list[dict[str, float]]) -> None:
     """Refuse what this Ray cluster can never place; warn of what it cannot place yet.
 
     Raises
@@ -166,14 +154,7 @@ def _check_resources(config: AppConfig, device: str) -> None:
     CannotStart
         The node has the address of the loopback, so no other node can ever join it.
     """
-    reservations = (
-        Reservation(
-            "replica", config.replicas, _each(config.replica_resources, _num_gpus(config, device))
-        ),
-        Reservation("router", config.routers, _each(config.router_resources, 0)),
-    )
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    lack = lacking(reservations, nodes)
+    lack = lacking(reservations(config, device), nodes)
     if lack is None:
         return
     if ray.util.get_node_ip_address() in LOOPBACK:
@@ -186,23 +167,18 @@ def _check_resources(config: AppConfig, device: str) -> None:
     )
 
 
-def _each(resources: ReplicaResources | RouterResources, num_gpus: float) -> dict[str, float]:
-    """What one process reserves, by Ray's names."""
-    memory = int((resources.memory_gib or 0) * 1024**3)
-    return {"CPU": resources.num_cpus, "GPU": num_gpus, "memory": memory}
-
-
 def _actor_options(
-    resources: ReplicaResources | RouterResources, num_gpus: float
+    resources: ReplicaResources | RouterResources, gpus: float = 0
 ) -> dict[str, Any]:
     given = (ray.get_runtime_context().runtime_env or {}).get("env_vars", {})
+    each = reserved(resources, gpus)
     options: dict[str, Any] = {
-        "num_cpus": resources.num_cpus,
-        "num_gpus": num_gpus,
-        "runtime_env": {"env_vars": deployment_variables(given, os.environ)},
+        "num_cpus": each["CPU"],
+        "num_gpus": each["GPU"],
+        "runtime_env": {"env_vars": deployment_variables(given, runs_haproxy())},
     }
-    if resources.memory_gib is not None:
-        options["memory"] = int(_each(resources, 0)["memory"])
+    if each["memory"]:
+        options["memory"] = each["memory"]
     return options
 
 

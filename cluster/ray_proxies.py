@@ -19,6 +19,7 @@ from typing import Any
 
 from quire.cluster.haproxy_template import Limits, adapt
 from quire.cluster.ray_settings import (
+    HAPROXY_VARIABLE,
     MAX_CONNECTIONS_VARIABLE,
     REQUEST_TIMEOUT_VARIABLE,
     set_serve_defaults,
@@ -60,6 +61,11 @@ def fit_connections() -> None:
         most_files,
     )
     os.environ[MAX_CONNECTIONS_VARIABLE] = str(fitting)
+
+
+def runs_haproxy() -> bool:
+    """Whether the controller runs HAProxy, by the environment that the processes it starts inherit."""
+    return os.environ.get(HAPROXY_VARIABLE) == "1"
 
 
 def _adapt_haproxy() -> None:

@@ -34,8 +34,8 @@ FILE_VARIABLES: Mapping[str, str] = MappingProxyType(
 # For every process of Serve. The hook sets those that the file does not give.
 SERVE_DEFAULTS: Mapping[str, str] = MappingProxyType(
     {
-        # One HAProxy per node in front of the routers: a fifth of the Python proxy's CPU per streamed token. The routers
-        # listen for it themselves. "0" goes back to Ray's own proxy.
+        # One HAProxy per node in front of the routers, which listen for it themselves: a fifth of the CPU that the
+        # Python proxy takes for a streamed token. "0" goes back to Ray's own proxy.
         HAPROXY_VARIABLE: "1",
         # Streams on one gRPC connection of a client; the 101st would wait at Ray's default of 100.
         "RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": "2000",
@@ -84,24 +84,23 @@ DEPLOYMENT_VARIABLES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def set_serve_defaults(environ: MutableMapping[str, str]) -> None:
-    """Add the settings that `environ` lacks. Ray must not have read its settings yet."""
+def set_serve_defaults(process: MutableMapping[str, str]) -> None:
+    """Add the settings that a process' environment lacks. Ray must not have read its settings yet."""
     for name, value in SERVE_DEFAULTS.items():
-        environ.setdefault(name, value)
+        process.setdefault(name, value)
 
 
-def deployment_variables(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+def deployment_variables(given: Mapping[str, str], haproxy: bool) -> dict[str, str]:
     """The variables that a deployment needs beyond those that the file gives.
 
     Parameters
     ----------
     given
         The variables of the file, as the process that builds the application has got them.
-    environ
-        That process's environment. It says whether the controller runs HAProxy: a Serve that someone else has
-        started need not.
+    haproxy
+        Whether the controller runs HAProxy: a Serve that someone else has started need not.
     """
-    variables = {**DEPLOYMENT_VARIABLES, HAPROXY_VARIABLE: environ.get(HAPROXY_VARIABLE, "0")}
+    variables = {**DEPLOYMENT_VARIABLES, HAPROXY_VARIABLE: str(int(haproxy))}
     return {name: value for name, value in variables.items() if name not in given}
 
 

@@ -21,7 +21,8 @@ import yaml
 from patient_channel import PatientChannel
 
 from quire.bench.report import Bar, commit, write
-from quire.cluster.local_serve import free_ports, ray_auth_header
+from quire.cluster.ports import free_ports
+from quire.cluster.serve_api import ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
