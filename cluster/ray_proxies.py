@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -128,20 +129,27 @@ def bind_grpc() -> None:
 def end_final_failures() -> None:
     """In the controller: a replica that can never start is not tried again, and its reason is the deployment's status.
 
-    Serve tries three times for each replica, whatever the error, and reports a traceback. Only the first start of a
-    version ends so: one that has run before may have failed for want of memory that comes free.
+    Serve makes three attempts for each replica, whatever the error, and reports a traceback. A version that has run
+    before keeps its attempts: it may lack memory that comes free.
     """
     from ray.serve._private.deployment_state import DeploymentState
 
+    attempts = DeploymentState._failed_to_start_threshold
     record = DeploymentState.record_replica_startup_failure
+    final_reasons: weakref.WeakKeyDictionary[DeploymentState, str] = weakref.WeakKeyDictionary()
+
+    def failed_to_start_threshold(self: DeploymentState) -> int:
+        # A new deployment of the same name clears the message.
+        is_final = self._replica_failure_message == final_reasons.get(self, ())
+        return 1 if is_final else attempts.fget(self)
 
     def record_replica_startup_failure(self: DeploymentState, error_msg: str) -> None:
         reason = reason_of(error_msg)
         if reason is not None and not self._replica_has_started:
-            threshold = self._failed_to_start_threshold
-            self._replica_failure_count = max(self._replica_failure_count, threshold - 1)
+            final_reasons[self] = reason
         record(self, error_msg if reason is None else reason)
 
+    DeploymentState._failed_to_start_threshold = property(failed_to_start_threshold)
     DeploymentState.record_replica_startup_failure = record_replica_startup_failure
 
 
