@@ -512,6 +512,57 @@ def test_ready_is_asked_over_tls_where_the_config_has_a_certificate(tmp_path, re
     assert f"curl -N -k https://127.0.0.1:{ready_server.server_port}/one/v1" in out
 
 
+def test_a_start_that_cannot_succeed_ends_before_ray_starts(tmp_path):
+    text = (ROOT / "cluster.yaml").read_text()
+    path = tmp_path / "cluster.yaml"
+    wrong = {
+        "model: ./nope": f"model: there is no folder {tmp_path}/nope",
+        "model: embedded\n      replica_resources: {num_cpus: 4000}": "a replica needs 4000 CPU",
+    }
+    for model, said in wrong.items():
+        path.write_text(text.replace("model: embedded", model))
+        result = quire("serve", str(path), cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert said in result.stderr
+    result = quire("serve", "nope", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert f"there is no folder {tmp_path}/nope, nor is it 'embedded'" in result.stderr
+
+
+def test_a_file_takes_no_options_of_a_model(tmp_path):
+    result = quire("serve", str(ROOT / "cluster.yaml"), "--port", "1", "--set", "a=1")
+    assert result.returncode == 1
+    assert "--port, --set: go with a MODEL" in result.stderr
+
+
+def test_show_prints_a_config_that_passes_the_check(tmp_path):
+    result = quire("config", "show", "embedded", "--replicas", "3")
+    assert result.returncode == 0
+    path = tmp_path / "mine.yaml"
+    path.write_text(result.stdout)
+    result = quire("config", "check", str(path))
+    assert result.stdout == "quire: /: model embedded on auto, 3 replicas, 1 routers\n"
+
+
+def test_nothing_is_asked_of_an_application_without_a_router(tmp_path, ready_server):
+    """Ray's proxy would keep each request until there is one, and log that the client has gone."""
+    config = checked(ready_server.server_port)
+    state = ApplicationStatus("DEPLOYING")
+    status, _, _ = served(tmp_path, SLEEPER, config, state, ready_timeout_s=1.5)
+    assert (status, ready_server.asked) == (1, 0)
+
+
+def test_a_reason_of_ours_is_all_that_is_printed(tmp_path):
+    message = (
+        "Failed to update ['Replica'].\nTraceback\nx.CannotStart: replica on node 'n': no room"
+    )
+    state = ApplicationStatus("DEPLOY_FAILED", message)
+    status, out, _ = served(tmp_path, SLEEPER, checked(), state)
+    assert status == 1
+    assert "failed: application 'one': replica on node 'n': no room\n" in out
+    assert "Traceback" not in out and "View the dashboard" not in out
+
+
 # --------------------------------------------------------------------------------------------------
 # serve: with Ray
 # --------------------------------------------------------------------------------------------------
