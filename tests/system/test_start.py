@@ -45,10 +45,9 @@ def test_the_terminal_says_what_ready_says(cluster: Cluster):
     assert "{'" not in "".join(line for line in log.splitlines() if "ready:" in line)
 
 
-def test_a_cache_that_can_never_fit_ends_the_start_after_one_attempt(tmp_path):
-    config = default_config(
-        {"replicas": 1, "routers": 1, "device": "cpu", "engine": {"kv_cache_gib": 1e6}}
-    )
+def test_a_model_that_does_not_fit_ends_the_start_after_one_attempt(tmp_path):
+    engine = {"max_memory_percent": 1e-6}  # of this machine: some kB
+    config = default_config({"replicas": 1, "routers": 1, "device": "cpu", "engine": engine})
     take_ports(config)
     path, log = tmp_path / "cluster.yaml", tmp_path / "serve.log"
     path.write_text(yaml.safe_dump(config))
@@ -61,6 +60,6 @@ def test_a_cache_that_can_never_fit_ends_the_start_after_one_attempt(tmp_path):
     print(f"{seconds:.0f} s\n{result.stdout}")
     assert result.returncode == 1
     failed = result.stdout[result.stdout.index("failed: application 'quire': replica on node '") :]
-    assert "kv_cache_gib" in failed and "1000000" in failed
+    assert "weights" in failed and "budget" in failed
     assert "Traceback" not in result.stdout
     assert len(re.findall(r"Adding 1 replica to Deployment\(name='Replica'", log.read_text())) == 1
