@@ -239,6 +239,7 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
             "reason": readiness.reason,
             "replicas": readiness.replicas,
             "startup": readiness.startup_s,
+            "engine": readiness.engine,
         }
         return json_response(content, status_code=200 if readiness.ready else 503)
 

@@ -22,6 +22,7 @@ from quire.cluster.metrics import QueueGauges, ServeObserver
 from quire.cluster.ray_proxies import open_ports
 from quire.cluster.watchers import Watchers
 from quire.replica.checkpoint import resolve_checkpoint
+from quire.replica.final_errors import final_errors
 from quire.router.admission import AdmissionLimits
 from quire.router.bus import Bus
 from quire.router.chat_template import ChatTemplate
@@ -60,10 +61,11 @@ class Router(GrpcApi):
 
     async def __init__(self, replicas: DeploymentHandle, config: dict[str, Any]):
         app = AppConfig.from_args(config)
-        # A Hugging Face id is downloaded here: minutes, off the event loop.
-        checkpoint = await asyncio.to_thread(
-            resolve_checkpoint, app.model, app.revision, weights=False
-        )
+        with final_errors("router"):
+            # A Hugging Face id is downloaded here: minutes, off the event loop.
+            checkpoint = await asyncio.to_thread(
+                resolve_checkpoint, app.model, app.revision, weights=False
+            )
         # Serve's servers are started in the same task of this actor, and what a proxy sends is a task of its own.
         self._start_task = ray.get_runtime_context().get_task_id()
         context = serve.get_replica_context()
@@ -97,7 +99,10 @@ class Router(GrpcApi):
         self._bus.start()
         # Serve opens the ports when this returns: who comes then is served, not told that nobody is attached yet.
         if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):
-            logger.warning("no replica within %g s: ready to answer so", FIRST_ATTACH_TIMEOUT_S)
+            logger.info(
+                "no replica has loaded its model within %g s; requests get status 503 until one has",
+                FIRST_ATTACH_TIMEOUT_S,
+            )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's way to change a deployment in place: see `live_update`. Serve would call a plain function in a

@@ -30,6 +30,7 @@ import ray
 from ray import serve
 from ray.serve import metrics
 
+from quire.protos.engine_facts import describe, describe_phases, engine_facts
 from quire.protos.errors import Aborted, QuireError, Unavailable
 from quire.protos.parts import Part, parts_of
 from quire.protos.wire import LEASE_S, Completion, Load, Submit
@@ -37,6 +38,7 @@ from quire.replica.arrivals import Arrivals
 from quire.replica.attachments import Attachments
 from quire.replica.config import EngineArgs
 from quire.replica.engine import Engine
+from quire.replica.final_errors import final_errors
 from quire.replica.leases import Leases, StreamKey
 from quire.replica.loop import LoopOutput
 from quire.replica.plan import RequestDelta
@@ -64,12 +66,13 @@ class Replica:
         self._event_loop = asyncio.get_running_loop()
         self._finished: dict[StreamKey, asyncio.Future[Completion]] = {}
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
-        self._engine = await asyncio.to_thread(
-            self.engine_class,
-            EngineArgs(**engine_args),
-            on_output=self._on_output,
-            flight_path=_flight_folder() / self._replica_id,
-        )
+        with final_errors("replica"):
+            self._engine = await asyncio.to_thread(
+                self.engine_class,
+                EngineArgs(**engine_args),
+                on_output=self._on_output,
+                flight_path=_flight_folder() / self._replica_id,
+            )
         self._engine.recorder.catch_fatal_signals()
         # What is loaded stays: no collection walks torch and the model again in the middle of a step.
         gc.collect()
@@ -85,7 +88,9 @@ class Replica:
         self._leases = Leases(LEASE_S)
         self._reaper = asyncio.create_task(self._reap())
         self._metrics = ReplicaMetrics(self._engine.load)
-        logger.info("engine ready: %s", self._engine.startup_s)
+        hello = self._engine.hello(self._replica_id, self._node)
+        phases = describe_phases(hello.startup_s)
+        logger.info("ready: %s; loaded in %s", describe(engine_facts(hello)), phases)
 
     # -- the bus -----------------------------------------------------------------------------------------
 
@@ -286,7 +291,7 @@ def _flight_folder() -> Path:
     """Beside the logs of this Ray session, so that it goes when they go; without Ray a temporary folder."""
     if not ray.is_initialized():
         return Path(tempfile.mkdtemp(prefix="quire-"))
-    return Path(ray.worker._global_node.get_session_dir_path()) / "quire"
+    return Path(ray._private.worker._global_node.get_session_dir_path()) / "quire"
 
 
 def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:

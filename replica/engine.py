@@ -28,6 +28,7 @@ from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
 from quire.replica.grammar import GrammarCompiler
 from quire.replica.grammar_state import GrammarState
+from quire.replica.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.request import FinishReason, Request, validate
@@ -36,6 +37,9 @@ from quire.replica.scheduler import Scheduler
 # So many failed steps in a row are the device's fault (a CUDA error sticks), not that of a request. Without a limit
 # such an engine, always idle, would draw all traffic and fail it.
 MAX_FAILED_STEPS = 3
+# Tokens of prompt and output together of the request by which a start counts how many run at a time: a chat of some
+# turns.
+TYPICAL_LEN = 2048
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 
@@ -219,6 +223,8 @@ class Engine:
     def hello(self, replica: str, node: str = "") -> Hello:
         """The facts about this engine that never change."""
         config = self.config
+        typical_len = min(TYPICAL_LEN, config.max_model_len)
+        blocks = sequence_blocks(config.groups, typical_len, 1, config.block_size)
         return Hello(
             replica=replica,
             epoch=self.epoch,
@@ -233,6 +239,11 @@ class Engine:
             startup_s={name: round(s, 3) for name, s in self.startup_s.items()},
             node=node,
             flight="" if self._flight_path is None else str(self._flight_path),
+            device=config.device,
+            num_threads=config.num_threads if config.device == "cpu" else 0,
+            cache_tokens=config.num_blocks * typical_len // blocks,
+            typical_len=typical_len,
+            typical_requests=min(config.num_blocks // blocks, config.max_running_requests),
         )
 
     def generate(

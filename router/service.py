@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.protos.engine_facts import engine_facts
 from quire.protos.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -357,7 +358,8 @@ class RouterService:
         if attached and not num_ready:
             stalled_s = min(status.load.stalled_s for status in attached)
             reason = f"no replica has finished a step for {stalled_s:.1f} s, though there is work"
-        return Readiness(num_ready > 0, reason, num_ready, dict(slowest))
+        engine = next((engine_facts(hello) for hello in hellos.values()), None)
+        return Readiness(num_ready > 0, reason, num_ready, dict(slowest), engine)
 
     def replicas(self) -> list[ReplicaStatus]:
         return self.table.statuses(self.clock())

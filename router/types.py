@@ -202,6 +202,7 @@ class Readiness:
     startup_s: dict[str, float] = field(
         default_factory=dict
     )  # seconds by phase, of the slowest replica
+    engine: dict[str, Any] | None = None  # `protos.engine_facts` of one replica; None without any
 
 
 @dataclass(slots=True)

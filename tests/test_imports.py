@@ -205,6 +205,7 @@ MAY_READ_ENVIRONMENT = {
     "quire.bench.gpu_worker",
     "quire.bench.report",
     "quire.cluster.local_serve",
+    "quire.cluster.serve_api",
     "quire.cluster.ray_proxies",  # `controller_options` has nothing but variables
 }
 

@@ -21,7 +21,8 @@ import yaml
 from patient_channel import PatientChannel
 
 from quire.bench.report import Bar, commit, write
-from quire.cluster.local_serve import free_ports, ray_auth_header
+from quire.cluster.ports import free_ports
+from quire.cluster.serve_api import ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
@@ -118,9 +119,8 @@ def write_bars(name: str, bars: list[Bar]) -> None:
         write(Path(out).with_name(name), command, bars, show=False, commit=_COMMIT)
 
 
-def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:
-    """Run `quire serve` on cluster.yaml as changed by `change`, until the fixture ends."""
-    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+def take_ports(config: dict) -> None:
+    """Give a Serve config ports of its own, HAProxy's among them."""
     ports = free_ports(6)
     config["http_options"]["port"], config["grpc_options"]["port"] = ports[:2]
     haproxy = config["controller_options"]["runtime_env"]["env_vars"]
@@ -135,6 +135,12 @@ def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[C
     for protocol, lowest in (("HTTP", 30_000), ("GRPC", 40_000)):
         for end, port in (("MIN", lowest + first), ("MAX", lowest + first + 49)):
             haproxy[f"RAY_SERVE_DIRECT_INGRESS_{end}_{protocol}_PORT"] = str(port)
+
+
+def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:
+    """Run `quire serve` on cluster.yaml as changed by `change`, until the fixture ends."""
+    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    take_ports(config)
     change(config)
     path = directory / "cluster.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))

@@ -24,7 +24,6 @@ def plain_cluster(tmp_path_factory) -> Iterator[Cluster]:
     def change(config: dict) -> None:
         del config["controller_options"]["runtime_env"]
         (application,) = config["applications"]
-        del application["runtime_env"]
         application["args"]["replicas"] = 1
         # However slow the machine is: the streams below must end before the drain does.
         application["args"]["router"] = {"drain_timeout_s": 240.0}
