@@ -32,6 +32,7 @@ from quire.cluster.front_end import (
     TIMEOUT_HEADER,
     Progress,
     collect,
+    counting_refusals,
     explain_headers,
     internal_error,
     is_label,
@@ -160,11 +161,12 @@ class GrpcApi:
     ) -> AsyncGenerator[generation.GenerateResponse, None]:
         """Stream the answer, one message per delta."""
         with self._streaming(grpc_context):
-            accepted(request)
-            asked = _generation_request(request, grpc_context)
-            if request.resume_from:
-                point = resume.parse(request.resume_from, "resume_from")
-                asked = dataclasses.replace(asked, resume_from=point)
+            with counting_refusals(self.service):
+                accepted(request)
+                asked = _generation_request(request, grpc_context)
+                if request.resume_from:
+                    point = resume.parse(request.resume_from, "resume_from")
+                    asked = dataclasses.replace(asked, resume_from=point)
             stream = await self.service.generate(asked)
             try:
                 responses = _Responses(stream, asked)
@@ -183,11 +185,12 @@ class GrpcApi:
         self, request: generation.GenerateRequest, grpc_context: Context
     ) -> generation.GenerateOnceResponse:
         """The whole answer in one message."""
-        asked = _generation_request(request, grpc_context)
-        if request.resume_from:
-            raise InvalidRequest(
-                "resume_from: only streams are resumed, by Generate", field="resume_from"
-            )
+        with counting_refusals(self.service):
+            asked = _generation_request(request, grpc_context)
+            if request.resume_from:
+                raise InvalidRequest(
+                    "resume_from: only streams are resumed, by Generate", field="resume_from"
+                )
         stream = await self.service.generate(asked)
         try:
             answer, *others = await collect(stream, asked.n)
