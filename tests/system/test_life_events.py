@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 import statistics
 import time
+import urllib.error
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import grpc
 import httpx
@@ -21,6 +25,7 @@ import pytest
 from live import CHANGE_TIMEOUT_S, Cluster, start_cluster, wait_until
 from patient_channel import aio_channel, was_not_sent
 
+from quire.cluster.scrape import MAX_AGE_S, TIMEOUT_S
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
@@ -342,3 +347,102 @@ def test_work_beyond_the_bound_is_refused_with_a_time_and_the_rest_is_served(eve
     assert ends["answered"] >= 2
     assert ends["refused over HTTP"] > 0 and ends["refused over gRPC"] > 0
     assert ends["answered"] < 64 / 2, "that was no overload"
+
+
+# -- metrics ---------------------------------------------------------------------------------------------
+
+
+def processes_told(cluster: Cluster) -> dict[str, set[str]]:
+    """Of each deployment those whose metrics the scrape has."""
+    samples = [s for s in cluster.metrics() if s.name == "quire_build_info"]
+    told: dict[str, set[str]] = {"Router": set(), "Replica": set()}
+    for sample in samples:
+        labels = sample.labels
+        told[labels["deployment"]].add(labels.get("router", labels.get("replica")))
+    return told
+
+
+def num_silent(cluster: Cluster, deployment: str) -> float:
+    return cluster.metric("quire_scrape_silent_processes", deployment=deployment)
+
+
+def test_a_silent_replica_or_router_neither_holds_a_scrape_nor_hides_the_others(eventful):
+    everything = processes_told(eventful)
+    assert {name: len(ids) for name, ids in everything.items()} == {"Router": 2, "Replica": 2}
+    for deployment in ("Replica", "Router"):
+        with stopped(eventful.pids(deployment)[0]):
+            seconds = wait_until(
+                lambda: is_told_silent(eventful, deployment),  # noqa: B023
+                15,
+                f"a scrape that says that one {deployment} is silent",
+            )
+            print(f"a silent {deployment} is told after {seconds:.1f} s")
+            began_s = time.monotonic()
+            found = processes_told(eventful)
+            taken_s = time.monotonic() - began_s
+        assert taken_s < TIMEOUT_S + 3
+        assert len(found[deployment]) == 1 and found[deployment] < everything[deployment]
+        other = "Router" if deployment == "Replica" else "Replica"
+        assert found[other] == everything[other]
+        wait_until(
+            lambda: processes_told(eventful) == everything and not num_silent(eventful, deployment),  # noqa: B023
+            CHANGE_TIMEOUT_S,
+            "all are there again",
+        )
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def is_told_silent(cluster: Cluster, deployment: str) -> bool:
+    """The proxy may still send a connection to a router that has stopped: that one has no answer."""
+    try:
+        response = httpx.get(f"{cluster.url}/metrics", timeout=TIMEOUT_S + 3)
+    except httpx.TimeoutException:
+        return False
+    pattern = rf'^quire_scrape_silent_processes{{.*deployment="{deployment}".*}} 1\.0$'
+    return re.search(pattern, response.text, re.MULTILINE) is not None
+
+
+def test_metrics_go_on_while_a_router_and_a_replica_are_replaced_and_count_right_after_that(
+    eventful,
+):
+    before = processes_told(eventful)
+    killed = [eventful.pids(deployment)[0] for deployment in ("Router", "Replica")]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    num_scrapes = 0
+
+    def is_whole() -> bool:
+        nonlocal num_scrapes
+        with suppress(httpx.TransportError, urllib.error.URLError, ConnectionError):
+            told = processes_told(eventful)
+            num_scrapes += 1
+            gone = [before[name] - told[name] for name in told]
+            sizes = [len(ids) for ids in told.values()]
+            return sizes == [2, 2] and all(len(ids) == 1 for ids in gone)
+        return False
+
+    wait_until(is_whole, CHANGE_TIMEOUT_S, "the new ones are in the metrics")
+    assert num_scrapes > 1
+    wait_until(eventful.every_router_knows_every_replica, CHANGE_TIMEOUT_S, "all are attached")
+
+    def counts() -> list[float]:
+        time.sleep(MAX_AGE_S)
+        received = eventful.metric("quire_requests_received_total")
+        ended = eventful.metric("quire_requests_finished_total", finish_reason="length")
+        return [received, ended, eventful.metric("quire_output_tokens_total")]
+
+    first = counts()
+    for _ in range(10):
+        ask(eventful, [5] * 100, max_tokens=3)
+    added = [late - early for early, late in zip(first, counts(), strict=True)]
+    assert added == [10, 10, 30]
+    for deployment in ("Router", "Replica"):
+        assert num_silent(eventful, deployment) == 0
