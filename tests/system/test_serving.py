@@ -271,8 +271,10 @@ def test_metrics_count_what_was_sent_to_any_router(cluster):
         unknown = client.post("/v1/completions", json={"prompt": "a", "model": "another"})
         assert (bad.status_code, unknown.status_code) == (400, 404)
     with cluster.channel() as channel:
-        sampling = generation_pb2.SamplingOptions(max_tokens=4, ignore_eos=True)
-        request = generation_pb2.GenerateRequest(prompt="A quire is", sampling=sampling)
+        sampling = generation_pb2.SamplingOptions(max_tokens=4)
+        request = generation_pb2.GenerateRequest(
+            prompt="A quire is", sampling=sampling, ignore_eos=True
+        )
         stub = generation_pb2_grpc.GenerationStub(channel)
         num_prompt = stub.GenerateOnce(request).usage.prompt_tokens
     after = counts()
