@@ -79,9 +79,9 @@ class Cluster:
         replicas = deployments[deployment]["replicas"]
         return [r["pid"] for r in replicas if r["state"] == "RUNNING" and r["pid"]]
 
-    def metrics(self) -> list[Sample]:
+    def metrics(self, timeout_s: float = 60.0) -> list[Sample]:
         """What Prometheus scrapes from the HTTP port: all processes of the application, at most a second old."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=timeout_s) as response:
             text = response.read().decode()
         return [s for family in text_string_to_metric_families(text) for s in family.samples]
 
