@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import grpc
@@ -99,14 +99,21 @@ class RpcFailed(Exception):
     """Ends a streaming call whose status is set on its context."""
 
 
-def _unary(response: type[Message]) -> Callable[[Callable], Callable]:
-    """Make errors of a unary method the call's status."""
+def _unary(response: type[Message], *, generates: bool = False) -> Callable[[Callable], Callable]:
+    """Make errors of a unary method the call's status.
+
+    Parameters
+    ----------
+    generates
+        Whether a request that is too large counts as a generation request that was refused.
+    """
 
     def decorate(method: Callable[..., Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:
         @functools.wraps(method)
         async def call(self: GrpcApi, request: Message, grpc_context: Context) -> Message:
             try:
-                accepted(request)
+                with counting_refusals(self.service) if generates else nullcontext():
+                    accepted(request)
                 return await method(self, request, grpc_context)
             except Exception as error:
                 _set_status(grpc_context, error)
@@ -180,7 +187,7 @@ class GrpcApi:
             finally:
                 await stream.aclose()
 
-    @_unary(generation.GenerateOnceResponse)
+    @_unary(generation.GenerateOnceResponse, generates=True)
     async def GenerateOnce(
         self, request: generation.GenerateRequest, grpc_context: Context
     ) -> generation.GenerateOnceResponse:
