@@ -30,7 +30,7 @@ _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
 
 @contextmanager
 def counting_refusals(service: Service) -> Iterator[None]:
-    """Around what a front end does before it calls `generate`: a refusal there is counted, too."""
+    """Count a refusal that a front end makes before it calls `generate`."""
     try:
         yield
     except QuireError as error:

@@ -23,7 +23,7 @@ from quire.protos.metric_families import GAUGE, Family, MetricSet, Page, join
 
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 2.0  # a fifth of Prometheus' default `scrape_timeout`
-# For so long an answer serves all who ask: whatever asks how often, the processes are asked once a second.
+# An answer serves all scrapes for this time, so that the processes are asked once a second at most.
 MAX_AGE_S = 1.0
 SCRAPE_FAMILIES = (
     Family(
@@ -51,7 +51,7 @@ class Scrape:
     labels
         Of the whole application.
     own_page
-        The page of this router: it is there even if no other process answers.
+        The id and the page of this router, which are there even if no other process answers.
     sources
         By deployment: asks its processes, and answers within the given seconds.
     """
@@ -70,7 +70,7 @@ class Scrape:
         self._done_s = 0.0
 
     async def text(self) -> bytes:
-        """The metrics as text, at most `MAX_AGE_S` old; those who ask at the same time get the same."""
+        """The metrics as text, at most `MAX_AGE_S` old; scrapes at the same time get the same."""
         task = self._task
         if task is None or (task.done() and time.monotonic() - self._done_s > MAX_AGE_S):
             # In a context of its own: a call made inside a request would carry that request's id and die with it.

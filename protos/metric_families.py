@@ -6,7 +6,7 @@
 ```
 
 Values are plain integers and floats that one thread adds to: the library's own counters and histograms take a lock
-for each value, which is too dear for something that happens for every token. The library writes the text.
+for each value, which costs too much for every token. The library writes the text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 _TOTAL = "_total"
 
-# What one process has to say: family name to (the lines HELP and TYPE, the samples' lines).
+# The metrics of one process: family name to (the lines HELP and TYPE, the samples' lines).
 Page = dict[str, tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What one metric means.
+    """The declaration of a metric.
 
     Attributes
     ----------
@@ -91,8 +91,8 @@ class MetricSet:
     Parameters
     ----------
     read
-        Gives the present values of families without labels, by name: of those that are kept elsewhere and only
-        looked up when somebody wants to know.
+        Gives the present values, by name, of families without labels that are kept elsewhere. It is called for each
+        scrape.
     """
 
     def __init__(

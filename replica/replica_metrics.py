@@ -109,7 +109,7 @@ REPLICA_FAMILIES = (
 
 
 class ReplicaMetrics:
-    """Counts what the engine sends out, and reads the rest from the engine when it is asked."""
+    """Counts the engine's outputs, and reads everything else from the engine for a scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -136,7 +136,7 @@ class ReplicaMetrics:
         value("quire_build_info", importlib.metadata.version("quire")).value = 1
 
     def on_output(self, output: LoopOutput) -> None:
-        """Count what a step sent out."""
+        """Count the output of a step."""
         num_tokens = output.deltas.num_single
         for delta in output.deltas.whole:
             num_tokens += len(delta.token_ids)

@@ -1,4 +1,4 @@
-"""What the router reports of its requests, as clients experience them."""
+"""The router's reports on its requests, as clients experience them."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ class Observer:
 
 
 def error_code(error: Exception) -> str:
-    """What a refusal is counted as: one of `ERROR_CODES`, and a defect is an internal error."""
+    """The label of a refusal: one of `ERROR_CODES`; a defect is an internal error."""
     code = error.code if isinstance(error, QuireError) else QuireError.code
     return code if code in ERROR_CODES else QuireError.code

@@ -45,14 +45,14 @@ class Peers:
         Unavailable
             None of them answers.
         """
-        told, num_silent = await self._ask("own_decisions", request_id, limit)
-        told.sort()
-        decisions = [decision for _, found in told for decision in found]
+        answers, num_silent = await self._ask("own_decisions", request_id, limit)
+        answers.sort()
+        decisions = [decision for _, found in answers for decision in found]
         newest_first = request_id is None
         decisions.sort(key=lambda decision: decision["decided"], reverse=newest_first)
         if newest_first:
             del decisions[limit:]
-        return Decisions([router for router, _ in told], num_silent, decisions)
+        return Decisions([router for router, _ in answers], num_silent, decisions)
 
     async def metrics(self, timeout_s: float) -> tuple[dict[str, Page], int]:
         """The routers' metrics by id, and how many routers did not answer in time.
@@ -62,8 +62,8 @@ class Peers:
         Unavailable
             None of them answers.
         """
-        told, num_silent = await self._ask("own_metrics", timeout_s=timeout_s)
-        return dict(told), num_silent
+        answers, num_silent = await self._ask("own_metrics", timeout_s=timeout_s)
+        return dict(answers), num_silent
 
     async def _ask(
         self, method: str, *args: Any, timeout_s: float = ANSWER_TIMEOUT_S

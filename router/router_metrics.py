@@ -1,4 +1,4 @@
-"""The router's metrics: what clients experience, and what waits at the router."""
+"""The router's metrics: its clients' latencies, lengths and refusals, and its queue."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ ROUTER_FAMILIES = (
 
 
 class RouterMetrics(Observer):
-    """Counts what the router reports."""
+    """Counts the router's reports."""
 
     def __init__(self) -> None:
         self.metrics = MetricSet(ROUTER_FAMILIES, self._read)

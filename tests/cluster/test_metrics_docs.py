@@ -1,4 +1,4 @@
-"""What docs/metrics.md and the Grafana dashboard say of the metrics is so."""
+"""docs/metrics.md and the Grafana dashboard agree with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers that ask one another: who answers is heard, whoever else is silent."""
+"""Routers that ask one another: a silent one does not hide the answers of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router counts is what happened: real engines, real requests, read back from the text for Prometheus."""
+"""A router counts what happened: real engines, real requests, read back from the text for Prometheus."""
 
 from __future__ import annotations
 
