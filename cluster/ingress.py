@@ -89,12 +89,7 @@ class Router(GrpcApi):
         self._metrics = RouterMetrics()
         labels = {"application": context.app_name, "model_name": app.model_name}
         self._labels = {**labels, "deployment": context.deployment, "router": router_id}
-        of_replicas = {**labels, "deployment": replicas.deployment_name}
-        sources = {
-            context.deployment: peers.metrics,
-            replicas.deployment_name: functools.partial(self._bus.metrics_pages, of_replicas),
-        }
-        scrape = Scrape(labels, self._own_metrics, sources)
+        scrape = self._scrape(labels, replicas.deployment_name, peers)
         self.service = _service(
             app, checkpoint, router_id, table, self._bus, peers, self._metrics, scrape
         )
@@ -148,6 +143,15 @@ class Router(GrpcApi):
     async def own_metrics(self) -> tuple[str, Page]:
         """For `Peers`: this router's id and its metrics."""
         return self._own_metrics()
+
+    def _scrape(self, labels: dict[str, str], replicas: str, peers: Peers) -> Scrape:
+        """The metrics of the application; `labels` are on all of them, `replicas` is the deployment's name."""
+        of_replicas = {**labels, "deployment": replicas}
+        sources = {
+            self._labels["deployment"]: peers.metrics,
+            replicas: functools.partial(self._bus.metrics_pages, of_replicas),
+        }
+        return Scrape(labels, self._own_metrics, sources)
 
     def _own_metrics(self) -> tuple[str, Page]:
         return self.service.router_id, self._metrics.page(self._labels)
