@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import grpc
@@ -32,6 +32,7 @@ from quire.cluster.front_end import (
     TIMEOUT_HEADER,
     Progress,
     collect,
+    counting_refusals,
     explain_headers,
     internal_error,
     is_label,
@@ -98,14 +99,21 @@ class RpcFailed(Exception):
     """Ends a streaming call whose status is set on its context."""
 
 
-def _unary(response: type[Message]) -> Callable[[Callable], Callable]:
-    """Make errors of a unary method the call's status."""
+def _unary(response: type[Message], *, generates: bool = False) -> Callable[[Callable], Callable]:
+    """Make errors of a unary method the call's status.
+
+    Parameters
+    ----------
+    generates
+        Whether a request that is too large counts as a generation request that was refused.
+    """
 
     def decorate(method: Callable[..., Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:
         @functools.wraps(method)
         async def call(self: GrpcApi, request: Message, grpc_context: Context) -> Message:
             try:
-                accepted(request)
+                with counting_refusals(self.service) if generates else nullcontext():
+                    accepted(request)
                 return await method(self, request, grpc_context)
             except Exception as error:
                 _set_status(grpc_context, error)
@@ -160,11 +168,12 @@ class GrpcApi:
     ) -> AsyncGenerator[generation.GenerateResponse, None]:
         """Stream the answer, one message per delta."""
         with self._streaming(grpc_context):
-            accepted(request)
-            asked = _generation_request(request, grpc_context)
-            if request.resume_from:
-                point = resume.parse(request.resume_from, "resume_from")
-                asked = dataclasses.replace(asked, resume_from=point)
+            with counting_refusals(self.service):
+                accepted(request)
+                asked = _generation_request(request, grpc_context)
+                if request.resume_from:
+                    point = resume.parse(request.resume_from, "resume_from")
+                    asked = dataclasses.replace(asked, resume_from=point)
             stream = await self.service.generate(asked)
             try:
                 responses = _Responses(stream, asked)
@@ -178,16 +187,17 @@ class GrpcApi:
             finally:
                 await stream.aclose()
 
-    @_unary(generation.GenerateOnceResponse)
+    @_unary(generation.GenerateOnceResponse, generates=True)
     async def GenerateOnce(
         self, request: generation.GenerateRequest, grpc_context: Context
     ) -> generation.GenerateOnceResponse:
         """The whole answer in one message."""
-        asked = _generation_request(request, grpc_context)
-        if request.resume_from:
-            raise InvalidRequest(
-                "resume_from: only streams are resumed, by Generate", field="resume_from"
-            )
+        with counting_refusals(self.service):
+            asked = _generation_request(request, grpc_context)
+            if request.resume_from:
+                raise InvalidRequest(
+                    "resume_from: only streams are resumed, by Generate", field="resume_from"
+                )
         stream = await self.service.generate(asked)
         try:
             answer, *others = await collect(stream, asked.n)

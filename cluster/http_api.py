@@ -3,6 +3,7 @@
 ```
 POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/{id}
 GET /health (the process answers)             GET /ready (a request would be served)
+GET /metrics (of the whole application, for Prometheus)
 GET /v1/router/explain?request_id=            why a request went where it went
 GET /version                                  GET /docs, /redoc, /openapi.json
 ```
@@ -33,13 +34,14 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster import json_size
 from quire.cluster.front_end import (
     EXPLAIN_HEADERS,
     TIMEOUT_HEADER,
+    counting_refusals,
     internal_error,
     is_label,
     request_label,
@@ -78,6 +80,7 @@ from quire.protos.errors import (
     UnsupportedEncoding,
     UnsupportedField,
 )
+from quire.protos.metric_families import CONTENT_TYPE
 from quire.router import resume
 from quire.router.types import ResumePoint, Service
 
@@ -147,6 +150,10 @@ def _add_generation_routes(
     app: FastAPI, get_service: Callable[[], Service], max_body_bytes: int, keepalive_s: float
 ) -> None:
     async def answer(request: Request, model: type[GenerationBody]) -> GenerationResponse:
+        with counting_refusals(get_service()):
+            return await prepared(request, model)
+
+    async def prepared(request: Request, model: type[GenerationBody]) -> GenerationResponse:
         body = parse_body(model, await _read_json(request, max_body_bytes))
         asked = body.to_request(request.state.request_id)
         last_id = request.headers.get(LAST_EVENT_ID)
@@ -242,6 +249,11 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
             "engine": readiness.engine,
         }
         return json_response(content, status_code=200 if readiness.ready else 503)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """The metrics of all routers and replicas, in Prometheus' text format: any router answers for all of them."""
+        return Response(await get_service().metrics(), headers={"content-type": CONTENT_TYPE})
 
     @app.get("/version")
     async def show_version() -> Response:

@@ -191,6 +191,10 @@ _BY_CODE: dict[str, type[QuireError]] = {
 }
 
 
+# All that a client may see.
+ERROR_CODES = tuple(sorted({*_BY_CODE, UnsupportedEncoding.code}))
+
+
 def from_wire(data: dict[str, Any]) -> QuireError:
     """Rebuild the error that `QuireError.to_wire` described; an unknown code becomes a `QuireError`."""
     cls = _BY_CODE.get(data.get("code", ""), QuireError)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavailable
 from quire.protos.flight import FlightRecorder
+from quire.protos.metric_families import Histogram
 from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
 from quire.replica.grammar import GrammarCompiler
@@ -88,6 +89,7 @@ class Engine:
         scheduler = Scheduler(self.config)
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # counters are read from any thread
+        self._tiers = (scheduler.blocks, scheduler.host.blocks)
         self._offline = None if on_output is not None else OfflineFront(self)
         self.recorder: FlightRecorder | None = None
         if flight_path is not None:
@@ -113,6 +115,7 @@ class Engine:
         )
         self._compiling_lock = threading.Lock()
         self._compiling: dict[Hashable, Request] = {}  # not yet the scheduler's
+        self.step_seconds: Histogram = self._loop.step_seconds  # a reading may be one step old
         self._loop.start()
         # A thread that the interpreter's end stops inside torch ends the process with SIGABRT.
         self._at_exit = weakref.finalize(
@@ -165,6 +168,11 @@ class Engine:
     def load(self) -> Load:
         """What the engine is doing; a reading from another thread may be one step old."""
         return self._loop.load()
+
+    def num_evictions(self) -> tuple[int, int]:
+        """Cached blocks dropped so far on the device and in the host tier; a reading may be one step old."""
+        device, host = self._tiers
+        return device.num_evictions, host.num_evictions
 
     def reconfigure(self, changes: Mapping[str, Any]) -> None:
         """Run on with other values of `LIGHT_FIELDS`; those that are not named are as at the start.

@@ -30,7 +30,7 @@ from quire.protos.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     ModelNotFound,
-    Overloaded,
+    QuireError,
     Unavailable,
     UnsupportedField,
     shown,
@@ -114,6 +114,8 @@ class RouterService:
         Takes every decision and what came of it; None: they are not recorded.
     peers
         Asks every router, this one included, for its `own_decisions`; None: there is no other.
+    scrape
+        Gathers the metrics of the whole application.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class RouterService:
         max_explained_decisions: int = 256,
         decision_log: DecisionLog | None = None,
         peers: Callable[[str | None, int], Awaitable[Decisions]] | None = None,
+        scrape: Callable[[], Awaitable[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -152,6 +155,7 @@ class RouterService:
         self.ring = DecisionRing(router_id, max_explained_decisions, clock)
         self.decision_log = decision_log
         self._peers = peers
+        self._scrape = scrape or _no_metrics
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
         self._detokenizers = DetokenizerFactory(tokenizer.tokenizer.backend)
@@ -182,11 +186,21 @@ class RouterService:
     async def generate(self, request: GenerationRequest) -> GenerationStream:
         """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""
         arrived_s = self.clock()
+        self.observer.on_request()
         try:
             return await self._generate(request, arrived_s)
-        except Overloaded:
-            self.observer.on_refusal(self.clock() - arrived_s)
+        except Exception as error:
+            self.observer.on_refusal(error, self.clock() - arrived_s)
             raise
+
+    def refused(self, error: QuireError) -> None:
+        """See `Service.refused`."""
+        self.observer.on_request()
+        self.observer.on_refusal(error, 0.0)
+
+    async def metrics(self) -> bytes:
+        """See `Service.metrics`."""
+        return await self._scrape()
 
     async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
         if request.model not in (None, self.facts.name):
@@ -507,6 +521,10 @@ class RouterService:
             hasher = RoutingHasher(hello.model_name, hello.revision, tenant)
             self._hashers[key] = hasher
         return hasher
+
+
+async def _no_metrics() -> bytes:
+    return b""
 
 
 async def _turn(ids: Sequence[int] | np.ndarray) -> None:

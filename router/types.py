@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from quire.protos.errors import QuireError
 from quire.protos.wire import Grammar, Load
 
 
@@ -280,6 +281,14 @@ class Service(Protocol):
         request_id
             None: the last `limit` decisions, whatever request they were for.
         """
+        ...
+
+    def refused(self, error: QuireError) -> None:
+        """Count a generation request that a front end has refused without a call of `generate`."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """What Prometheus scrapes: of all routers and replicas of the application."""
         ...
 
     def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:

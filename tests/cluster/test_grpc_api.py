@@ -729,6 +729,21 @@ def test_large_requests_are_refused_before_they_are_parsed(service, mode: str, n
     options = [("grpc.max_receive_message_length", 32 << 20)]
     run(service, mode, body, options)
     assert service.requests == []
+    assert service.refused_by_front_end == ["body_too_large"] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_refusals_are_counted_once_whoever_refuses(service, mode: str) -> None:
+    async def body(clients: Clients) -> None:
+        for method in (clients.generation.Generate, clients.generation.GenerateOnce):
+            await failure(method(request(prompt="x", cache_salt="x" * 300)))  # the service does
+            await failure(method(request(prompt="x", request_id="x" * 200)))
+            await failure(method(generation_pb2.GenerateRequest()))
+        await clients.generation.GenerateOnce(request(prompt="x"))
+        await failure(clients.control.WatchCache(control_pb2.WatchCacheRequest(period_ms=1)))
+
+    run(service, mode, body)
+    assert service.refused_by_front_end == ["invalid_request"] * 4
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ import openai
 import pytest
 import yaml
 from patient_channel import PatientChannel
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from quire.bench.report import Bar, commit, write
 from quire.cluster.ports import free_ports
@@ -77,8 +80,30 @@ class Cluster:
         replicas = deployments[deployment]["replicas"]
         return [r["pid"] for r in replicas if r["state"] == "RUNNING" and r["pid"]]
 
+    def metrics(self, timeout_s: float = 60.0) -> list[Sample]:
+        """What Prometheus scrapes from the HTTP port: all processes of the application, at most a second old."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=timeout_s) as response:
+            text = response.read().decode()
+        return [s for family in text_string_to_metric_families(text) for s in family.samples]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels, over all processes."""
+        found = [
+            s.value for s in self.metrics() if s.name == name and labels.items() <= s.labels.items()
+        ]
+        assert found, f"no {name} with {labels}"
+        return sum(found)
+
+    def buckets(self, name: str) -> Counter[float]:
+        """Of a histogram, over all processes: upper bounds, and how many values are at most that."""
+        found: Counter[float] = Counter()
+        for sample in self.metrics():
+            if sample.name == f"{name}_bucket":
+                found[float(sample.labels["le"])] += int(sample.value)
+        return found
+
     def ray_metrics(self) -> str:
-        """What Prometheus would scrape from this node."""
+        """What Ray's agent on this node exports."""
         nodes = json.loads(self._dashboard("/nodes?view=summary"))["data"]["summary"]
         port = nodes[0]["raylet"]["metricsExportPort"]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:

@@ -52,6 +52,14 @@ def test_default_proxy_streams_http_and_grpc(plain_cluster):
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_metrics_of_all_processes_come_through_the_default_proxy(plain_cluster):
+    """Here Serve's handles run in a thread of their own."""
+    samples = [s for s in plain_cluster.metrics() if s.name == "quire_build_info"]
+    assert sorted(s.labels["deployment"] for s in samples) == ["Replica", "Router", "Router"]
+    for deployment in ("Router", "Replica"):
+        assert plain_cluster.metric("quire_scrape_silent_processes", deployment=deployment) == 0
+
+
 def with_routers(cluster: Cluster, num: int) -> dict:
     config = copy.deepcopy(cluster.config)
     config["applications"][0]["args"]["routers"] = num
