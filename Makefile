@@ -13,11 +13,12 @@
 #   make gpu-rehearse   gpu-1 to gpu-3 without a GPU, with that machine's libraries: 5 GB to install, then some minutes
 #   make kernels-table  compile every kernel for every architecture against the committed table, five minutes
 #   make chaos   tests that kill processes   (SIZE=long for the long run)
+#   make clients   real clients against a real cluster: docs/clients.md   (CLIENTS_MODEL=./folder, ARGS="--only openai_python")
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test lint proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos
+.PHONY: help venv serve test lint proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos clients
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -118,3 +119,8 @@ chaos: $(INSTALLED)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m "chaos and not soak" tests/chaos $(ARGS)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m chaos --ignore tests/chaos $(ARGS)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m soak $(ARGS)
+
+# Each client has an environment of its own in .cache/clients, about 7 GB together.
+CLIENTS_MODEL ?=
+clients: $(INSTALLED)
+	$(BIN)/python tests/clients $(if $(CLIENTS_MODEL),--model "$(CLIENTS_MODEL)") $(ARGS)

@@ -1,0 +1,67 @@
+"""LangChain: `ChatOpenAI` and `OpenAI`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from checks import Count, Target, run
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
+
+PROMPTS = ["Name a colour.", "Name a city.", "Name a fish."]
+
+
+class City(BaseModel):
+    """A city."""
+
+    country: Literal["France", "Japan", "Peru"]
+    districts: int = Field(ge=1, le=99)
+
+
+def _chat(target: Target, **options) -> ChatOpenAI:
+    options = {"max_tokens": 16, "max_retries": 0, **options}
+    return ChatOpenAI(base_url=target.api, api_key="none", model=target.model, **options)
+
+
+def invoke(target: Target) -> None:
+    answer = _chat(target).invoke("Hello")
+    assert answer.content
+    assert 1 <= answer.usage_metadata["output_tokens"] <= 16
+
+
+def stream(target: Target) -> None:
+    chunks = list(_chat(target, temperature=0).stream("Hello"))
+    assert len(chunks) > 2
+    whole = _chat(target, temperature=0).invoke("Hello").content
+    assert "".join(chunk.content for chunk in chunks) == whole
+
+
+def batch(target: Target) -> Count:
+    answers = _chat(target).batch(PROMPTS)
+    return Count(sum(bool(answer.content) for answer in answers), len(PROMPTS), "answers")
+
+
+def completion_batch(target: Target) -> Count:
+    """`OpenAI().batch` sends its prompts as one request with a list."""
+    llm = OpenAI(base_url=target.api, api_key="none", model=target.model, max_tokens=8)
+    return Count(sum(bool(text) for text in llm.batch(PROMPTS)), len(PROMPTS), "answers")
+
+
+def structured_output(target: Target) -> None:
+    llm = _chat(target, max_tokens=64).with_structured_output(City)
+    assert isinstance(llm.invoke("A city?"), City)
+
+
+def logprobs(target: Target) -> None:
+    content = _chat(target, logprobs=True).invoke("Hello").response_metadata["logprobs"]["content"]
+    assert content and all(token["logprob"] <= 0 for token in content)
+
+
+def bind_tools(target: Target) -> None:
+    assert _chat(target).bind_tools([City], tool_choice="City").invoke("A city?").tool_calls
+
+
+run(
+    [invoke, stream, batch, completion_batch, structured_output, logprobs],
+    not_served=[bind_tools],
+)

@@ -1,0 +1,96 @@
+"""lm-eval's `local-completions` on two small tasks: its numbers do not depend on `--batch_size`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from functools import cache
+from typing import Any
+
+from checks import Count, Target, run
+
+QUESTIONS = [
+    ("The capital of France is", ["Paris", "Berlin", "a fish", "seven"], 0),
+    ("The opposite of hot is", ["warm", "cold", "green", "up"], 1),
+    ("Two plus two is", ["nine", "five", "four", "blue"], 2),
+    ("Grass is usually", ["red", "loud", "square", "green"], 3),
+    ("A week has this number of days:", ["seven", "two", "ninety", "zero"], 0),
+    ("Cats and dogs are", ["stones", "animals", "numbers", "planets"], 1),
+]
+# lm-eval reads tasks in YAML, of which JSON is a part.
+_DATA = {"dataset_path": "json", "test_split": "test"}
+_CHOICE = {
+    "task": "quire_choice",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+_GENERATE = {
+    "task": "quire_generate",
+    "output_type": "generate_until",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{choices[answer]}}",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 16, "temperature": 0},
+    "metric_list": [{"metric": "exact_match"}],
+}
+
+
+@cache
+def _samples(target: Target, batch_size: int) -> dict[str, list[dict[str, Any]]]:
+    """What the server answered and how it was scored, by task and in the order of the data."""
+    folder = target.work / f"batch_{batch_size}"
+    folder.mkdir()
+    data = folder / "questions.jsonl"
+    rows = [dict(zip(("question", "choices", "answer"), row, strict=True)) for row in QUESTIONS]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for task in (_CHOICE, _GENERATE):
+        text = json.dumps(_DATA | task | {"dataset_kwargs": {"data_files": {"test": str(data)}}})
+        folder.joinpath(f"{task['task']}.yaml").write_text(text)
+    arguments = f"model={target.model},base_url={target.api}/completions"
+    arguments += f",tokenizer={target.tokenizer},max_length=2048,num_concurrent=1,max_retries=1"
+    command = ["lm-eval", "run", "--model", "local-completions", "--model_args", arguments]
+    command += ["--tasks", f"{_CHOICE['task']},{_GENERATE['task']}", "--include_path", str(folder)]
+    command += ["--batch_size", str(batch_size), "--log_samples", "--output_path", str(folder)]
+    environment = os.environ | {"HF_HOME": str(folder / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-400:])
+    return {
+        task["task"]: [
+            {name: row[name] for name in ("doc_id", "resps", *_scores(task))}
+            for path in folder.rglob(f"samples_{task['task']}_*.jsonl")
+            for row in map(json.loads, path.read_text().splitlines())
+        ]
+        for task in (_CHOICE, _GENERATE)
+    }
+
+
+def _scores(task: dict[str, Any]) -> list[str]:
+    return [metric["metric"] for metric in task["metric_list"]]
+
+
+def _equal(target: Target, task: str) -> Count:
+    """Questions with the same answers and scores with batches of 4 as one by one."""
+    alone, batched = _samples(target, 1)[task], _samples(target, 4)[task]
+    num = sum(row in alone for row in batched)
+    return Count(num, len(QUESTIONS), "questions")
+
+
+def loglikelihood_batches(target: Target) -> Count:
+    return _equal(target, _CHOICE["task"])
+
+
+def generate_until_batches(target: Target) -> Count:
+    return _equal(target, _GENERATE["task"])
+
+
+def accuracy(target: Target) -> Count:
+    """The model knows at least half of the answers; guesses find a quarter."""
+    rows = _samples(target, 4)[_CHOICE["task"]]
+    return Count(int(sum(row["acc"] for row in rows)), len(QUESTIONS) // 2, "questions")
+
+
+run([loglikelihood_batches, generate_until_batches, accuracy])

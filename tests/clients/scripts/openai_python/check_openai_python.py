@@ -1,0 +1,195 @@
+"""openai-python: both endpoints, whole and streamed, with the options that they share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Literal
+
+import openai
+from checks import Count, Target, run
+from pydantic import BaseModel, Field
+
+QUESTION = [{"role": "user", "content": "Name three colours."}]
+STREAMS = 50
+
+
+class City(BaseModel):
+    country: Literal["France", "Japan", "Peru"]
+    districts: int = Field(ge=1, le=99)
+
+
+def _client(target: Target) -> openai.OpenAI:
+    return openai.OpenAI(base_url=target.api, api_key="none", max_retries=0)
+
+
+def _chat(target: Target, **options):
+    options = {"model": target.model, "messages": QUESTION, "max_tokens": 16, **options}
+    return _client(target).chat.completions.create(**options)
+
+
+def _completion(target: Target, **options):
+    options = {"model": target.model, "prompt": "One, two,", "max_tokens": 8, **options}
+    return _client(target).completions.create(**options)
+
+
+def models(target: Target) -> None:
+    assert [model.id for model in _client(target).models.list()] == [target.model]
+
+
+def chat(target: Target) -> None:
+    answer = _chat(target, temperature=0)
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 16
+
+
+def chat_stream(target: Target) -> None:
+    """Streamed with a seed, the same text as whole; usage at the end."""
+    whole = _chat(target, seed=7)
+    *chunks, last = _chat(target, seed=7, stream=True, stream_options={"include_usage": True})
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def completions(target: Target) -> None:
+    answer = _completion(target, temperature=0)
+    stream = _completion(target, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
+    assert answer.usage.completion_tokens == 8
+
+
+def choices(target: Target) -> None:
+    answer = _chat(target, n=3, seed=1)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) > 1
+
+
+def chat_logprobs(target: Target) -> None:
+    content = (
+        _chat(target, logprobs=True, top_logprobs=3, temperature=0).choices[0].logprobs.content
+    )
+    assert len(content) == 16
+    for token in content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == max(top.logprob for top in token.top_logprobs)
+
+
+def echo_logprobs(target: Target) -> None:
+    answer = _completion(target, echo=True, logprobs=2, max_tokens=0)
+    scores = answer.choices[0].logprobs
+    assert answer.choices[0].text == "One, two,"
+    assert scores.token_logprobs[0] is None and all(x < 0 for x in scores.token_logprobs[1:])
+    assert "".join(scores.tokens) == "One, two,"
+
+
+def list_of_prompts(target: Target) -> None:
+    prompts = ["One, two,", "The capital of France is", "Red, green,"]
+    together = _completion(target, prompt=prompts, temperature=0)
+    alone = [
+        _completion(target, prompt=prompt, temperature=0).choices[0].text for prompt in prompts
+    ]
+    assert [choice.text for choice in together.choices] == alone
+    assert together.usage.completion_tokens == 8 * len(prompts)
+
+
+def stop_string(target: Target) -> None:
+    whole = _completion(target, temperature=0, max_tokens=16).choices[0].text
+    stop = whole.split()[2]
+    answer = _completion(target, temperature=0, max_tokens=16, stop=[stop])
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def parse(target: Target) -> None:
+    """Structured output: `chat.completions.parse` with a pydantic model."""
+    answer = _client(target).chat.completions.parse(
+        model=target.model, messages=QUESTION, response_format=City, max_tokens=64
+    )
+    assert isinstance(answer.choices[0].message.parsed, City)
+
+
+def json_object(target: Target) -> None:
+    """An object, or the beginning of one where the model came to its limit."""
+    answer = _chat(target, response_format={"type": "json_object"}, max_tokens=200, temperature=0)
+    text = answer.choices[0].message.content
+    assert text.lstrip().startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+def stream_helper(target: Target) -> None:
+    """Its events, and at the end the parsed object."""
+    with _client(target).chat.completions.stream(
+        model=target.model, messages=QUESTION, response_format=City, max_tokens=64
+    ) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        message = stream.get_final_completion().choices[0].message
+    assert "".join(deltas) == message.content
+    assert isinstance(message.parsed, City)
+
+
+def refusal(target: Target) -> None:
+    """A wrong value is the client's BadRequestError, and its message names the field."""
+    try:
+        _chat(target, temperature=-1)
+    except openai.BadRequestError as error:
+        assert "temperature" in str(error)
+    else:
+        raise AssertionError("a temperature of -1 was accepted")
+
+
+def parallel_streams(target: Target) -> Count:
+    async def one(client: openai.AsyncOpenAI) -> int:
+        stream = await client.chat.completions.create(
+            model=target.model,
+            messages=QUESTION,
+            max_completion_tokens=16,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        usage = [chunk.usage async for chunk in stream if chunk.usage]
+        return usage[-1].completion_tokens
+
+    async def together() -> list[int | BaseException]:
+        async with openai.AsyncOpenAI(base_url=target.api, api_key="none", max_retries=0) as client:
+            tasks = [one(client) for _ in range(STREAMS)]
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    lens = asyncio.run(together())
+    return Count(sum(isinstance(n, int) and 1 <= n <= 16 for n in lens), STREAMS, "streams")
+
+
+def tools(target: Target) -> None:
+    function = {"name": "now", "parameters": {"type": "object", "properties": {}}}
+    answer = _chat(
+        target, tools=[{"type": "function", "function": function}], tool_choice="required"
+    )
+    assert answer.choices[0].message.tool_calls
+
+
+def responses(target: Target) -> None:
+    assert _client(target).responses.create(model=target.model, input="Hello").output_text
+
+
+run(
+    [
+        models,
+        chat,
+        chat_stream,
+        completions,
+        choices,
+        chat_logprobs,
+        echo_logprobs,
+        list_of_prompts,
+        stop_string,
+        parse,
+        json_object,
+        stream_helper,
+        refusal,
+        parallel_streams,
+    ],
+    not_served=[tools, responses],
+)

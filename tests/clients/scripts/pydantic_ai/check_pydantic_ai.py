@@ -1,0 +1,53 @@
+"""pydantic-ai: an agent with text, a stream and structured output."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from checks import Target, run
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+from pydantic_ai.settings import ModelSettings
+
+
+class City(BaseModel):
+    """A city."""
+
+    country: Literal["France", "Japan", "Peru"]
+    districts: int = Field(ge=1, le=99)
+
+
+def _agent(target: Target, output_type=str) -> Agent:
+    provider = OpenAIProvider(base_url=target.api, api_key="none")
+    model = OpenAIChatModel(target.model, provider=provider)
+    settings = ModelSettings(max_tokens=64, temperature=0)
+    return Agent(model, output_type=output_type, model_settings=settings, retries=0)
+
+
+def text(target: Target) -> None:
+    result = _agent(target).run_sync("Name a city.")
+    assert result.output
+    assert 1 <= result.usage.output_tokens <= 64
+
+
+def stream(target: Target) -> None:
+    async def streamed() -> str:
+        async with _agent(target).run_stream("Name a city.") as result:
+            return "".join([delta async for delta in result.stream_text(delta=True)])
+
+    assert asyncio.run(streamed()) == _agent(target).run_sync("Name a city.").output
+
+
+def native_output(target: Target) -> None:
+    assert isinstance(_agent(target, NativeOutput(City)).run_sync("Name a city.").output, City)
+
+
+def tool_output(target: Target) -> None:
+    """The default for structured output: a tool."""
+    assert isinstance(_agent(target, City).run_sync("Name a city.").output, City)
+
+
+run([text, stream, native_output], not_served=[tool_output])
