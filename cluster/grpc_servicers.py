@@ -82,9 +82,31 @@ def _add(add: Callable[[Any, Any], None], module: Any, servicer: Any, server: An
         name: handler._replace(request_deserializer=_bounded(module, service, name))
         for name, handler in given.by_method.items()
     }
-    generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
+    generic = _ServiceHandler(service.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
     server.add_registered_method_handlers(service.full_name, handlers)
+
+
+class _ServiceHandler(grpc.GenericRpcHandler):
+    """The methods of a service. Any other one of it is refused by the names of those that there are.
+
+    Ray Serve reads and replaces `_method_handlers`, as it does with grpcio's own class.
+    """
+
+    def __init__(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]):
+        self._prefix = f"/{service}/"
+        self._method_handlers = {self._prefix + name: h for name, h in handlers.items()}
+        self._refusal = f"this method is not served; {service} has {', '.join(sorted(handlers))}"
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """The handler of a call; None for other services."""
+        if not details.method.startswith(self._prefix):
+            return None
+        handler = self._method_handlers.get(details.method)
+        return handler or grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    async def _refuse(self, requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, self._refusal)
 
 
 def _bounded(module: Any, service: Any, method: str) -> Callable[[bytes], Message | Refused]:
