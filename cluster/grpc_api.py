@@ -41,7 +41,7 @@ from quire.cluster.front_end import (
     served_role,
     timeout_seconds,
 )
-from quire.cluster.grpc_servicers import Refused, accepted
+from quire.cluster.grpc_servicers import Unparsed, accepted
 from quire.cluster.watchers import FORWARDED_FOR, Watchers, client_of
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
@@ -260,9 +260,8 @@ class GrpcApi:
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
         """Whether a service would serve a call made now."""
-        if isinstance(request, Refused):
-            grpc_context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
-            grpc_context.set_details(request.message)
+        if isinstance(request, Unparsed):
+            _set_status(grpc_context, request.error)
             return health_pb2.HealthCheckResponse()
         status = self._health(request.service)
         if status == _SERVICE_UNKNOWN:

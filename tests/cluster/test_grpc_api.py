@@ -744,6 +744,23 @@ def test_other_services_refuse_large_requests_too(service, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_bytes_that_are_no_message_are_refused(service, mode: str) -> None:
+    async def main() -> None:
+        async with serving(service, mode) as clients:
+            for method, kind in (
+                ("quire.v1.Generation/Generate", "quire.v1.GenerateRequest"),
+                ("quire.v1.Generation/GenerateOnce", "quire.v1.GenerateRequest"),
+                ("quire.v1.Control/GetLoads", "quire.v1.GetLoadsRequest"),
+                ("grpc.health.v1.Health/Check", "grpc.health.v1.HealthCheckRequest"),
+            ):
+                error = await failure(clients.channel.unary_unary(f"/{method}")(b"\xff" * 9))
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
+                assert error.details() == f"the request must be a {kind}"
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_many_turns_are_refused_by_name(service, mode: str) -> None:
     async def body(clients: Clients) -> None:
         many = generation_pb2.ChatMessages(messages=[TURN] * 4097)
