@@ -1,8 +1,8 @@
 """Small requests in a steady rhythm, over HTTP and gRPC: `neighbours.py HTTP_PORT GRPC_PORT`, until its input ends.
 
-In a process of its own, so that the clients beside do not count for its times. It prints a JSON list with one entry for
-each request: its kind, when it was sent (`time.monotonic`), the seconds that it took, and what went wrong. Entries of
-the kind `late` say by how much the process itself was late.
+In a process of its own, so that the hostile clients do not count for its times. It prints a JSON object. `answers` has
+the kind of each request, when it was sent (`time.monotonic`), the seconds that it took, and what went wrong. `waits`
+has the times in which this process had something to do and no core, from and until.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from patient_channel import aio_channel, was_not_sent
 from quire.protos import generation_pb2, generation_pb2_grpc
 
 PAUSE_S = 0.1
-LATE_PERIOD_S = 0.02
+WATCH_PERIOD_S = 0.02
 NUM_TOKENS = 2
 BODY = {"prompt": "The harbour", "max_tokens": NUM_TOKENS, "ignore_eos": True}
 TIMEOUT_S = 60
@@ -57,7 +57,8 @@ async def over_grpc(address: str) -> str:
 
 
 async def main(http_port: int, grpc_port: int) -> None:
-    found: list[tuple[str, float, float, str]] = []
+    answers: list[tuple[str, float, float, str]] = []
+    waits: list[tuple[float, float]] = []
     ended = asyncio.Event()
 
     async def user(kind: str, ask: Callable[[], Awaitable[str]]) -> None:
@@ -67,15 +68,14 @@ async def main(http_port: int, grpc_port: int) -> None:
                 error = await ask()
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
-            found.append((kind, began_s, time.monotonic() - began_s, error))
+            answers.append((kind, began_s, time.monotonic() - began_s, error))
             await asyncio.sleep(PAUSE_S)
 
     async def watch() -> None:
-        """How late this process comes to what it wants to do: the machine's part of the times."""
         while not ended.is_set():
-            began_s = time.monotonic()
-            await asyncio.sleep(LATE_PERIOD_S)
-            found.append(("late", began_s, time.monotonic() - began_s - LATE_PERIOD_S, ""))
+            due_s = time.monotonic() + WATCH_PERIOD_S
+            await asyncio.sleep(WATCH_PERIOD_S)
+            waits.append((due_s, time.monotonic()))
 
     asyncio.get_running_loop().add_reader(sys.stdin, ended.set)
     url, address = f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}"
@@ -86,7 +86,7 @@ async def main(http_port: int, grpc_port: int) -> None:
             watch(),
             user("gRPC on a new connection", lambda: over_grpc(address)),
         )
-    print(json.dumps(found))
+    print(json.dumps({"answers": answers, "waits": waits}))
 
 
 asyncio.run(main(*map(int, sys.argv[1:])))
