@@ -17,6 +17,7 @@ from quire.protos.errors import (
     QuireError,
     UnsupportedField,
 )
+from quire.router.refused_fields import NO_TOOLS
 from quire.router.types import Explain, GenerationStream, OutputDelta, Service, TokenScores
 
 logger = logging.getLogger(__name__)
@@ -55,14 +56,11 @@ def served_role(role: str, field: str) -> str:
     InvalidRequest
         Any other unknown role.
     """
+    refusal = f"{field} must be one of {', '.join(ROLES)}, got {role[:64]!r}"
     if role in _TOOL_ROLES:
-        raise UnsupportedField(
-            f"{field}: {role!r} is not supported: tool calls are not served", field=field
-        )
+        raise UnsupportedField(f"{NO_TOOLS}: {refusal}", field=field)
     if role not in ROLES:
-        raise InvalidRequest(
-            f"{field} must be one of {', '.join(ROLES)}, got {role[:64]!r}", field=field
-        )
+        raise InvalidRequest(refusal, field=field)
     return ROLES[role]
 
 

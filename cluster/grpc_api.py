@@ -42,11 +42,11 @@ from quire.cluster.front_end import (
     served_role,
     timeout_seconds,
 )
-from quire.cluster.grpc_servicers import Refused, accepted
+from quire.cluster.grpc_servicers import Unparsed, accepted
 from quire.cluster.watchers import FORWARDED_FOR, Watchers, client_of
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
-from quire.protos.errors import InvalidRequest, QuireError
+from quire.protos.errors import InvalidRequest, QuireError, shown
 from quire.protos.wire import Grammar, Load
 from quire.router import params, resume
 from quire.router.params import DEFAULT_LIMITS
@@ -196,7 +196,9 @@ class GrpcApi:
             asked = _generation_request(request, grpc_context)
             if request.resume_from:
                 raise InvalidRequest(
-                    "resume_from: only streams are resumed, by Generate", field="resume_from"
+                    "only streams are resumed, by Generate: resume_from must be empty for GenerateOnce, got "
+                    f"{shown(request.resume_from)}",
+                    field="resume_from",
                 )
         stream = await self.service.generate(asked)
         try:
@@ -268,9 +270,8 @@ class GrpcApi:
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
         """Whether a service would serve a call made now."""
-        if isinstance(request, Refused):
-            grpc_context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
-            grpc_context.set_details(request.message)
+        if isinstance(request, Unparsed):
+            _set_status(grpc_context, request.error)
             return health_pb2.HealthCheckResponse()
         status = self._health(request.service)
         if status == _SERVICE_UNKNOWN:
@@ -373,7 +374,7 @@ def _input(request: generation.GenerateRequest) -> dict[str, Any]:
         params.at_most("messages", num_messages, DEFAULT_LIMITS.max_messages, "messages")
         turns = tuple(map(_turn, range(1 << 31), request.messages.messages))
         return {"messages": turns, **_template_options(request.messages)}
-    raise InvalidRequest("input: one of prompt, token_ids and messages is required", field="input")
+    raise InvalidRequest("input is required: one of prompt, token_ids and messages", field="input")
 
 
 def _template_options(chat: generation.ChatMessages) -> dict[str, Any]:
@@ -403,7 +404,7 @@ def _grammar(request: generation.GenerateRequest) -> Grammar | None:
     if kind == "grammar":
         return Grammar("lark", asked.grammar, field)
     raise InvalidRequest(
-        "structured_output: one of json_schema, json_object, regex, choice and grammar is required",
+        "structured_output must have one of json_schema, json_object, regex, choice and grammar, got none",
         field="structured_output",
     )
 

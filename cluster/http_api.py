@@ -35,6 +35,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster import json_size
@@ -62,23 +63,18 @@ from quire.cluster.http_answers import (
     json_response,
     model_card,
 )
+from quire.cluster.http_body import parse_body, refusal
+from quire.cluster.http_chats import ChatCompletionRequest, TextPart
+from quire.cluster.http_completions import CompletionRequest
 from quire.cluster.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
-from quire.cluster.http_schema import (
-    IGNORED_FIELDS,
-    UNSUPPORTED_FIELDS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    TextPart,
-    parse_body,
-    refusal,
-)
+from quire.cluster.http_schema import IGNORED_FIELDS
 from quire.protos.errors import (
     BodyTooLarge,
     InvalidRequest,
-    ModelNotFound,
     QuireError,
     UnsupportedEncoding,
     UnsupportedField,
+    model_not_found,
 )
 from quire.protos.metric_families import CONTENT_TYPE
 from quire.router import resume
@@ -89,6 +85,7 @@ DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
 # Headers of an answer that a page's script may read.
 _EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", *EXPLAIN_HEADERS)
 _PREFLIGHT_S = 3600  # for which a browser remembers a preflight
+_MAX_SHOWN_CHARS = 256  # of a path
 # A client that is still sending when it is refused must be read to the end, or its connection is
 # reset before it has seen the answer. Beyond so many bodies' worth it may be.
 _DISCARDED_BODIES = 8
@@ -118,7 +115,12 @@ def build_app(
         Origins of pages whose scripts may use the API; `*`: all.
     """
     version = importlib.metadata.version("quire")
-    app = FastAPI(title="Quire", version=version, redirect_slashes=False)
+    app = FastAPI(
+        title="Quire",
+        version=version,
+        redirect_slashes=False,
+        swagger_ui_oauth2_redirect_url=None,
+    )
     app.add_middleware(_Boundary, echo_request_id=echo_request_id)
     if cors_origins:
         # Added last, so outermost: a page may read every answer, errors too. A browser sends no cookie and no
@@ -167,8 +169,8 @@ def _add_generation_routes(
         event_ids = last_id is not None or body.asks_for_event_ids()
         if event_ids and body.stream and asked.prompts:
             raise UnsupportedField(
-                f"the stream of a list of prompts cannot be resumed: {LAST_EVENT_ID} and "
-                f"stream_options.include_event_ids only with one prompt, got {len(asked.prompts)}",
+                f"the stream of a list of prompts cannot be resumed: with {LAST_EVENT_ID} and "
+                f"stream_options.include_event_ids prompt must be one, got a list of {len(asked.prompts)}",
                 field="prompt",
             )
         return GenerationResponse(
@@ -176,14 +178,14 @@ def _add_generation_routes(
         )
 
     @app.post(
-        "/v1/completions",
+        CompletionRequest.path,
         **_generation_docs("Continue a prompt.", CompletionRequest, Completion, Completion),
     )
     async def completions(request: Request) -> Response:
         return await answer(request, CompletionRequest)
 
     @app.post(
-        "/v1/chat/completions",
+        ChatCompletionRequest.path,
         **_generation_docs(
             "Answer the last turn of a conversation.",
             ChatCompletionRequest,
@@ -206,11 +208,7 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
         """One model."""
         info = get_service().model_info()
         if model_id != info.name:
-            raise ModelNotFound(
-                f"model: {model_id[:256]!r} is not served here; this application serves "
-                f"{info.name!r}",
-                field="model",
-            )
+            raise model_not_found(model_id, [info.name])
         return json_response(model_card(info))
 
     @app.get("/v1/router/explain", response_model=DecisionList, responses=_ERRORS)
@@ -387,8 +385,10 @@ async def _on_quire_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Unknown routes and methods."""
     assert isinstance(error, HTTPException)
+    served = ", ".join(_served(request.app, request.scope.get("root_path", "")))
+    asked = f"{request.method[:_MAX_SHOWN_CHARS]} {request.scope['path'][:_MAX_SHOWN_CHARS]}"
     detail = {
-        "message": f"{request.method} {request.scope['path'][:256]}: {error.detail}",
+        "message": f"{asked} is not served; served are {served}",
         "type": "invalid_request_error",
         "param": None,
         "code": str(error.detail).lower().replace(" ", "_"),
@@ -396,6 +396,16 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return json_response(
         {"error": detail}, status_code=error.status_code, headers=dict(error.headers or {})
     )
+
+
+def _served(app: FastAPI, prefix: str) -> list[str]:
+    """Methods and path of every route below the application's prefix, pages at the end."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    routes.sort(key=lambda route: not route.include_in_schema)
+    return [
+        f"{' and '.join(sorted(route.methods - {'HEAD'}))} {prefix}{route.path_format}"
+        for route in routes
+    ]
 
 
 async def _on_bad_parameter(request: Request, error: Exception) -> Response:
@@ -423,16 +433,15 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def _generation_docs(
-    purpose: str, request: type[BaseModel], answer: type[BaseModel], chunk: type[BaseModel]
+    purpose: str, request: type[GenerationBody], answer: type[BaseModel], chunk: type[BaseModel]
 ) -> dict[str, Any]:
     """Route arguments that describe a body which the route reads by itself."""
-    refused = sorted(UNSUPPORTED_FIELDS.keys() - request.model_fields.keys())
     schema = {"$ref": _REFERENCE.format(model=request.__name__)}
     events = {"schema": {"$ref": _REFERENCE.format(model=chunk.__name__)}}
     return {
         "description": (
             f"{purpose}\n\nAccepted and ignored: {', '.join(sorted(IGNORED_FIELDS))}. "
-            f"Refused unless null or neutral: {', '.join(refused)}. Any other field is refused."
+            f"Refused unless null or neutral: {', '.join(sorted(request.refused))}. Any other field is refused."
         ),
         "response_model": answer,
         "responses": {200: {"content": {"text/event-stream": events}}, **_ERRORS},

@@ -29,11 +29,10 @@ from quire.protos.engine_facts import engine_facts
 from quire.protos.errors import (
     ContextLengthExceeded,
     InvalidRequest,
-    ModelNotFound,
     QuireError,
     Unavailable,
     UnsupportedField,
-    shown,
+    model_not_found,
 )
 from quire.protos.wire import (
     Hello,
@@ -204,11 +203,7 @@ class RouterService:
 
     async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
         if request.model not in (None, self.facts.name):
-            raise ModelNotFound(
-                f"model: {shown(request.model)} is not served here; this application serves "
-                f"{self.facts.name!r}",
-                field="model",
-            )
+            raise model_not_found(request.model, [self.facts.name])
         params.check(request, self.facts.limits)
         candidates = self._candidates(request)
         self.gate.check(request.tenant, request.priority)
@@ -444,7 +439,7 @@ class RouterService:
         if request.messages is not None:
             if self._template is None:
                 raise UnsupportedField(
-                    "messages: the checkpoint has no chat template; configure `chat_template` or "
+                    "the checkpoint has no chat template, so messages are not served; configure `chat_template` or "
                     "use /v1/completions",
                     field="messages",
                 )

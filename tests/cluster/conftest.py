@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.protos.errors import ModelNotFound, QuireError
+from quire.protos.errors import QuireError, model_not_found
 from quire.protos.wire import Load
 from quire.router import params
 from quire.router.chat_template import check_messages
@@ -170,7 +170,7 @@ class FakeService:
         self.requests.append(request)
         self._refuse()
         if request.model not in (None, MODEL):
-            raise ModelNotFound(f"model: {request.model!r} is not served", field="model")
+            raise model_not_found(request.model, [MODEL])
         params.check(request)
         if request.messages is not None:
             prompt_len = sum(len(str(m["content"])) for m in check_messages(request.messages))
