@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from quire.bench import report
+from quire.cluster.http_body import parse_body
+from quire.cluster.http_completions import CompletionRequest
 from quire.cluster.http_generation import GenerationResponse
-from quire.cluster.http_schema import CompletionRequest, parse_body
 from quire.protos.wire import Frame, Hello, Load
 from quire.replica.attachments import Attachments
 from quire.replica.checkpoint import resolve_checkpoint

@@ -11,6 +11,7 @@ import json
 import ssl
 import time
 import urllib.parse
+import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class OpenAIClient:
     Parameters
     ----------
     url
-        http:// or https://, with the prefix that comes before /v1.
+        http:// or https://, with the prefix that comes before /v1, with or without /v1.
     model
         The name in the request.
     extra
@@ -76,7 +77,7 @@ class OpenAIClient:
         timeout_s: float = 600.0,
         headers: Mapping[str, str] = _NO_HEADERS,
     ):
-        self._url = urllib.parse.urlsplit(url)
+        self._url = urllib.parse.urlsplit(_without_version(url))
         if self._url.scheme not in ("http", "https") or not self._url.hostname:
             raise ValueError(f"url: must be http://HOST:PORT or https://..., got {url!r}")
         self._model, self._extra, self._timeout_s = model, extra or {}, timeout_s
@@ -254,6 +255,36 @@ def _explain(answer: Answer, headers: Mapping[str, Any]) -> None:
     answer.replica = str(headers.get("x-quire-replica", ""))
     predicted = headers.get("x-quire-predicted-cached-tokens")
     answer.predicted_tokens = None if predicted is None else int(predicted)
+
+
+def served_model(url: str, timeout_s: float = 30.0) -> str:
+    """The only model of a server, which lists it.
+
+    Parameters
+    ----------
+    url
+        As `OpenAIClient` takes it.
+
+    Raises
+    ------
+    ValueError
+        It lists none or several, or does not answer.
+    """
+    place = f"{_without_version(url)}/v1/models"
+    try:
+        with urllib.request.urlopen(place, timeout=timeout_s) as response:
+            names = [model["id"] for model in json.load(response)["data"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{place} does not say which model is served: {error}; give --model"
+        ) from None
+    if len(names) != 1:
+        raise ValueError(f"{place} lists {len(names)} models: {', '.join(names)}; give --model")
+    return names[0]
+
+
+def _without_version(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def connect(url: str, model: str, extra: dict[str, Any] | None = None) -> Client:

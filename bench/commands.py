@@ -109,7 +109,9 @@ def _add_compare(actions: argparse._SubParsersAction) -> None:
 def _add_serve(actions: argparse._SubParsersAction) -> None:
     parser = actions.add_parser("serve", help="a load on a running server")
     parser.add_argument("url", help="http://HOST:PORT (OpenAI's API) or grpc://HOST:PORT (Quire)")
-    parser.add_argument("--model", default="", help="the name in requests")
+    parser.add_argument(
+        "--model", default="", help="the name in requests; default: the server's only one"
+    )
     parser.add_argument(
         "--extra", type=_json_object, default={}, help="fields of HTTP bodies, as JSON"
     )

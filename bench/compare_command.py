@@ -66,7 +66,8 @@ def main(options: argparse.Namespace) -> int:
         **summary,
     )
     if not options.no_plots:
-        plots.comparison(summary["rows"], options.out / "compare.png")
+        for sentence in plots.comparison(summary["rows"], options.out / "compare.png"):
+            print(sentence)
     print(f"written to {options.out}")
     return 1 if found.failures else 0
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import grpc
 import uvloop
 
-from quire.cluster.local_serve import free_ports
+from quire.cluster.ports import free_ports
 from quire.protos import generation_pb2 as pb
 
 _METHOD = "quire.v1.Generation", "Generate"

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.report import ROOT
-from quire.cluster.local_serve import free_ports, serve_details
+from quire.cluster.ports import free_ports
+from quire.cluster.serve_api import serve_details
 
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # The proxy's way to the routers goes over ports from a window, on which several processes may listen at once: another

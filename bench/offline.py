@@ -150,10 +150,14 @@ def main(options: argparse.Namespace) -> int:
         startup_s=found["startup_s"],
         rows=rows,
     )
+    left_out: list[str] = []
     if not options.no_plots:
         for name, (run, samples, began_s) in found["last"].items():
-            plots.cache(samples, run, began_s, out / f"offline_{_file_name(name)}_cache.png")
-        plots.throughput_and_latency(rows, out / "offline_latency.png", is_sweep=False)
+            path = out / f"offline_{_file_name(name)}_cache.png"
+            left_out += plots.cache(samples, run, began_s, path)
+        left_out += plots.throughput_and_latency(rows, out / "offline_latency.png", is_sweep=False)
+    for sentence in left_out:
+        print(sentence)
     print(f"written to {out}")
     return 0
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +12,57 @@ from quire.bench.cache_watch import CacheSample
 from quire.bench.measures import hit_rate_over_time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from matplotlib.axes import Axes
 
     from quire.bench.load import Run
 
 _SIZE = (7.0, 4.2)
+_NOTHING_ANSWERED = "no request was answered"
+_UNWATCHED = "the cache was not watched; give --watch HOST:PORT of Quire's gRPC"
 
 
 class NoPlots(RuntimeError):
     """matplotlib is not installed."""
 
 
-@contextmanager
-def _figure(path: Path, columns: int = 1) -> Iterator[Any]:
-    """The axes of a figure that is written to `path`: one, or a list."""
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """One frame of a figure."""
+
+    name: str
+    draw: Callable[[Axes], None]
+    missing: str = ""  # why there is nothing to draw
+
+
+def _figure(path: Path, panels: Sequence[_Panel]) -> list[str]:
+    """Write the panels that have data beside each other to `path`, or no file.
+
+    Returns
+    -------
+    A sentence about each panel that is not drawn.
+
+    Raises
+    ------
+    NoPlots
+        matplotlib is not installed.
+    """
+    path.unlink(missing_ok=True)  # of an earlier run
+    drawn = [panel for panel in panels if not panel.missing]
+    if drawn:
+        pyplot = _pyplot()
+        figure, frames = pyplot.subplots(
+            1, len(drawn), figsize=(_SIZE[0] * len(drawn), _SIZE[1]), squeeze=False
+        )
+        for axes, panel in zip(frames[0], drawn, strict=True):
+            panel.draw(axes)
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+    return [f"{path.name}: {p.name} not drawn: {p.missing}" for p in panels if p.missing]
+
+
+def _pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -34,17 +70,12 @@ def _figure(path: Path, columns: int = 1) -> Iterator[Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=(_SIZE[0] * columns, _SIZE[1]))
-    yield axes
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    return pyplot
 
 
 def throughput_and_latency(
     rows: Sequence[dict[str, Any]], path: Path, *, is_sweep: bool = True
-) -> None:
+) -> list[str]:
     """Throughput against latency, a point for each load, and percentiles of TTFT and gaps beside it.
 
     Parameters
@@ -53,31 +84,55 @@ def throughput_and_latency(
         Of `measures.summarise`, with `load`: the rate or the concurrency.
     is_sweep
         The rows are one load that grows: its points are joined by lines.
+
+    Returns
+    -------
+    A sentence about each part that is not drawn, as of every plot here.
     """
+    style = "o-" if is_sweep else "o"
+    none = "" if any(row["ttft_ms"] for row in rows) else _NOTHING_ANSWERED
+    # Zeros have no place on a logarithmic axis.
+    has_gaps = any(row["gap_ms"] and row["gap_ms"]["p99"] > 0 for row in rows)
+    no_gaps = none or ("" if has_gaps else "every answer came in one piece")
     rows = [row for row in rows if row["ttft_ms"]]
-    with _figure(path, 3) as (curve, first, gaps):
-        x = [row["output_tokens_per_s"] for row in rows]
-        for percent in ("p50", "p99"):
-            y = [row["latency_ms"][percent] for row in rows]
-            curve.plot(x, y, "o-" if is_sweep else "o", label=percent)
-        for row in rows:
-            curve.annotate(
-                row["load"],
-                (row["output_tokens_per_s"], row["latency_ms"]["p50"]),
-                textcoords="offset points",
-                xytext=(4, 4),
-                fontsize=7,
-            )
-        _finish(curve, "output tokens per second", "latency, ms", log_y=True)
-        for axes, key, name in (
-            (first, "ttft_ms", "first token"),
-            (gaps, "gap_ms", "between two pieces"),
-        ):
-            _percentile_lines(axes, rows, key, "o-" if is_sweep else "o")
-            _finish(axes, "load", f"{name}, ms", log_y=True)
+    return _figure(
+        path,
+        [
+            _Panel("latency", lambda axes: _latency_curve(axes, rows, style), none),
+            _Panel(
+                "time to first token",
+                lambda axes: _percentile_lines(axes, rows, "ttft_ms", style, "first token, ms"),
+                none,
+            ),
+            _Panel(
+                "time between pieces",
+                lambda axes: _percentile_lines(
+                    axes, rows, "gap_ms", style, "between two pieces, ms"
+                ),
+                no_gaps,
+            ),
+        ],
+    )
 
 
-def _percentile_lines(axes: Axes, rows: Sequence[dict[str, Any]], key: str, style: str) -> None:
+def _latency_curve(axes: Axes, rows: Sequence[dict[str, Any]], style: str) -> None:
+    x = [row["output_tokens_per_s"] for row in rows]
+    for percent in ("p50", "p99"):
+        axes.plot(x, [row["latency_ms"][percent] for row in rows], style, label=percent)
+    for row in rows:
+        axes.annotate(
+            row["load"],
+            (row["output_tokens_per_s"], row["latency_ms"]["p50"]),
+            textcoords="offset points",
+            xytext=(4, 4),
+            fontsize=7,
+        )
+    _finish(axes, "output tokens per second", "latency, ms", log_y=True)
+
+
+def _percentile_lines(
+    axes: Axes, rows: Sequence[dict[str, Any]], key: str, style: str, y_label: str
+) -> None:
     rows = [row for row in rows if row[key]]
     for percent in ("p50", "p90", "p99"):
         axes.plot(
@@ -87,11 +142,13 @@ def _percentile_lines(axes: Axes, rows: Sequence[dict[str, Any]], key: str, styl
             label=percent,
         )
     axes.tick_params(axis="x", rotation=30)
+    _finish(axes, "load", y_label, log_y=True)
 
 
-def goodput(rows: Sequence[dict[str, Any]], slo_text: str, path: Path) -> None:
+def goodput(rows: Sequence[dict[str, Any]], slo_text: str, path: Path) -> list[str]:
     """Requests per second that were answered within the SLO, and all that were answered."""
-    with _figure(path) as axes:
+
+    def draw(axes: Axes) -> None:
         names = [row["load"] for row in rows]
         axes.plot(names, [row["requests_per_s"] for row in rows], "o--", label="answered")
         axes.plot(names, [row["goodput_requests_per_s"] for row in rows], "o-", label=slo_text)
@@ -99,62 +156,73 @@ def goodput(rows: Sequence[dict[str, Any]], slo_text: str, path: Path) -> None:
         axes.set_ylim(bottom=0)
         _finish(axes, "load", "requests per second")
 
+    none = "" if any(row["ttft_ms"] for row in rows) else _NOTHING_ANSWERED
+    return _figure(path, [_Panel("goodput", draw, none)])
 
-def cache(samples: Sequence[CacheSample], run: Run, began_s: float, path: Path) -> None:
-    """Blocks in use, cached and free over time, and the hit rate of prompts below.
+
+def cache(samples: Sequence[CacheSample], run: Run, began_s: float, path: Path) -> list[str]:
+    """Blocks in use, cached and free over time, and the hit rate of prompts beside them.
 
     Parameters
     ----------
     began_s
         `time.perf_counter` at the start of the run.
     """
-    with _figure(path, 2) as (occupancy, hits):
-        times = [sample.at_s - began_s for sample in samples]
-        if samples:
-            occupancy.stackplot(
-                times,
-                [
-                    [s.in_use for s in samples],
-                    [s.cached for s in samples],
-                    [s.free for s in samples],
-                ],
-                labels=["in use", "cached", "free"],
-                colors=["#c44e52", "#dd8452", "#e8e8e8"],
-            )
-        _finish(occupancy, "seconds", "blocks")
-        window_s = max(run.duration_s / 40, 1e-3)
-        points = hit_rate_over_time(run.records, window_s)
-        hits.plot([t for t, _ in points], [percent for _, percent in points], "o-", markersize=3)
-        hits.set_ylim(0, 100)
-        _finish(hits, "seconds", "prompt tokens found in the cache, %", legend=False)
+    points = hit_rate_over_time(run.records, max(run.duration_s / 40, 1e-3))
+
+    def draw_occupancy(axes: Axes) -> None:
+        axes.stackplot(
+            [sample.at_s - began_s for sample in samples],
+            [[s.in_use for s in samples], [s.cached for s in samples], [s.free for s in samples]],
+            labels=["in use", "cached", "free"],
+            colors=["#c44e52", "#dd8452", "#e8e8e8"],
+        )
+        _finish(axes, "seconds", "blocks")
+
+    def draw_hits(axes: Axes) -> None:
+        axes.plot([t for t, _ in points], [percent for _, percent in points], "o-", markersize=3)
+        axes.set_ylim(0, 100)
+        _finish(axes, "seconds", "prompt tokens found in the cache, %", legend=False)
+
+    # An area needs two times.
+    unwatched = "" if len(samples) > 1 else _UNWATCHED
+    return _figure(
+        path,
+        [
+            _Panel("blocks over time", draw_occupancy, unwatched),
+            _Panel("hit rate", draw_hits, "" if points else _NOTHING_ANSWERED),
+        ],
+    )
 
 
-def comparison(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def comparison(rows: Sequence[dict[str, Any]], path: Path) -> list[str]:
     """Seconds of every engine on every workload with their extremes, and the floor."""
+    none = "" if rows else "no engine ended a workload"
+    return _figure(path, [_Panel("comparison", lambda axes: _bars(axes, rows), none)])
+
+
+def _bars(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     width = 0.8 / len(engines)
-    with _figure(path) as axes:
-        for i, engine in enumerate(engines):
-            own = {row["workload"]: row["seconds"] for row in rows if row["engine"] == engine}
-            x = [workloads.index(name) + (i - (len(engines) - 1) / 2) * width for name in own]
-            y = [seconds["median"] for seconds in own.values()]
-            spread = [
-                [s["median"] - s["min"] for s in own.values()],
-                [s["max"] - s["median"] for s in own.values()],
-            ]
-            axes.bar(x, y, width, yerr=spread, label=engine, capsize=2)
-        for i, name in enumerate(workloads):
-            floors = [
-                row["floor_s"] for row in rows if row["workload"] == name and "floor_s" in row
-            ]
-            if floors:
-                axes.hlines(floors[0], i - 0.45, i + 0.45, colors="black", linestyles="dotted")
-        axes.set_xticks(range(len(workloads)), workloads)
-        _finish(axes, "dotted: the machine's floor", "seconds", log_y=True)
+    for i, engine in enumerate(engines):
+        own = {row["workload"]: row["seconds"] for row in rows if row["engine"] == engine}
+        x = [workloads.index(name) + (i - (len(engines) - 1) / 2) * width for name in own]
+        y = [seconds["median"] for seconds in own.values()]
+        spread = [
+            [s["median"] - s["min"] for s in own.values()],
+            [s["max"] - s["median"] for s in own.values()],
+        ]
+        axes.bar(x, y, width, yerr=spread, label=engine, capsize=2)
+    for i, name in enumerate(workloads):
+        floors = [row["floor_s"] for row in rows if row["workload"] == name and "floor_s" in row]
+        if floors:
+            axes.hlines(floors[0], i - 0.45, i + 0.45, colors="black", linestyles="dotted")
+    axes.set_xticks(range(len(workloads)), workloads)
+    _finish(axes, "dotted: the machine's floor", "seconds", log_y=True)
 
 
-def scaling(series: Sequence[dict[str, Any]], path: Path) -> None:
+def scaling(series: Sequence[dict[str, Any]], path: Path) -> list[str]:
     """Milliseconds of a step against one quantity at a time.
 
     Parameters
@@ -162,21 +230,29 @@ def scaling(series: Sequence[dict[str, Any]], path: Path) -> None:
     series
         `{"what": axis label, "points": [{"x", "median", "min", "p90"}], "log_x": bool}` each.
     """
-    with _figure(path, len(series)) as all_axes:
-        for axes, one in zip(all_axes if len(series) > 1 else [all_axes], series, strict=True):
-            x = [point["x"] for point in one["points"]]
-            axes.plot(x, [point["median"] for point in one["points"]], "o-", label="median")
-            axes.fill_between(
-                x,
-                [point["min"] for point in one["points"]],
-                [point["p90"] for point in one["points"]],
-                alpha=0.2,
-                label="min to p90",
-            )
-            axes.set_ylim(bottom=0)
-            if one["log_x"]:
-                axes.set_xscale("log")
-            _finish(axes, one["what"], one["unit"])
+    return _figure(
+        path,
+        [
+            _Panel(one["what"], partial(_scaling, one=one), "" if one["points"] else "no points")
+            for one in series
+        ],
+    )
+
+
+def _scaling(axes: Axes, one: dict[str, Any]) -> None:
+    x = [point["x"] for point in one["points"]]
+    axes.plot(x, [point["median"] for point in one["points"]], "o-", label="median")
+    axes.fill_between(
+        x,
+        [point["min"] for point in one["points"]],
+        [point["p90"] for point in one["points"]],
+        alpha=0.2,
+        label="min to p90",
+    )
+    axes.set_ylim(bottom=0)
+    if one["log_x"]:
+        axes.set_xscale("log")
+    _finish(axes, one["what"], one["unit"])
 
 
 def _finish(

@@ -39,6 +39,7 @@ from quire.bench.measures import Slo, summarise
 from quire.bench.ray_router_app import ROUTERS
 from quire.bench.report import ROOT, Bar, Spread, spread_json
 from quire.bench.workloads import TimedRequest
+from quire.cluster.ray_settings import DEPLOYMENT_VARIABLES
 from quire.replica.checkpoint import resolve_checkpoint
 from quire.router.tokenizer import TextTokenizer
 
@@ -283,6 +284,7 @@ def serve_config() -> dict[str, Any]:
                 **quire,
                 "name": router,
                 "route_prefix": f"/{router}",
+                "runtime_env": {"env_vars": dict(DEPLOYMENT_VARIABLES)},
                 "import_path": "quire.bench.ray_router_app:build",
                 "args": {
                     "router": router,

@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.bench import plots, report
 from quire.bench.cache_watch import CacheSample, watching
-from quire.bench.clients import Client, connect
+from quire.bench.clients import Client, connect, served_model
 from quire.bench.floor import ModelShape, Rates, measure_rates
 from quire.bench.load import Progress, Run, closed_loop, open_loop, session_loop
 from quire.bench.measures import Slo, max_in_flight, summarise
@@ -28,7 +28,7 @@ from quire.bench.workloads import (
 )
 
 _SETTINGS = (
-    "prompt_tokens output_tokens prefixes prefix_tokens rate concurrency duration_s requests_per_user "
+    "model prompt_tokens output_tokens prefixes prefix_tokens rate concurrency duration_s requests_per_user "
     "sessions turns session_rate think_s speed seed"
 ).split()
 
@@ -175,6 +175,9 @@ def main(options: argparse.Namespace) -> int:
     """Run `quire bench serve`; exit status 1 when any request failed."""
     slo = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
     chosen = list(loads(options))
+    if not options.model and not options.url.startswith("grpc://"):
+        options.model = served_model(options.url)
+        print(f"model: {options.model}")
     found = asyncio.run(measure(options, chosen))
     shape = rates = None
     if options.checkpoint is not None:
@@ -190,6 +193,9 @@ def main(options: argparse.Namespace) -> int:
         rows.append(row)
     print_table(rows, slo)
     out: Path = options.out
+    left_out = [] if options.no_plots else _draw(rows, found, slo, out)
+    for sentence in left_out:
+        print(sentence)
     settings = {name: getattr(options, name) for name in _SETTINGS}
     report.write(
         out / "serve.json",
@@ -199,12 +205,22 @@ def main(options: argparse.Namespace) -> int:
         slo={"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms},
         rates=None if rates is None else rates.to_json(),
         rows=rows,
+        plots_left_out=left_out,
     )
-    if not options.no_plots:
-        plots.throughput_and_latency(rows, out / "serve_latency.png")
-        text = f"first token <= {slo.ttft_ms:g} ms, <= {slo.tpot_ms:g} ms per token"
-        plots.goodput(rows, text, out / "serve_goodput.png")
-        for i, (_, run, samples, began_s) in enumerate(found):
-            plots.cache(samples, run, began_s, out / f"serve_{i}_cache.png")
     print(f"written to {out}")
     return 1 if any(row["num_failed"] for row in rows) else 0
+
+
+def _draw(
+    rows: list[dict[str, Any]],
+    found: list[tuple[Load, Run, list[CacheSample], float]],
+    slo: Slo,
+    out: Path,
+) -> list[str]:
+    """Write the plots. Returns a sentence about each part that has no data."""
+    text = f"first token <= {slo.ttft_ms:g} ms, <= {slo.tpot_ms:g} ms per token"
+    left_out = plots.throughput_and_latency(rows, out / "serve_latency.png")
+    left_out += plots.goodput(rows, text, out / "serve_goodput.png")
+    for i, (_, run, samples, began_s) in enumerate(found):
+        left_out += plots.cache(samples, run, began_s, out / f"serve_{i}_cache.png")
+    return left_out

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import ray
@@ -21,8 +22,14 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from quire.cluster.config import AppConfig, ReplicaResources, RouterResources
 from quire.cluster.http_api import build_app
 from quire.cluster.ingress import Router, this_service
+from quire.cluster.ray_proxies import LOOPBACK, runs_haproxy
+from quire.cluster.ray_settings import deployment_variables
+from quire.cluster.resources import device_of, lacking, num_gpus, reservations, reserved
 from quire.replica.actor import Replica
 from quire.replica.config import EngineArgs
+from quire.replica.final_errors import CannotStart
+
+logger = logging.getLogger("ray.serve")
 
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 10.0
@@ -50,7 +57,9 @@ def build(args: dict[str, Any]) -> Application:
 
 def application(config: AppConfig, replica_class: type[Replica]) -> Application:
     """The application with replicas of this class, which benchmarks replace."""
-    device = _device(config)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    device = device_of(config, nodes)
+    _check_resources(config, device, nodes)
     max_calls = (
         config.engine.max_running_requests
         + config.engine.max_waiting_requests
@@ -67,7 +76,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         graceful_shutdown_timeout_s=config.router.drain_timeout_s + MOVE_TIME_S,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         user_config={},  # see `live_update`
-        ray_actor_options=_actor_options(config.replica_resources, _num_gpus(config, device)),
+        ray_actor_options=_actor_options(config.replica_resources, num_gpus(config, device)),
         request_router_config=RequestRouterConfig(
             request_router_class="quire.router.serve_router:DecidedRouter",
             request_router_kwargs={"channel": config.model_name},
@@ -97,7 +106,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         graceful_shutdown_timeout_s=REACHABLE_S + config.router.drain_timeout_s + END_S,
         graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
         user_config={},
-        ray_actor_options=_actor_options(config.router_resources, 0),
+        ray_actor_options=_actor_options(config.router_resources),
     )
     return router.bind(replica, config.model_dump())
 
@@ -137,24 +146,39 @@ def _num_replicas(config: AppConfig) -> dict[str, Any]:
     }
 
 
-def _device(config: AppConfig) -> str:
-    if config.device != "auto":
-        return config.device
-    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+def _check_resources(config: AppConfig, device: str, nodes: list[dict[str, float]]) -> None:
+    """Refuse what this Ray cluster can never place; warn of what it cannot place yet.
 
-
-def _num_gpus(config: AppConfig, device: str) -> float:
-    if config.replica_resources.num_gpus is not None:
-        return config.replica_resources.num_gpus
-    return 1 if device == "cuda" else 0
+    Raises
+    ------
+    CannotStart
+        The node has the address of the loopback, so no other node can ever join it.
+    """
+    lack = lacking(reservations(config, device), nodes)
+    if lack is None:
+        return
+    if ray.util.get_node_ip_address() in LOOPBACK:
+        raise CannotStart(
+            f"{lack}; no other machine can join this Ray. Change replicas, device, replica_resources or "
+            "router_resources"
+        )
+    logger.warning(
+        "%s: Serve waits until Ray's autoscaler or `ray start` on another machine adds it", lack
+    )
 
 
 def _actor_options(
-    resources: ReplicaResources | RouterResources, num_gpus: float
+    resources: ReplicaResources | RouterResources, gpus: float = 0
 ) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_cpus": resources.num_cpus, "num_gpus": num_gpus}
-    if resources.memory_gib is not None:
-        options["memory"] = int(resources.memory_gib * 1024**3)
+    given = (ray.get_runtime_context().runtime_env or {}).get("env_vars", {})
+    each = reserved(resources, gpus)
+    options: dict[str, Any] = {
+        "num_cpus": each["CPU"],
+        "num_gpus": each["GPU"],
+        "runtime_env": {"env_vars": deployment_variables(given, runs_haproxy())},
+    }
+    if each["memory"]:
+        options["memory"] = each["memory"]
     return options
 
 

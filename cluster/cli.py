@@ -7,17 +7,24 @@ imported only by the commands that need it, torch by none.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from quire.bench.commands import add_bench
+from quire.cluster import serve_options
 from quire.cluster.config import AppConfig, ConfigError, Problem
+from quire.cluster.default_config import to_yaml
 from quire.router.decision_log import DecisionLogError
 from quire.router.policy import POLICY_NAMES
+
+if TYPE_CHECKING:
+    from quire.cluster.serve_config import ServeConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,8 +56,35 @@ def _add_config(commands: argparse._SubParsersAction) -> None:
     check = actions.add_parser("check", help="find every mistake in a Serve config")
     check.add_argument("file", type=Path, help="a Serve config such as cluster.yaml")
     check.set_defaults(run=_config_check)
+    show = actions.add_parser(
+        "show",
+        help="print the Serve config that `quire serve MODEL` runs",
+        description="Prints the Serve config that `quire serve MODEL` runs with the same options, to save and edit.",
+    )
+    _add_model(show)
+    show.set_defaults(run=_config_show)
     schema = actions.add_parser("schema", help="print the JSON schema of an application's args")
     schema.set_defaults(run=_config_schema)
+
+
+def _config_show(arguments: argparse.Namespace) -> int:
+    if serve_options.is_file(arguments.model):
+        problem = "is a Serve config already; give a model"
+        raise ConfigError([Problem(arguments.model, problem)])
+    print(to_yaml(serve_options.config_of(arguments)), end="")
+    return 0
+
+
+def _serve_config(arguments: argparse.Namespace) -> ServeConfig:
+    """The checked config of a command line: its FILE, or what its MODEL and options make."""
+    from quire.cluster import serve_config
+
+    if not serve_options.is_file(arguments.model):
+        return serve_config.check(serve_options.config_of(arguments))
+    if given := serve_options.given_options(arguments):
+        problem = f"go with a MODEL; {arguments.model} is a Serve config, which says this itself"
+        raise ConfigError([Problem(", ".join(given), problem)])
+    return serve_config.load(arguments.model)
 
 
 def _config_check(arguments: argparse.Namespace) -> int:
@@ -152,12 +186,13 @@ def _router_replay(arguments: argparse.Namespace) -> int:
 def _add_serve(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "serve",
-        help="check a Serve config and run it on this machine until Ctrl-C",
-        description="Checks FILE, runs it with `serve run` on a Ray cluster of its own, and says "
-        "when it is ready. To deploy to a cluster that runs already, use Ray's `serve deploy "
-        "FILE`.",
+        help="serve a model, or what a Serve config says, on this machine until Ctrl-C",
+        description="Runs MODEL, or the Serve config FILE, with Ray's `serve run` on a Ray cluster of its own, and "
+        "says when it is ready. `quire config show MODEL` prints the config that runs, to save and edit. To deploy "
+        "to a cluster that runs already, use Ray's `serve deploy FILE`; where Ray asks for a token (it does once "
+        "~/.ray/auth_token exists), Ray's commands need RAY_AUTH_MODE=token in their environment.",
     )
-    parser.add_argument("file", type=Path, nargs="?", default=Path("cluster.yaml"))
+    _add_model(parser, "default: cluster.yaml", nargs="?", default="cluster.yaml")
     parser.add_argument(
         "--log-file", type=Path, help="takes Ray's output (default: a new temporary file)"
     )
@@ -171,19 +206,40 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=_serve)
 
 
-def _serve(arguments: argparse.Namespace) -> int:
-    from quire.cluster import local_serve, serve_config
+def _add_model(parser: argparse.ArgumentParser, more: str = "", **positional: Any) -> None:
+    kinds = "'embedded', a folder, a Hugging Face id, or a Serve config (*.yaml)"
+    parser.add_argument(
+        "model",
+        metavar="MODEL|FILE",
+        help=f"{kinds}; {more}" if more else kinds,
+        **positional,
+    )
+    serve_options.add_options(parser)
 
-    config = serve_config.load(arguments.file)
-    local_serve.check_ports(config)
-    log_path = arguments.log_file
-    if log_path is None:
-        handle, name = tempfile.mkstemp(prefix="quire-serve-", suffix=".log")
-        os.close(handle)
-        log_path = Path(name)
-    command = local_serve.serve_command(arguments.file)
-    server = local_serve.LocalServe(config, command, log_path)
-    return server.run(sys.stdout, arguments.ready_timeout_s)
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from quire.cluster import local_serve, ports
+
+    config = _serve_config(arguments)
+    for app in config.applications:
+        if app.config is not None and app.config.is_folder:
+            serve_options.find_model(app.config.model)
+            _check_folder(app.name, app.config)
+    ports.check_ports(config)
+    local_serve.check_room(config)
+    with contextlib.ExitStack() as stack:
+        path = Path(arguments.model)
+        if not serve_options.is_file(arguments.model):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-serve-"))
+            path = Path(folder) / "cluster.yaml"
+            path.write_text(to_yaml(serve_options.config_of(arguments)))
+        log_path = arguments.log_file
+        if log_path is None:
+            handle, name = tempfile.mkstemp(prefix="quire-serve-", suffix=".log")
+            os.close(handle)
+            log_path = Path(name)
+        server = local_serve.LocalServe(config, local_serve.serve_command(path), log_path)
+        return server.run(sys.stdout, arguments.ready_timeout_s)
 
 
 if __name__ == "__main__":

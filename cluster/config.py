@@ -36,7 +36,7 @@ EMBEDDED_MODEL = "embedded"
 _Path = Annotated[str, AfterValidator(os.path.expanduser)]
 # What browsers send as Origin: scheme and host, and the port if it is not the scheme's own.
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
-_HF_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -139,6 +139,11 @@ def _short(value: object, limit: int = 80) -> str:
 # --------------------------------------------------------------------------------------------------
 # The model
 # --------------------------------------------------------------------------------------------------
+
+
+def names_hub_model(model: str) -> bool:
+    """Whether it has the form of a Hugging Face id, owner/name."""
+    return _HUB_ID.fullmatch(model) is not None
 
 
 class _Section(BaseModel):
@@ -785,7 +790,7 @@ class AppConfig(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> AppConfig:
-        if not self.is_folder and not _HF_ID.fullmatch(self.model):
+        if self.model != EMBEDDED_MODEL and not self.is_folder and not names_hub_model(self.model):
             raise ValueError(
                 f"model {self.model!r} is neither 'embedded', nor a folder (a path that begins "
                 "with '/', './', '../' or '~'), nor a Hugging Face id such as 'Qwen/Qwen3-8B'"

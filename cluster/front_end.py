@@ -6,7 +6,8 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from quire.protos.errors import (
@@ -16,7 +17,8 @@ from quire.protos.errors import (
     QuireError,
     UnsupportedField,
 )
-from quire.router.types import Explain, GenerationStream, OutputDelta, TokenScores
+from quire.router.refused_fields import NO_TOOLS
+from quire.router.types import Explain, GenerationStream, OutputDelta, Service, TokenScores
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,16 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 _TOOL_ROLES = ("tool", "function")
 TIMEOUT_HEADER = "x-request-timeout-seconds"  # Ray Serve's own, as HTTP header or gRPC metadata
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
+
+
+@contextmanager
+def counting_refusals(service: Service) -> Iterator[None]:
+    """Count a refusal that a front end makes before it calls `generate`."""
+    try:
+        yield
+    except QuireError as error:
+        service.refused(error)
+        raise
 
 
 def served_role(role: str, field: str) -> str:
@@ -44,14 +56,11 @@ def served_role(role: str, field: str) -> str:
     InvalidRequest
         Any other unknown role.
     """
+    refusal = f"{field} must be one of {', '.join(ROLES)}, got {role[:64]!r}"
     if role in _TOOL_ROLES:
-        raise UnsupportedField(
-            f"{field}: {role!r} is not supported: tool calls are not served", field=field
-        )
+        raise UnsupportedField(f"{NO_TOOLS}: {refusal}", field=field)
     if role not in ROLES:
-        raise InvalidRequest(
-            f"{field} must be one of {', '.join(ROLES)}, got {role[:64]!r}", field=field
-        )
+        raise InvalidRequest(refusal, field=field)
     return ROLES[role]
 
 

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import grpc
@@ -32,6 +32,7 @@ from quire.cluster.front_end import (
     TIMEOUT_HEADER,
     Progress,
     collect,
+    counting_refusals,
     explain_headers,
     internal_error,
     is_label,
@@ -41,11 +42,11 @@ from quire.cluster.front_end import (
     served_role,
     timeout_seconds,
 )
-from quire.cluster.grpc_servicers import Refused, accepted
+from quire.cluster.grpc_servicers import Unparsed, accepted
 from quire.cluster.watchers import FORWARDED_FOR, Watchers, client_of
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
-from quire.protos.errors import InvalidRequest, QuireError
+from quire.protos.errors import InvalidRequest, QuireError, shown
 from quire.protos.wire import Grammar, Load
 from quire.router import params, resume
 from quire.router.params import DEFAULT_LIMITS
@@ -98,14 +99,21 @@ class RpcFailed(Exception):
     """Ends a streaming call whose status is set on its context."""
 
 
-def _unary(response: type[Message]) -> Callable[[Callable], Callable]:
-    """Make errors of a unary method the call's status."""
+def _unary(response: type[Message], *, generates: bool = False) -> Callable[[Callable], Callable]:
+    """Make errors of a unary method the call's status.
+
+    Parameters
+    ----------
+    generates
+        Whether a request that is too large counts as a generation request that was refused.
+    """
 
     def decorate(method: Callable[..., Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:
         @functools.wraps(method)
         async def call(self: GrpcApi, request: Message, grpc_context: Context) -> Message:
             try:
-                accepted(request)
+                with counting_refusals(self.service) if generates else nullcontext():
+                    accepted(request)
                 return await method(self, request, grpc_context)
             except Exception as error:
                 _set_status(grpc_context, error)
@@ -160,11 +168,12 @@ class GrpcApi:
     ) -> AsyncGenerator[generation.GenerateResponse, None]:
         """Stream the answer, one message per delta."""
         with self._streaming(grpc_context):
-            accepted(request)
-            asked = _generation_request(request, grpc_context)
-            if request.resume_from:
-                point = resume.parse(request.resume_from, "resume_from")
-                asked = dataclasses.replace(asked, resume_from=point)
+            with counting_refusals(self.service):
+                accepted(request)
+                asked = _generation_request(request, grpc_context)
+                if request.resume_from:
+                    point = resume.parse(request.resume_from, "resume_from")
+                    asked = dataclasses.replace(asked, resume_from=point)
             stream = await self.service.generate(asked)
             try:
                 responses = _Responses(stream, asked)
@@ -178,16 +187,19 @@ class GrpcApi:
             finally:
                 await stream.aclose()
 
-    @_unary(generation.GenerateOnceResponse)
+    @_unary(generation.GenerateOnceResponse, generates=True)
     async def GenerateOnce(
         self, request: generation.GenerateRequest, grpc_context: Context
     ) -> generation.GenerateOnceResponse:
         """The whole answer in one message."""
-        asked = _generation_request(request, grpc_context)
-        if request.resume_from:
-            raise InvalidRequest(
-                "resume_from: only streams are resumed, by Generate", field="resume_from"
-            )
+        with counting_refusals(self.service):
+            asked = _generation_request(request, grpc_context)
+            if request.resume_from:
+                raise InvalidRequest(
+                    "only streams are resumed, by Generate: resume_from must be empty for GenerateOnce, got "
+                    f"{shown(request.resume_from)}",
+                    field="resume_from",
+                )
         stream = await self.service.generate(asked)
         try:
             answer, *others = await collect(stream, asked.n)
@@ -258,9 +270,8 @@ class GrpcApi:
         self, request: health_pb2.HealthCheckRequest, grpc_context: Context
     ) -> health_pb2.HealthCheckResponse:
         """Whether a service would serve a call made now."""
-        if isinstance(request, Refused):
-            grpc_context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
-            grpc_context.set_details(request.message)
+        if isinstance(request, Unparsed):
+            _set_status(grpc_context, request.error)
             return health_pb2.HealthCheckResponse()
         status = self._health(request.service)
         if status == _SERVICE_UNKNOWN:
@@ -363,7 +374,7 @@ def _input(request: generation.GenerateRequest) -> dict[str, Any]:
         params.at_most("messages", num_messages, DEFAULT_LIMITS.max_messages, "messages")
         turns = tuple(map(_turn, range(1 << 31), request.messages.messages))
         return {"messages": turns, **_template_options(request.messages)}
-    raise InvalidRequest("input: one of prompt, token_ids and messages is required", field="input")
+    raise InvalidRequest("input is required: one of prompt, token_ids and messages", field="input")
 
 
 def _template_options(chat: generation.ChatMessages) -> dict[str, Any]:
@@ -393,7 +404,7 @@ def _grammar(request: generation.GenerateRequest) -> Grammar | None:
     if kind == "grammar":
         return Grammar("lark", asked.grammar, field)
     raise InvalidRequest(
-        "structured_output: one of json_schema, json_object, regex, choice and grammar is required",
+        "structured_output must have one of json_schema, json_object, regex, choice and grammar, got none",
         field="structured_output",
     )
 

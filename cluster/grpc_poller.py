@@ -7,7 +7,7 @@ policy SCHED_BATCH a thread that wakes waits until a core is idle or its turn co
 meanwhile. Its share of the processor stays the same.
 
 Connections are polled in that thread only where the environment has `GRPC_EXPERIMENTS=-event_engine_listener`, as
-`cluster.yaml` says. By default grpcio has a pool of threads for it, which pass every event from one to another; and
+`ray_settings` has it. By default grpcio has a pool of threads for it, which pass every event from one to another; and
 HAProxy sends a few bytes back for every message.
 
 What each of the two is worth, with and without the other, is measured in `bench/README.md`.

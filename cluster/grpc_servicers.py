@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc
 from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
-from quire.protos.errors import BodyTooLarge
+from quire.protos.errors import BodyTooLarge, InvalidRequest, QuireError
 
 # Parsing takes at most 45 ms of packed token ids. Longer texts do not fit the context of any model.
 MAX_MESSAGE_BYTES = 8 * 1024**2
@@ -26,10 +26,10 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Unparsed:
     """Stands for a request that was not parsed. gRPC has no other way to refuse it with a status of our choice."""
 
-    message: str
+    error: QuireError
 
 
 def accepted(request: Any) -> None:
@@ -39,9 +39,11 @@ def accepted(request: Any) -> None:
     ------
     BodyTooLarge
         It was too large.
+    InvalidRequest
+        It was no message of this kind.
     """
-    if isinstance(request, Refused):
-        raise BodyTooLarge(request.message)
+    if isinstance(request, Unparsed):
+        raise request.error
 
 
 def add_GenerationServicer_to_server(servicer: Any, server: Any) -> None:
@@ -82,25 +84,52 @@ def _add(add: Callable[[Any, Any], None], module: Any, servicer: Any, server: An
         name: handler._replace(request_deserializer=_bounded(module, service, name))
         for name, handler in given.by_method.items()
     }
-    generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
+    generic = _ServiceHandler(service.full_name, handlers)
     server.add_generic_rpc_handlers((generic,))
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
-def _bounded(module: Any, service: Any, method: str) -> Callable[[bytes], Message | Refused]:
+class _ServiceHandler(grpc.GenericRpcHandler):
+    """The methods of a service. Any other one of it is refused by the names of those that there are.
+
+    Ray Serve reads and replaces `_method_handlers`, as it does with grpcio's own class.
+    """
+
+    def __init__(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]):
+        self._prefix = f"/{service}/"
+        self._method_handlers = {self._prefix + name: h for name, h in handlers.items()}
+        self._refusal = f"this method is not served; {service} has {', '.join(sorted(handlers))}"
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """The handler of a call; None for other services."""
+        if not details.method.startswith(self._prefix):
+            return None
+        handler = self._method_handlers.get(details.method)
+        return handler or grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    async def _refuse(self, requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, self._refusal)
+
+
+def _bounded(module: Any, service: Any, method: str) -> Callable[[bytes], Message | Unparsed]:
     descriptor = service.methods_by_name[method].input_type
     message_class = getattr(module, descriptor.name)
 
-    def parse(raw: bytes) -> Message | Refused:
+    def parse(raw: bytes) -> Message | Unparsed:
         if len(raw) > MAX_MESSAGE_BYTES:
-            return Refused(
-                f"the request must have at most {MAX_MESSAGE_BYTES} bytes, got {len(raw)}"
-            )
+            return _too_large(f"at most {MAX_MESSAGE_BYTES} bytes, got {len(raw)}")
         if _fields_left(raw, 0, len(raw), descriptor, MAX_FIELDS) < 0:
-            return Refused(f"the request must have at most {MAX_FIELDS} fields in all its parts")
-        return message_class.FromString(raw)
+            return _too_large(f"at most {MAX_FIELDS} fields in all its parts, got more")
+        try:
+            return message_class.FromString(raw)
+        except DecodeError:
+            return Unparsed(InvalidRequest(f"the request must be a {descriptor.full_name}"))
 
     return parse
+
+
+def _too_large(bound: str) -> Unparsed:
+    return Unparsed(BodyTooLarge(f"the request must have {bound}"))
 
 
 def _fields_left(raw: bytes, at: int, end: int, descriptor: Descriptor, budget: int) -> int:

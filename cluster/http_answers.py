@@ -203,6 +203,19 @@ class ErrorAnswer(_Answer):
     error: ErrorDetail
 
 
+class EngineFacts(_Answer):
+    """One replica's engine; all replicas of an application are alike."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int = Field(description="Of matrix products on the CPU; 0 on a GPU.")
+    max_model_len: int = Field(description="Tokens of prompt and output together.")
+    kv_cache_tokens: int
+    request_tokens: int = Field(description="Length of the requests that are counted next.")
+    concurrent_requests: int = Field(description="Requests of that length that run at a time.")
+
+
 class ReadyAnswer(_Answer):
     """Whether a request sent now would be served."""
 
@@ -212,6 +225,7 @@ class ReadyAnswer(_Answer):
     startup: dict[str, float] = Field(
         description="Seconds by phase of start-up, of the slowest replica."
     )
+    engine: EngineFacts | None = Field(description="null while no replica is attached.")
 
 
 class ReplicaCost(_Answer):

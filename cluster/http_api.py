@@ -3,6 +3,7 @@
 ```
 POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/{id}
 GET /health (the process answers)             GET /ready (a request would be served)
+GET /metrics (of the whole application, for Prometheus)
 GET /v1/router/explain?request_id=            why a request went where it went
 GET /version                                  GET /docs, /redoc, /openapi.json
 ```
@@ -33,13 +34,15 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster import json_size
 from quire.cluster.front_end import (
     EXPLAIN_HEADERS,
     TIMEOUT_HEADER,
+    counting_refusals,
     internal_error,
     is_label,
     request_label,
@@ -60,24 +63,20 @@ from quire.cluster.http_answers import (
     json_response,
     model_card,
 )
+from quire.cluster.http_body import parse_body, refusal
+from quire.cluster.http_chats import ChatCompletionRequest, TextPart
+from quire.cluster.http_completions import CompletionRequest
 from quire.cluster.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
-from quire.cluster.http_schema import (
-    IGNORED_FIELDS,
-    UNSUPPORTED_FIELDS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    TextPart,
-    parse_body,
-    refusal,
-)
+from quire.cluster.http_schema import IGNORED_FIELDS
 from quire.protos.errors import (
     BodyTooLarge,
     InvalidRequest,
-    ModelNotFound,
     QuireError,
     UnsupportedEncoding,
     UnsupportedField,
+    model_not_found,
 )
+from quire.protos.metric_families import CONTENT_TYPE
 from quire.router import resume
 from quire.router.types import ResumePoint, Service
 
@@ -86,6 +85,7 @@ DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
 # Headers of an answer that a page's script may read.
 _EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", *EXPLAIN_HEADERS)
 _PREFLIGHT_S = 3600  # for which a browser remembers a preflight
+_MAX_SHOWN_CHARS = 256  # of a path
 # A client that is still sending when it is refused must be read to the end, or its connection is
 # reset before it has seen the answer. Beyond so many bodies' worth it may be.
 _DISCARDED_BODIES = 8
@@ -115,7 +115,12 @@ def build_app(
         Origins of pages whose scripts may use the API; `*`: all.
     """
     version = importlib.metadata.version("quire")
-    app = FastAPI(title="Quire", version=version, redirect_slashes=False)
+    app = FastAPI(
+        title="Quire",
+        version=version,
+        redirect_slashes=False,
+        swagger_ui_oauth2_redirect_url=None,
+    )
     app.add_middleware(_Boundary, echo_request_id=echo_request_id)
     if cors_origins:
         # Added last, so outermost: a page may read every answer, errors too. A browser sends no cookie and no
@@ -147,6 +152,10 @@ def _add_generation_routes(
     app: FastAPI, get_service: Callable[[], Service], max_body_bytes: int, keepalive_s: float
 ) -> None:
     async def answer(request: Request, model: type[GenerationBody]) -> GenerationResponse:
+        with counting_refusals(get_service()):
+            return await prepared(request, model)
+
+    async def prepared(request: Request, model: type[GenerationBody]) -> GenerationResponse:
         body = parse_body(model, await _read_json(request, max_body_bytes))
         asked = body.to_request(request.state.request_id)
         last_id = request.headers.get(LAST_EVENT_ID)
@@ -160,8 +169,8 @@ def _add_generation_routes(
         event_ids = last_id is not None or body.asks_for_event_ids()
         if event_ids and body.stream and asked.prompts:
             raise UnsupportedField(
-                f"the stream of a list of prompts cannot be resumed: {LAST_EVENT_ID} and "
-                f"stream_options.include_event_ids only with one prompt, got {len(asked.prompts)}",
+                f"the stream of a list of prompts cannot be resumed: with {LAST_EVENT_ID} and "
+                f"stream_options.include_event_ids prompt must be one, got a list of {len(asked.prompts)}",
                 field="prompt",
             )
         return GenerationResponse(
@@ -169,14 +178,14 @@ def _add_generation_routes(
         )
 
     @app.post(
-        "/v1/completions",
+        CompletionRequest.path,
         **_generation_docs("Continue a prompt.", CompletionRequest, Completion, Completion),
     )
     async def completions(request: Request) -> Response:
         return await answer(request, CompletionRequest)
 
     @app.post(
-        "/v1/chat/completions",
+        ChatCompletionRequest.path,
         **_generation_docs(
             "Answer the last turn of a conversation.",
             ChatCompletionRequest,
@@ -199,11 +208,7 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
         """One model."""
         info = get_service().model_info()
         if model_id != info.name:
-            raise ModelNotFound(
-                f"model: {model_id[:256]!r} is not served here; this application serves "
-                f"{info.name!r}",
-                field="model",
-            )
+            raise model_not_found(model_id, [info.name])
         return json_response(model_card(info))
 
     @app.get("/v1/router/explain", response_model=DecisionList, responses=_ERRORS)
@@ -239,8 +244,14 @@ def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], ve
             "reason": readiness.reason,
             "replicas": readiness.replicas,
             "startup": readiness.startup_s,
+            "engine": readiness.engine,
         }
         return json_response(content, status_code=200 if readiness.ready else 503)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """The metrics of all routers and replicas, in Prometheus' text format: any router answers for all of them."""
+        return Response(await get_service().metrics(), headers={"content-type": CONTENT_TYPE})
 
     @app.get("/version")
     async def show_version() -> Response:
@@ -374,8 +385,10 @@ async def _on_quire_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Unknown routes and methods."""
     assert isinstance(error, HTTPException)
+    served = ", ".join(_served(request.app, request.scope.get("root_path", "")))
+    asked = f"{request.method[:_MAX_SHOWN_CHARS]} {request.scope['path'][:_MAX_SHOWN_CHARS]}"
     detail = {
-        "message": f"{request.method} {request.scope['path'][:256]}: {error.detail}",
+        "message": f"{asked} is not served; served are {served}",
         "type": "invalid_request_error",
         "param": None,
         "code": str(error.detail).lower().replace(" ", "_"),
@@ -383,6 +396,16 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return json_response(
         {"error": detail}, status_code=error.status_code, headers=dict(error.headers or {})
     )
+
+
+def _served(app: FastAPI, prefix: str) -> list[str]:
+    """Methods and path of every route below the application's prefix, pages at the end."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    routes.sort(key=lambda route: not route.include_in_schema)
+    return [
+        f"{' and '.join(sorted(route.methods - {'HEAD'}))} {prefix}{route.path_format}"
+        for route in routes
+    ]
 
 
 async def _on_bad_parameter(request: Request, error: Exception) -> Response:
@@ -410,16 +433,15 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def _generation_docs(
-    purpose: str, request: type[BaseModel], answer: type[BaseModel], chunk: type[BaseModel]
+    purpose: str, request: type[GenerationBody], answer: type[BaseModel], chunk: type[BaseModel]
 ) -> dict[str, Any]:
     """Route arguments that describe a body which the route reads by itself."""
-    refused = sorted(UNSUPPORTED_FIELDS.keys() - request.model_fields.keys())
     schema = {"$ref": _REFERENCE.format(model=request.__name__)}
     events = {"schema": {"$ref": _REFERENCE.format(model=chunk.__name__)}}
     return {
         "description": (
             f"{purpose}\n\nAccepted and ignored: {', '.join(sorted(IGNORED_FIELDS))}. "
-            f"Refused unless null or neutral: {', '.join(refused)}. Any other field is refused."
+            f"Refused unless null or neutral: {', '.join(sorted(request.refused))}. Any other field is refused."
         ),
         "response_model": answer,
         "responses": {200: {"content": {"text/event-stream": events}}, **_ERRORS},

@@ -28,7 +28,8 @@ from quire.cluster.http_answers import (
     usage_answer,
     with_top,
 )
-from quire.cluster.http_schema import ChatCompletionRequest, CompletionRequest
+from quire.cluster.http_chats import ChatCompletionRequest
+from quire.cluster.http_completions import CompletionRequest
 from quire.cluster.sse import DONE, KEEP_ALIVE, ChunkEncoder, error_event, with_id
 from quire.protos.errors import QuireError
 from quire.router.resume import EventIds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import gc
 import logging
 import time
@@ -18,10 +19,13 @@ from quire.cluster.config import AppConfig, RouterArgs
 from quire.cluster.grpc_api import GrpcApi
 from quire.cluster.grpc_poller import batch_pollers
 from quire.cluster.live_update import router_section
-from quire.cluster.metrics import QueueGauges, ServeObserver
 from quire.cluster.ray_proxies import open_ports
+from quire.cluster.scrape import Scrape
 from quire.cluster.watchers import Watchers
+from quire.protos.metric_families import Page
 from quire.replica.checkpoint import resolve_checkpoint
+from quire.replica.final_errors import final_errors
+from quire.replica.ray_metrics import RayMetrics
 from quire.router.admission import AdmissionLimits
 from quire.router.bus import Bus
 from quire.router.chat_template import ChatTemplate
@@ -32,6 +36,7 @@ from quire.router.params import GenerationDefaults, Limits
 from quire.router.peers import Peers
 from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaTable
+from quire.router.router_metrics import RouterMetrics
 from quire.router.service import ModelFacts, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
 
@@ -60,10 +65,11 @@ class Router(GrpcApi):
 
     async def __init__(self, replicas: DeploymentHandle, config: dict[str, Any]):
         app = AppConfig.from_args(config)
-        # A Hugging Face id is downloaded here: minutes, off the event loop.
-        checkpoint = await asyncio.to_thread(
-            resolve_checkpoint, app.model, app.revision, weights=False
-        )
+        with final_errors("router"):
+            # A Hugging Face id is downloaded here: minutes, off the event loop.
+            checkpoint = await asyncio.to_thread(
+                resolve_checkpoint, app.model, app.revision, weights=False
+            )
         # Serve's servers are started in the same task of this actor, and what a proxy sends is a task of its own.
         self._start_task = ray.get_runtime_context().get_task_id()
         context = serve.get_replica_context()
@@ -82,10 +88,17 @@ class Router(GrpcApi):
             slow_client_timeout_s=app.router.slow_client_timeout_s,
         )
         peers = Peers(serve.get_deployment_handle(context.deployment, context.app_name))
-        self.service = _service(app, checkpoint, router_id, table, self._bus, peers)
+        self._metrics = RouterMetrics()
+        labels = {"application": context.app_name, "model_name": app.model_name}
+        self._labels = {**labels, "deployment": context.deployment, "router": router_id}
+        scrape = self._scrape(labels, replicas.deployment_name, peers)
+        self.service = _service(
+            app, checkpoint, router_id, table, self._bus, peers, self._metrics, scrape
+        )
+        self._metrics.follow(self.service.gate, self._bus)
+        self._ray_metrics = RayMetrics(self._metrics.metrics)
         self.watchers = Watchers(app.router.max_watchers, app.router.max_watchers_per_client)
         self._bus.queued_prefill_s = self.service.gate.queued_prefill_s
-        self._gauges = QueueGauges(self.service.gate)
         # What is loaded stays: no collection walks Ray and the tokenizer again while streams wait.
         gc.collect()
         gc.freeze()
@@ -97,7 +110,10 @@ class Router(GrpcApi):
         self._bus.start()
         # Serve opens the ports when this returns: who comes then is served, not told that nobody is attached yet.
         if not await self._bus.first_attached(FIRST_ATTACH_TIMEOUT_S):
-            logger.warning("no replica within %g s: ready to answer so", FIRST_ATTACH_TIMEOUT_S)
+            logger.info(
+                "no replica has loaded its model within %g s; requests get status 503 until one has",
+                FIRST_ATTACH_TIMEOUT_S,
+            )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve's way to change a deployment in place: see `live_update`. Serve would call a plain function in a
@@ -129,6 +145,22 @@ class Router(GrpcApi):
         """For `Peers`: this router's id and what it remembers."""
         return self.service.router_id, self.service.own_decisions(request_id, limit)
 
+    async def own_metrics(self) -> tuple[str, Page]:
+        """For `Peers`: this router's id and its metrics."""
+        return self._own_metrics()
+
+    def _scrape(self, labels: dict[str, str], replicas: str, peers: Peers) -> Scrape:
+        """The metrics of the application; `labels` are on all of them, `replicas` is the deployment's name."""
+        of_replicas = {**labels, "deployment": replicas}
+        sources = {
+            self._labels["deployment"]: peers.metrics,
+            replicas: functools.partial(self._bus.metrics_pages, of_replicas),
+        }
+        return Scrape(labels, self._own_metrics, sources)
+
+    def _own_metrics(self) -> tuple[str, Page]:
+        return self.service.router_id, self._metrics.page(self._labels)
+
     async def __del__(self) -> None:
         bus = getattr(self, "_bus", None)
         if bus is not None:
@@ -139,7 +171,14 @@ class Router(GrpcApi):
 
 
 def _service(
-    app: AppConfig, checkpoint: Path, router_id: str, table: ReplicaTable, bus: Bus, peers: Peers
+    app: AppConfig,
+    checkpoint: Path,
+    router_id: str,
+    table: ReplicaTable,
+    bus: Bus,
+    peers: Peers,
+    observer: RouterMetrics,
+    scrape: Scrape,
 ) -> RouterService:
     limits = app.router
     defaults = GenerationDefaults.load(checkpoint)
@@ -162,13 +201,14 @@ def _service(
         table=table,
         policy=make_policy(limits.policy),
         transport=bus,
-        observer=ServeObserver(),
+        observer=observer,
         max_move_s=limits.max_move_s,
         max_migrations=limits.max_migrations,
         budget=MigrationBudget(limits.migration_refill_s, limits.migration_burst),
         max_explained_decisions=limits.max_explained_decisions,
         decision_log=_decision_log(limits, router_id),
         peers=peers.decisions,
+        scrape=scrape.text,
         ready_timeout_s=limits.ready_timeout_s,
         admission=_admission(limits),
     )

@@ -91,13 +91,18 @@ def problems(config: AppConfig, deployment: Any, path: str) -> list[Problem]:
     name = deployment.get("name")
     if name not in merge:
         return [Problem(join_path(path, "name"), f"must be Replica or Router, got {name!r}")]
-    if user_config is None:
-        return []
-    try:
-        merge[name](join_path(path, "user_config"))
-    except ConfigError as error:
-        return list(error.problems)
-    return []
+    found = []
+    if deployment.get("ray_actor_options") is not None:
+        section = f"{name.lower()}_resources"
+        where = join_path(path, "ray_actor_options")
+        # Serve would put it in place of all options that `build` gives, the variables of the process among them.
+        found.append(Problem(where, f"give {section} under args instead"))
+    if user_config is not None:
+        try:
+            merge[name](join_path(path, "user_config"))
+        except ConfigError as error:
+            found += error.problems
+    return found
 
 
 def _merge(args: Section, light: tuple[str, ...], user_config: Any, path: str) -> Section:

@@ -1,7 +1,8 @@
 """What Quire changes in the processes of Ray Serve: HAProxy's configuration and where gRPC listens.
 
 `cluster.yaml` names `set_up` in an environment variable, and Ray calls it when a process of the Serve controller, of a
-proxy, a router or a replica starts, before that process reads its settings. Ray has no settings for these:
+proxy, a router or a replica starts, before that process reads its settings. It sets those that the file does not give
+(`ray_settings`), and changes what Ray has no settings for:
 
 - a part of HAProxy's configuration (`haproxy_template`);
 - the address on which a gRPC server listens: every interface, although the HTTP server beside it listens where
@@ -13,28 +14,36 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from quire.cluster.haproxy_template import Limits, adapt
+from quire.cluster.ray_settings import (
+    HAPROXY_VARIABLE,
+    MAX_CONNECTIONS_VARIABLE,
+    REQUEST_TIMEOUT_VARIABLE,
+    set_serve_defaults,
+)
+from quire.replica.final_errors import reason_of
 
 logger = logging.getLogger("ray.serve")
 
-MAX_CONNECTIONS_VARIABLE = "RAY_SERVE_HAPROXY_MAXCONN"
-REQUEST_TIMEOUT_VARIABLE = "QUIRE_HAPROXY_REQUEST_TIMEOUT_S"
 # HAProxy does not start if it may not open so many files: two sockets for each connection, a pipe of two ends for every
 # fourth one, and some of its own.
 _FILES_PER_CONNECTION = 2.5
 _OTHER_FILES = 500
-_LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "[::1]"}
+LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "[::1]"}
 _ALL_INTERFACES = "[::]"
 
 
 def set_up() -> None:
     """Change this process; Ray ends a process in which this raises."""
+    set_serve_defaults(os.environ)
     fit_connections()
     _adapt_haproxy()
     bind_grpc()
+    end_final_failures()
 
 
 def fit_connections() -> None:
@@ -46,13 +55,18 @@ def fit_connections() -> None:
     fitting = max(1, int((most_files - _OTHER_FILES) / _FILES_PER_CONNECTION))
     if most_files == resource.RLIM_INFINITY or wanted <= fitting:
         return
-    logger.warning(
+    logger.info(
         "HAProxy takes %d connections and not %d: it may open %d files (ulimit -Hn)",
         fitting,
         wanted,
         most_files,
     )
     os.environ[MAX_CONNECTIONS_VARIABLE] = str(fitting)
+
+
+def runs_haproxy() -> bool:
+    """Whether the controller runs HAProxy, by the environment that the processes it starts inherit."""
+    return os.environ.get(HAPROXY_VARIABLE) == "1"
 
 
 def _adapt_haproxy() -> None:
@@ -79,7 +93,7 @@ class GrpcAddress:
 
     def is_ipv6(self, http_host: str) -> bool:
         """In place of the `is_ipv6` of Serve's `http_util`."""
-        self._host = _LOOPBACK.get(http_host)
+        self._host = LOOPBACK.get(http_host)
         return self._is_ipv6(http_host)
 
     def add_address(self, server: Any, address: str) -> None:
@@ -106,10 +120,37 @@ def bind_grpc() -> None:
         """For calls between deployments: where no other node can be, on the loopback."""
         import ray
 
-        host = _LOOPBACK.get(ray.util.get_node_ip_address())
+        host = LOOPBACK.get(ray.util.get_node_ip_address())
         return add_port(server, address.replace(_ALL_INTERFACES, host or _ALL_INTERFACES))
 
     replica.add_port_to_grpc_server = add_internal_port
+
+
+def end_final_failures() -> None:
+    """In the controller: a replica that can never start is not tried again, and its reason is the deployment's status.
+
+    Serve makes three attempts for each replica, whatever the error, and reports a traceback. A version that has run
+    before keeps its attempts: it may lack memory that comes free.
+    """
+    from ray.serve._private.deployment_state import DeploymentState
+
+    attempts = DeploymentState._failed_to_start_threshold
+    record = DeploymentState.record_replica_startup_failure
+    final_reasons: weakref.WeakKeyDictionary[DeploymentState, str] = weakref.WeakKeyDictionary()
+
+    def failed_to_start_threshold(self: DeploymentState) -> int:
+        # A new deployment of the same name clears the message.
+        is_final = self._replica_failure_message == final_reasons.get(self, ())
+        return 1 if is_final else attempts.fget(self)
+
+    def record_replica_startup_failure(self: DeploymentState, error_msg: str) -> None:
+        reason = reason_of(error_msg)
+        if reason is not None and not self._replica_has_started:
+            final_reasons[self] = reason
+        record(self, error_msg if reason is None else reason)
+
+    DeploymentState._failed_to_start_threshold = property(failed_to_start_threshold)
+    DeploymentState.record_replica_startup_failure = record_replica_startup_failure
 
 
 def open_ports() -> str | None:
@@ -118,7 +159,7 @@ def open_ports() -> str | None:
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     address = ray.util.get_node_ip_address()
-    if is_token_auth_enabled() or address in _LOOPBACK:
+    if is_token_auth_enabled() or address in LOOPBACK:
         return None
     return (
         f"this Ray cluster asks for no token and listens on {address}: anyone who reaches the ports of Ray (GCS 6379, "

@@ -31,8 +31,7 @@ from quire.cluster.config import (
     join_path,
     problems_from,
 )
-
-APP_IMPORT_PATH = "quire.cluster.app:build"
+from quire.cluster.default_config import APP_IMPORT_PATH
 
 _ROUTE_PREFIX = re.compile(r"/|/[^{}]*[^{}/]")
 

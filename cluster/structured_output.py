@@ -7,8 +7,9 @@ from typing import Any
 
 import orjson
 
-from quire.protos.errors import InvalidRequest, UnsupportedField
+from quire.protos.errors import InvalidRequest
 from quire.protos.wire import Grammar
+from quire.router.refused_fields import unknown
 
 MAX_CHOICES = 1024
 _ANY_OBJECT = '{"type":"object"}'
@@ -70,9 +71,7 @@ def of_response_format(value: dict[str, Any]) -> Grammar | None:
     kind = value.get("type")
     known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
     for name in value.keys() - known:
-        raise UnsupportedField(
-            f"response_format.{name[:64]}: unknown field", field=f"response_format.{name[:64]}"
-        )
+        raise unknown(f"response_format.{name[:64]}")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -86,7 +85,7 @@ def of_response_format(value: dict[str, Any]) -> Grammar | None:
     wrapper = value.get("json_schema")
     if not isinstance(wrapper, dict) or not isinstance(wrapper.get("schema"), dict):
         raise InvalidRequest(
-            "response_format.json_schema.schema: required, a JSON schema",
+            "response_format.json_schema.schema is required, a JSON schema",
             field="response_format.json_schema.schema",
         )
     return json_schema(wrapper["schema"], "response_format.json_schema.schema")

@@ -7,6 +7,7 @@ field, the bound and the value. Errors cross the bus as plain data (`to_wire`, `
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 _SHORT = reprlib.Repr()
@@ -191,6 +192,10 @@ _BY_CODE: dict[str, type[QuireError]] = {
 }
 
 
+# All that a client may see.
+ERROR_CODES = tuple(sorted({*_BY_CODE, UnsupportedEncoding.code}))
+
+
 def from_wire(data: dict[str, Any]) -> QuireError:
     """Rebuild the error that `QuireError.to_wire` described; an unknown code becomes a `QuireError`."""
     cls = _BY_CODE.get(data.get("code", ""), QuireError)
@@ -205,3 +210,23 @@ def shown(value: Any) -> str:
     """A client's value for a message: short, whatever it is, and in no time."""
     text = _SHORT.repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
+
+
+def described(value: Any) -> str:
+    """A JSON value for a message: short, whatever it is, and without walking into it."""
+    if isinstance(value, dict):
+        return f"an object with {len(value)} {'field' if len(value) == 1 else 'fields'}"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return shown(value)
+
+
+def model_not_found(asked: str, served: Iterable[str]) -> ModelNotFound:
+    """The refusal of a model by its name."""
+    names = ", ".join(map(repr, served))
+    return ModelNotFound(
+        f"this model is not served here: model must be one of {names}, got {shown(asked)}",
+        field="model",
+    )

@@ -358,6 +358,11 @@ class Hello:
     flight: str = (
         ""  # path there of what it leaves behind when it dies (`protos.flight`); empty: nothing
     )
+    device: str = ""  # cpu | cuda
+    num_threads: int = 0  # of matrix products on the CPU; 0 on a GPU
+    cache_tokens: int = 0  # that the KV pool holds in requests of `typical_len` tokens
+    typical_len: int = 0
+    typical_requests: int = 0  # of `typical_len` tokens that run at a time
 
     @property
     def weights(self) -> str:

@@ -22,24 +22,28 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
-from ray.serve import metrics
 
+from quire.protos.engine_facts import describe, describe_phases, engine_facts
 from quire.protos.errors import Aborted, QuireError, Unavailable
+from quire.protos.metric_families import Page
 from quire.protos.parts import Part, parts_of
-from quire.protos.wire import LEASE_S, Completion, Load, Submit
+from quire.protos.wire import LEASE_S, Completion, Submit
 from quire.replica.arrivals import Arrivals
 from quire.replica.attachments import Attachments
 from quire.replica.config import EngineArgs
 from quire.replica.engine import Engine
+from quire.replica.final_errors import final_errors
 from quire.replica.leases import Leases, StreamKey
 from quire.replica.loop import LoopOutput
 from quire.replica.plan import RequestDelta
+from quire.replica.ray_metrics import RayMetrics
+from quire.replica.replica_metrics import ReplicaMetrics
 from quire.replica.request import Request
 
 logger = logging.getLogger("ray.serve")
@@ -64,12 +68,13 @@ class Replica:
         self._event_loop = asyncio.get_running_loop()
         self._finished: dict[StreamKey, asyncio.Future[Completion]] = {}
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
-        self._engine = await asyncio.to_thread(
-            self.engine_class,
-            EngineArgs(**engine_args),
-            on_output=self._on_output,
-            flight_path=_flight_folder() / self._replica_id,
-        )
+        with final_errors("replica"):
+            self._engine = await asyncio.to_thread(
+                self.engine_class,
+                EngineArgs(**engine_args),
+                on_output=self._on_output,
+                flight_path=_flight_folder() / self._replica_id,
+            )
         self._engine.recorder.catch_fatal_signals()
         # What is loaded stays: no collection walks torch and the model again in the middle of a step.
         gc.collect()
@@ -84,8 +89,11 @@ class Replica:
         self._router_queues: dict[str, float] = {}  # seconds of prefill, by router
         self._leases = Leases(LEASE_S)
         self._reaper = asyncio.create_task(self._reap())
-        self._metrics = ReplicaMetrics(self._engine.load)
-        logger.info("engine ready: %s", self._engine.startup_s)
+        self._metrics = ReplicaMetrics(self._engine)
+        self._ray_metrics = RayMetrics(self._metrics.metrics)
+        hello = self._engine.hello(self._replica_id, self._node)
+        phases = describe_phases(hello.startup_s)
+        logger.info("ready: %s; loaded in %s", describe(engine_facts(hello)), phases)
 
     # -- the bus -----------------------------------------------------------------------------------------
 
@@ -234,6 +242,10 @@ class Replica:
             "load": self._engine.load()._asdict(),
         }
 
+    async def metrics_page(self, labels: dict[str, str], *, route: list[str]) -> tuple[str, Page]:
+        """This replica's id and its metrics, with these labels and its own."""
+        return self._replica_id, self._metrics.page({**labels, "replica": self._replica_id})
+
     # -- from the engine's thread and back ---------------------------------------------------------------
 
     def _on_output(self, output: LoopOutput) -> None:
@@ -286,7 +298,7 @@ def _flight_folder() -> Path:
     """Beside the logs of this Ray session, so that it goes when they go; without Ray a temporary folder."""
     if not ray.is_initialized():
         return Path(tempfile.mkdtemp(prefix="quire-"))
-    return Path(ray.worker._global_node.get_session_dir_path()) / "quire"
+    return Path(ray._private.worker._global_node.get_session_dir_path()) / "quire"
 
 
 def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
@@ -325,64 +337,3 @@ def _completion(delta: RequestDelta) -> Completion:
 def _failed(error: QuireError, submit: Submit) -> Completion:
     reason = "abort" if isinstance(error, Aborted) else "error"
     return Completion(reason, len(submit.prompt_ids), 0, 0, error=error.to_wire())
-
-
-_METRICS_PERIOD_S = 1.0
-_GAUGES = (  # name, field of `Load`, description
-    ("quire_kv_blocks_free", "blocks_free", "KV blocks that hold nothing"),
-    ("quire_kv_blocks_cached", "blocks_cached", "KV blocks that only the prefix cache holds"),
-    ("quire_kv_blocks_in_use", "blocks_in_use", "KV blocks of live requests"),
-    ("quire_host_blocks_free", "host_blocks_free", "Host tier blocks that hold nothing"),
-    ("quire_host_blocks_cached", "host_blocks_cached", "Host tier blocks of evicted prefixes"),
-    ("quire_host_blocks_in_use", "host_blocks_in_use", "Host tier blocks of offloaded requests"),
-    ("quire_requests_running", "num_running", "Requests with KV in the cache"),
-    ("quire_requests_waiting", "num_waiting", "Accepted requests not yet scheduled"),
-)
-_COUNTERS = (
-    ("quire_prompt_tokens", "Prompt tokens of finished requests"),
-    ("quire_output_tokens", "Tokens generated"),
-    ("quire_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache"),
-    ("quire_prefix_hit_tokens", "Prompt tokens found in the prefix cache"),
-    ("quire_prefix_host_hit_tokens", "Of these, tokens that were copied back from the host tier"),
-)
-
-
-class ReplicaMetrics:
-    """Gauges and counters of one replica in Ray's metrics, so that the dashboard and Prometheus see them.
-
-    Ray's recording calls cost microseconds each, so counters are summed per step in plain integers and
-    recorded by a timer once a second.
-    """
-
-    def __init__(self, load: Callable[[], Load]) -> None:
-        self._load = load
-        self._gauges = {
-            name: metrics.Gauge(name, description=description) for name, _, description in _GAUGES
-        }
-        self._counters = {
-            name: metrics.Counter(name, description=description) for name, description in _COUNTERS
-        }
-        self._pending = dict.fromkeys(self._counters, 0)
-        self._timer = asyncio.create_task(self._run())
-
-    def on_output(self, output: LoopOutput) -> None:
-        pending = self._pending
-        pending["quire_output_tokens"] += output.deltas.num_single
-        for delta in output.deltas.whole:
-            pending["quire_output_tokens"] += len(delta.token_ids)
-            if delta.finish_reason is not None:
-                pending["quire_prompt_tokens"] += delta.num_prompt_tokens
-                pending["quire_prefix_queried_tokens"] += delta.num_prompt_tokens
-                pending["quire_prefix_hit_tokens"] += delta.num_cached_tokens
-                pending["quire_prefix_host_hit_tokens"] += delta.num_host_cached_tokens
-
-    async def _run(self) -> None:
-        while True:
-            load = self._load()
-            for name, attribute, _ in _GAUGES:
-                self._gauges[name].set(getattr(load, attribute))
-            for name, count in self._pending.items():
-                if count:
-                    self._counters[name].inc(count)
-                    self._pending[name] = 0
-            await asyncio.sleep(_METRICS_PERIOD_S)

@@ -46,6 +46,7 @@ class BlockManager:
             raise ValueError(f"num_blocks must be >= 0, got {num_blocks}")
         self.num_blocks = num_blocks
         self._on_demote = on_demote
+        self.num_evictions = 0  # blocks whose content `allocate` gave up
         self._ref_count = [0] * num_blocks
         self._has_content = bytearray(num_blocks)  # 1: registered in the prefix index
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: warm memory first
@@ -80,6 +81,7 @@ class BlockManager:
             block = self._cached.pop()
             self._give_up(block)
             self._free.append(block)
+            self.num_evictions += 1
         split = len(self._free) - count
         blocks = self._free[split:]
         del self._free[split:]

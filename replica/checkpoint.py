@@ -30,6 +30,10 @@ _HUB_FILES = ("*.json", "tokenizer*", "*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+class DownloadError(CheckpointError):
+    """The hub or the network has failed: another attempt may succeed."""
+
+
 def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The folder of a model.
 
@@ -70,14 +74,25 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool
 
 def _download(model: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     patterns = [*_HUB_FILES, "*.safetensors"] if weights else list(_HUB_FILES)
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision!r}" if revision else ""
-        raise CheckpointError(f"model {model!r}{at} could not be downloaded: {error}") from error
+        is_final = isinstance(
+            error, GatedRepoError | RepositoryNotFoundError | RevisionNotFoundError
+        )
+        raise (CheckpointError if is_final else DownloadError)(
+            f"model {model!r}{at} could not be downloaded: {error}"
+        ) from error
 
 
 def weights_revision(folder: Path) -> str:

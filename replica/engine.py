@@ -24,10 +24,12 @@ from typing import Any, TypeVar
 
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavailable
 from quire.protos.flight import FlightRecorder
+from quire.protos.metric_families import Histogram
 from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
 from quire.replica.grammar import GrammarCompiler
 from quire.replica.grammar_state import GrammarState
+from quire.replica.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
 from quire.replica.request import FinishReason, Request, validate
@@ -36,6 +38,9 @@ from quire.replica.scheduler import Scheduler
 # So many failed steps in a row are the device's fault (a CUDA error sticks), not that of a request. Without a limit
 # such an engine, always idle, would draw all traffic and fail it.
 MAX_FAILED_STEPS = 3
+# Tokens of prompt and output together of the request by which a start counts how many run at a time: a chat of some
+# turns.
+TYPICAL_LEN = 2048
 T = TypeVar("T")
 Prompt = str | Sequence[int]
 
@@ -84,6 +89,7 @@ class Engine:
         scheduler = Scheduler(self.config)
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # counters are read from any thread
+        self._tiers = (scheduler.blocks, scheduler.host.blocks)
         self._offline = None if on_output is not None else OfflineFront(self)
         self.recorder: FlightRecorder | None = None
         if flight_path is not None:
@@ -109,6 +115,7 @@ class Engine:
         )
         self._compiling_lock = threading.Lock()
         self._compiling: dict[Hashable, Request] = {}  # not yet the scheduler's
+        self.step_seconds: Histogram = self._loop.step_seconds  # a reading may be one step old
         self._loop.start()
         # A thread that the interpreter's end stops inside torch ends the process with SIGABRT.
         self._at_exit = weakref.finalize(
@@ -161,6 +168,11 @@ class Engine:
     def load(self) -> Load:
         """What the engine is doing; a reading from another thread may be one step old."""
         return self._loop.load()
+
+    def num_evictions(self) -> tuple[int, int]:
+        """Cached blocks dropped so far on the device and in the host tier; a reading may be one step old."""
+        device, host = self._tiers
+        return device.num_evictions, host.num_evictions
 
     def reconfigure(self, changes: Mapping[str, Any]) -> None:
         """Run on with other values of `LIGHT_FIELDS`; those that are not named are as at the start.
@@ -219,6 +231,8 @@ class Engine:
     def hello(self, replica: str, node: str = "") -> Hello:
         """The facts about this engine that never change."""
         config = self.config
+        typical_len = min(TYPICAL_LEN, config.max_model_len)
+        blocks = sequence_blocks(config.groups, typical_len, 1, config.block_size)
         return Hello(
             replica=replica,
             epoch=self.epoch,
@@ -233,6 +247,11 @@ class Engine:
             startup_s={name: round(s, 3) for name, s in self.startup_s.items()},
             node=node,
             flight="" if self._flight_path is None else str(self._flight_path),
+            device=config.device,
+            num_threads=config.num_threads if config.device == "cpu" else 0,
+            cache_tokens=config.num_blocks * typical_len // blocks,
+            typical_len=typical_len,
+            typical_requests=min(config.num_blocks // blocks, config.max_running_requests),
         )
 
     def generate(

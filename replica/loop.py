@@ -33,6 +33,7 @@ from typing import Any, Protocol, TypeVar
 
 from quire.protos.errors import StepFailed, Unavailable
 from quire.protos.flight import FlightRecorder
+from quire.protos.metric_families import Histogram
 from quire.protos.wire import CacheEvents, Load
 from quire.replica.plan import RequestDelta, SamplingBatch, StepPlan, StepResult
 from quire.replica.request import DeltaBatch
@@ -42,6 +43,8 @@ from quire.replica.watchdog import StepWatch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# From a small batch on a GPU to a long chunk on a CPU.
+STEP_BOUNDARIES_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 _NO_MARK = contextlib.nullcontext()
 
 
@@ -132,6 +135,7 @@ class EngineLoop:
         self._closing = False
         self.num_failed_in_a_row = 0  # steps, since the last one that did not fail
         self.time = HostTime()
+        self.step_seconds = Histogram(STEP_BOUNDARIES_S)  # of steps that did not fail
         self._deltas: list[RequestDelta] = []  # of this turn, without those of a committed step
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
 
@@ -275,6 +279,7 @@ class EngineLoop:
         finally:
             self._watch_next()
         self.num_failed_in_a_row = 0
+        self.step_seconds.observe(result.duration_s)
         collected = perf_counter()
         self.time.wait_s += collected - began
         with self._mark("commit"):

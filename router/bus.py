@@ -37,6 +37,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.handle import DeploymentHandle
 
 from quire.protos.errors import QuireError, SlowClient, Unavailable
+from quire.protos.metric_families import Page
 from quire.protos.parts import MAX_MESSAGE_BYTES
 from quire.protos.wire import LEASE_S, Completion, Frame, Hello, Submit
 from quire.router import membership
@@ -176,6 +177,39 @@ class Bus:
     async def snapshot(self, replica: str) -> dict[str, Any]:
         """The replica's own tables, after its integrity check; for debugging and tests."""
         return await self._in_fresh_context(self._call("snapshot", route=[replica]))
+
+    async def metrics_pages(
+        self, labels: dict[str, str], timeout_s: float
+    ) -> tuple[dict[str, Page], int]:
+        """The metrics by id of the replicas that answer within `timeout_s`, and how many did not.
+
+        Parameters
+        ----------
+        labels
+            For each sample, with the replica's id.
+        """
+        members = self._members
+        calls = [self._spawn(self._metrics_page(replica, labels)) for replica in members]
+        answers: list[tuple[str, Page] | None] = []
+        if calls:
+            done, silent = await asyncio.wait(calls, timeout=timeout_s)
+            for call in silent:
+                call.cancel()
+            answers = [call.result() for call in done if not call.cancelled()]
+        # By id: Serve may have brought a call to another replica than that of its route.
+        pages = dict(answer for answer in answers if answer is not None)
+        return pages, len(members - pages.keys())
+
+    async def _metrics_page(self, replica: str, labels: dict[str, str]) -> tuple[str, Page] | None:
+        call = self._unary.metrics_page.remote(labels, route=[replica])
+        try:
+            return await answer_of(call)
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        except Exception as error:
+            logger.info("metrics_page call failed: %r", error)
+            return None
 
     async def close(self) -> None:
         """Detach from everybody and end all calls."""

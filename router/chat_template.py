@@ -23,7 +23,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import SecurityError
 
-from quire.protos.errors import InvalidRequest, UnsupportedField, shown
+from quire.protos.errors import InvalidRequest, shown
+from quire.router.refused_fields import OF_MESSAGES, content_type, unknown
 from quire.router.special_tokens import GUARD, SpecialTokens
 from quire.router.template_sandbox import BoundedEnvironment, OutOfWork, Work, check_pattern
 from quire.router.tokenizer import load_special_tokens, read_json_object, utf8_len
@@ -256,11 +257,13 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{where} must be an object, got {shown(message)}", field=where)
-    message = {key: value for key, value in message.items() if value is not None}
+    message = {key: value for key, value in message.items() if not _asks_for_nothing(key, value)}
     for key in message:
         if key not in _MESSAGE_FIELDS:
             field = f"{where}.{key[:64]}"
-            raise UnsupportedField(f"{field} is not supported", field=field)
+            if key not in OF_MESSAGES:
+                raise unknown(field)
+            raise OF_MESSAGES[key].error(field, message[key])
     for key in ("role", "name"):
         if key == "name" and key not in message:
             continue
@@ -281,20 +284,20 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     return message
 
 
+def _asks_for_nothing(key: str, value: Any) -> bool:
+    return value is None or (key in OF_MESSAGES and OF_MESSAGES[key].accepts(value))
+
+
 def _check_part(part: Any, where: str) -> dict[str, str]:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise InvalidRequest(
             f"{where} must be an object with a string `type`, got {shown(part)}", field=where
         )
     if part["type"] != "text":
-        raise UnsupportedField(
-            f"{where}.type {part['type'][:64]!r} is not supported, only 'text' is",
-            field=f"{where}.type",
-        )
-    unknown = sorted(str(key) for key in part if key not in ("type", "text"))
-    if unknown:
-        field = f"{where}.{unknown[0][:64]}"
-        raise UnsupportedField(f"{field} is not supported", field=field)
+        raise content_type(part["type"], f"{where}.type")
+    others = sorted(str(key) for key in part if key not in ("type", "text"))
+    if others:
+        raise unknown(f"{where}.{others[0][:64]}")
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(
             f"{where}.text must be a string, got {shown(part.get('text'))}",

@@ -265,8 +265,8 @@ def _check_prompts(request: GenerationRequest, limits: Limits) -> None:
         )
     if request.prompts and request.resume_from is not None:
         raise InvalidRequest(
-            f"the stream of a list of prompts cannot be resumed: {request.resume_from.field} only with one prompt, got "
-            f"{len(request.prompts)}",
+            f"the stream of a list of prompts cannot be resumed: with {request.resume_from.field} prompt must be one, "
+            f"got a list of {len(request.prompts)}",
             field=request.resume_from.field,
         )
 
@@ -297,7 +297,7 @@ def _check_template_fields(request: GenerationRequest) -> None:
     for name, value in fields.items():
         if request.messages is None and value is not None:
             raise InvalidRequest(
-                f"a prompt passes no chat template: {name} only with messages, got {value!r}"[:256],
+                f"a prompt passes no chat template: {name} must only be given with messages, got {shown(value)}",
                 field=name,
             )
     if add_prompt and continues:
@@ -390,7 +390,8 @@ def _check_grammar(request: GenerationRequest) -> None:
     for name in ("ignore_eos", "min_tokens"):
         if getattr(request, name):
             raise InvalidRequest(
-                f"{name}: not together with {grammar.field}, got {getattr(request, name)!r}",
+                f"a grammar says when the answer ends: {name} must not be given together with {grammar.field}, got "
+                f"{getattr(request, name)!r}",
                 field=name,
             )
 

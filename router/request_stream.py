@@ -36,6 +36,7 @@ from quire.router import resume
 from quire.router.detokenizer import Detokenizer
 from quire.router.fair_queue import TOKENS_PER_GENERATED
 from quire.router.gate import Arrival, Entry
+from quire.router.observer import AnswerEnd
 from quire.router.policy import Ranking, RouteRequest
 from quire.router.replicas import RequestBooking
 from quire.router.stop import StopMatcher
@@ -114,6 +115,9 @@ class RequestStream:
         self._special_stops = special_stops
         self._stop = StopMatcher(request.stop, request.include_stop_str_in_output)
         self._arrived_s = arrived_s
+        self._sent_s = arrived_s  # the last attempt
+        self._first_s: float | None = None  # its first token
+        self._prefill_s = 0.0
         self._last_delta_s: float | None = None
         self._emitted: list[int] = []
         self._prompt_logprobs: list[PromptLogprobs] = []  # parts, in order
@@ -149,8 +153,8 @@ class RequestStream:
             return
         try:
             self._first = await self._next_delta()
-        except BaseException:
-            self._close()
+        except BaseException as error:
+            self._close(_reason_of(error))
             raise
 
     def __aiter__(self) -> RequestStream:
@@ -163,8 +167,8 @@ class RequestStream:
                 raise StopAsyncIteration
             try:
                 delta = await self._next_delta()
-            except BaseException:
-                self._close()
+            except BaseException as error:
+                self._close(_reason_of(error))
                 raise
         if self._attempt is not None:
             self._attempt.taken_s = self._service.clock()
@@ -172,7 +176,7 @@ class RequestStream:
 
     async def aclose(self) -> None:
         """End the request on its replica if it still runs. Idempotent."""
-        self._close()
+        self._close("abort")
 
     # -- attempts ----------------------------------------------------------------------------------------
 
@@ -307,6 +311,7 @@ class RequestStream:
             num_expected_cached=num_cached,
         )
         self._attempt = service.transport.submit(submit, self._route)
+        self._sent_s = now
         self._sent.set()
 
     def _params(self) -> SamplingParams:
@@ -338,7 +343,7 @@ class RequestStream:
         if booking is not None:
             self._service.table.end(booking, self._service.clock(), len(self._emitted))
 
-    def _close(self) -> None:
+    def _close(self, finish_reason: str) -> None:
         """The one way out: finish, stop string, error, cancellation."""
         if not self._closed:
             self._closed = True
@@ -347,7 +352,17 @@ class RequestStream:
             if self._entry is not None:
                 self._entry.left()
             self._service.gate.notify()
-            self._service.observer.on_end(self.usage, self.explain)
+            self._service.observer.on_end(self._end(finish_reason))
+
+    def _end(self, finish_reason: str) -> AnswerEnd:
+        now_s = self._service.clock()
+        total_s = now_s - self._arrived_s
+        end = AnswerEnd(finish_reason, self.usage, self.explain, total_s)
+        if self._first_s is None:
+            return end
+        queue_s = self._first_s - self._prefill_s - self._arrived_s
+        times = {"queue_s": queue_s, "prefill_s": self._prefill_s}
+        return dataclasses.replace(end, **times, decode_s=now_s - self._first_s)
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -441,7 +456,7 @@ class RequestStream:
             if not new_ids and not ends:
                 return None
         if matched is not None:
-            self._close()
+            self._close("stop")
             return OutputDelta("".join(pieces), new_ids, "stop", matched, scores)
         if event.finish_reason is None:
             self._is_usual = not (
@@ -501,13 +516,13 @@ class RequestStream:
         text, matched = self._match(self._detokenizer.flush())
         pieces.append(text)
         if matched is not None:
-            self._close()
+            self._close("stop")
             return OutputDelta("".join(pieces), new_ids, "stop", matched)
         pieces.append(self._stop.flush())
         last = self._emitted[-1] if reason == "stop" else None
         stop_reason: int | str | None = last if last in self._sampling.stop_token_ids else None
         stop_reason = self._special_stops.get(last, stop_reason)
-        self._close()
+        self._close(reason)
         return OutputDelta("".join(pieces), new_ids, reason, stop_reason)
 
     def _ends(self, token_id: int) -> bool:
@@ -521,6 +536,9 @@ class RequestStream:
             observer.on_inter_token(now - self._last_delta_s)
         else:
             observer.on_first_token(now - self._arrived_s)
+            self._first_s = now
+            # What is not the replica's queue: its computation, and the way there and back.
+            self._prefill_s = max(0.0, now - self._sent_s - event.queue_s)
             self._on_place(event.num_cached_tokens)
             self.usage.cached_tokens = event.num_cached_tokens
             self.usage.host_cached_tokens = event.num_host_cached_tokens
@@ -628,3 +646,8 @@ class RequestStream:
         if self._homeless_s is None:
             self._homeless_s = self._service.clock()
         self._release_attempt()
+
+
+def _reason_of(error: BaseException) -> str:
+    """The finish reason of an answer that ends with this."""
+    return "error" if isinstance(error, Exception) else "abort"

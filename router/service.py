@@ -25,14 +25,14 @@ from typing import Any
 
 import numpy as np
 
+from quire.protos.engine_facts import engine_facts
 from quire.protos.errors import (
     ContextLengthExceeded,
     InvalidRequest,
-    ModelNotFound,
-    Overloaded,
+    QuireError,
     Unavailable,
     UnsupportedField,
-    shown,
+    model_not_found,
 )
 from quire.protos.wire import (
     Hello,
@@ -113,6 +113,8 @@ class RouterService:
         Takes every decision and what came of it; None: they are not recorded.
     peers
         Asks every router, this one included, for its `own_decisions`; None: there is no other.
+    scrape
+        Gathers the metrics of the whole application.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class RouterService:
         max_explained_decisions: int = 256,
         decision_log: DecisionLog | None = None,
         peers: Callable[[str | None, int], Awaitable[Decisions]] | None = None,
+        scrape: Callable[[], Awaitable[bytes]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.facts = facts
@@ -151,6 +154,7 @@ class RouterService:
         self.ring = DecisionRing(router_id, max_explained_decisions, clock)
         self.decision_log = decision_log
         self._peers = peers
+        self._scrape = scrape or _no_metrics
         self.rng = random.Random(secrets.randbits(64))
         self._tokenizer = tokenizer
         self._detokenizers = DetokenizerFactory(tokenizer.tokenizer.backend)
@@ -181,19 +185,25 @@ class RouterService:
     async def generate(self, request: GenerationRequest) -> GenerationStream:
         """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""
         arrived_s = self.clock()
+        self.observer.on_request()
         try:
             return await self._generate(request, arrived_s)
-        except Overloaded:
-            self.observer.on_refusal(self.clock() - arrived_s)
+        except Exception as error:
+            self.observer.on_refusal(error, self.clock() - arrived_s)
             raise
+
+    def refused(self, error: QuireError) -> None:
+        """See `Service.refused`."""
+        self.observer.on_request()
+        self.observer.on_refusal(error, 0.0)
+
+    async def metrics(self) -> bytes:
+        """See `Service.metrics`."""
+        return await self._scrape()
 
     async def _generate(self, request: GenerationRequest, arrived_s: float) -> GenerationStream:
         if request.model not in (None, self.facts.name):
-            raise ModelNotFound(
-                f"model: {shown(request.model)} is not served here; this application serves "
-                f"{self.facts.name!r}",
-                field="model",
-            )
+            raise model_not_found(request.model, [self.facts.name])
         params.check(request, self.facts.limits)
         candidates = self._candidates(request)
         self.gate.check(request.tenant, request.priority)
@@ -357,7 +367,8 @@ class RouterService:
         if attached and not num_ready:
             stalled_s = min(status.load.stalled_s for status in attached)
             reason = f"no replica has finished a step for {stalled_s:.1f} s, though there is work"
-        return Readiness(num_ready > 0, reason, num_ready, dict(slowest))
+        engine = next((engine_facts(hello) for hello in hellos.values()), None)
+        return Readiness(num_ready > 0, reason, num_ready, dict(slowest), engine)
 
     def replicas(self) -> list[ReplicaStatus]:
         return self.table.statuses(self.clock())
@@ -428,7 +439,7 @@ class RouterService:
         if request.messages is not None:
             if self._template is None:
                 raise UnsupportedField(
-                    "messages: the checkpoint has no chat template; configure `chat_template` or "
+                    "the checkpoint has no chat template, so messages are not served; configure `chat_template` or "
                     "use /v1/completions",
                     field="messages",
                 )
@@ -505,6 +516,10 @@ class RouterService:
             hasher = RoutingHasher(hello.model_name, hello.revision, tenant)
             self._hashers[key] = hasher
         return hasher
+
+
+async def _no_metrics() -> bytes:
+    return b""
 
 
 async def _turn(ids: Sequence[int] | np.ndarray) -> None:

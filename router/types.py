@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from quire.protos.errors import QuireError
 from quire.protos.wire import Grammar, Load
 
 
@@ -202,6 +203,7 @@ class Readiness:
     startup_s: dict[str, float] = field(
         default_factory=dict
     )  # seconds by phase, of the slowest replica
+    engine: dict[str, Any] | None = None  # `protos.engine_facts` of one replica; None without any
 
 
 @dataclass(slots=True)
@@ -279,6 +281,14 @@ class Service(Protocol):
         request_id
             None: the last `limit` decisions, whatever request they were for.
         """
+        ...
+
+    def refused(self, error: QuireError) -> None:
+        """Count a generation request that a front end has refused without a call of `generate`."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """What Prometheus scrapes: of all routers and replicas of the application."""
         ...
 
     def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:

@@ -78,9 +78,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.fixture
 def free_ports() -> tuple[int, int]:
     """Two TCP ports that nobody listens on and that no connection is given meanwhile."""
-    from quire.cluster import local_serve  # loads Ray
+    from quire.cluster import ports
 
-    return tuple(local_serve.free_ports(2))
+    return tuple(ports.free_ports(2))
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ RAY_MODULES = {
     "quire.cluster.app",
     "quire.cluster.ingress",
     "quire.cluster.local_serve",
-    "quire.cluster.metrics",
     "quire.cluster.serve_config",
     "quire.replica.actor",
     "quire.replica.faulty_actor",
+    "quire.replica.ray_metrics",
     "quire.router.bus",
     "quire.router.peers",
     "quire.router.serve_router",
@@ -205,6 +205,7 @@ MAY_READ_ENVIRONMENT = {
     "quire.bench.gpu_worker",
     "quire.bench.report",
     "quire.cluster.local_serve",
+    "quire.cluster.serve_api",
     "quire.cluster.ray_proxies",  # `controller_options` has nothing but variables
 }
 

@@ -67,6 +67,12 @@ def test_a_server_that_refuses_is_a_failed_run(tmp_path):
     assert row["num_failed"] == 2 and "ConnectionRefused" in row["first_error"]
 
 
+def test_without_a_model_and_without_a_server_the_model_is_asked_for(tmp_path):
+    done = bench("serve", "http://127.0.0.1:1", "--concurrency", 1, "--out", tmp_path)
+    assert done.returncode == 1 and "give --model" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_all_loads_are_run_in_order(tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"at_s": 0, "prompt_tokens": 3, "output_tokens": 2}\n')

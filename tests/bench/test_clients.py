@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 
 import pytest
 
-from quire.bench.clients import OpenAIClient, RequestFailed, connect
+from quire.bench.clients import OpenAIClient, RequestFailed, connect, served_model
 
 USAGE = {
     "prompt_tokens": 3,
@@ -106,6 +108,51 @@ def test_tokens_without_text_come_with_the_usage():
 def test_a_failure_has_the_servers_words(head, pieces, message):
     with pytest.raises(RequestFailed, match=message):
         asyncio.run(answered(pieces, head))
+
+
+def found_model(answer: bytes, path: str = "") -> tuple[str, str]:
+    """What is found of a server with this answer, and the request's first line."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lines: list[bytes] = []
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                lines.append(connection.recv(4096).split(b"\r\n")[0])
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}{path}"
+            return served_model(url), lines[0].decode()
+        finally:
+            thread.join()
+
+
+def listing(*names: str) -> bytes:
+    body = json.dumps({"object": "list", "data": [{"id": name} for name in names]})
+    return f"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{body}".encode()
+
+
+@pytest.mark.parametrize(("path", "asked"), [("", ""), ("/v1", ""), ("/v1/", ""), ("/a", "/a")])
+def test_the_only_model_of_a_server_is_found(path, asked):
+    assert found_model(listing("a/b"), path) == ("a/b", f"GET {asked}/v1/models HTTP/1.1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (listing(), r"/v1/models lists 0 models: ; give --model"),
+        (listing("a", "b"), r"/v1/models lists 2 models: a, b; give --model"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "does not say which model is served: HTTP Error 404"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>", "does not say which model is served"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[1]", "does not say which model is served"),
+    ],
+)
+def test_a_model_that_is_not_found_is_asked_for(answer, words):
+    with pytest.raises(ValueError, match=words):
+        found_model(answer)
 
 
 def test_only_http_and_grpc_are_known():

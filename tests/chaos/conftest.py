@@ -32,8 +32,7 @@ def chaos_cluster(tmp_path_factory) -> Iterator[Cluster]:
         # A router's streams cannot move, so they have the time that a move may take.
         application["deployments"] = [{"name": "Router", "graceful_shutdown_timeout_s": 120.0}]
         # Serve holds a router for so long before it stops listening, 30 s by default.
-        for section in (config["controller_options"], application):
-            env = section["runtime_env"]["env_vars"]
-            env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
+        env = config["controller_options"]["runtime_env"]["env_vars"]
+        env["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "10"
 
     yield from start_cluster(tmp_path_factory.mktemp("chaos"), change)

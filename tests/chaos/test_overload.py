@@ -228,12 +228,7 @@ def quantile(values: list[float], part: float) -> float:
 
 def router_refusals(cluster: Cluster) -> Counter[float]:
     """Upper bounds in seconds of the routers' histogram, and how many refusals took at most so long."""
-    buckets: Counter[float] = Counter()
-    pattern = r"^ray_quire_refusal_seconds_bucket\S* \S+$"
-    for line in re.findall(pattern, cluster.ray_metrics(), re.MULTILINE):
-        bound = float(re.search(r'le="([^"]+)"', line)[1])
-        buckets[bound] += int(float(line.rpartition(" ")[2]))
-    return buckets
+    return cluster.buckets("quire_refusal_seconds")
 
 
 def test_ten_times_the_load(small_cluster):

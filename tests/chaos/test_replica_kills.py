@@ -15,10 +15,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,14 +86,10 @@ def until_enough(killer: Killer) -> Iterator[int]:
 
 def move_metrics(cluster: Cluster) -> tuple[int, float]:
     """How often streams moved, and the 99th percentile of the time to the next token, as a bucket's bound."""
-    text = cluster.ray_metrics()
-    buckets: Counter[float] = Counter()
-    for line in re.findall(r"^ray_quire_move_seconds_bucket\S* \S+$", text, re.MULTILINE):
-        buckets[float(re.search(r'le="([^"]+)"', line)[1])] += int(float(line.rpartition(" ")[2]))
-    moved = re.findall(r"^ray_quire_migrations\S* (\S+)$", text, re.MULTILINE)
+    buckets = cluster.buckets("quire_migration_seconds")
     total = max(buckets.values(), default=0)
     p99 = min((le for le, count in buckets.items() if count >= 0.99 * total), default=0.0)
-    return int(sum(map(float, moved))), p99
+    return int(cluster.metric("quire_migrations_total")), p99
 
 
 def wait_at_rest(cluster: Cluster) -> None:

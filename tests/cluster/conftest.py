@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.protos.errors import ModelNotFound
+from quire.protos.errors import QuireError, model_not_found
 from quire.protos.wire import Load
 from quire.router import params
 from quire.router.chat_template import check_messages
@@ -156,6 +156,7 @@ class FakeService:
         self.failure: Exception = RuntimeError("secret detail")
         self.refusal: Exception | None = None  # raised by every call
         self.refusals: list[Exception] = []  # raised by the next calls
+        self.refused_by_front_end: list[str] = []  # error codes
         self.generate_s = 0.0  # seconds to the first token
         self.last_reason: str | None = "length"
         self.ready = True
@@ -169,7 +170,7 @@ class FakeService:
         self.requests.append(request)
         self._refuse()
         if request.model not in (None, MODEL):
-            raise ModelNotFound(f"model: {request.model!r} is not served", field="model")
+            raise model_not_found(request.model, [MODEL])
         params.check(request)
         if request.messages is not None:
             prompt_len = sum(len(str(m["content"])) for m in check_messages(request.messages))
@@ -225,6 +226,13 @@ class FakeService:
             ring.add(stream.request_id, answer_id, ranking, num_tokens, stream.explain, 0.0)
         found = ring.last(limit) if request_id is None else ring.find(request_id)
         return Decisions(["router-0", "router-1"], 0, found)
+
+    def refused(self, error: QuireError) -> None:
+        self.refused_by_front_end.append(error.code)
+
+    async def metrics(self) -> bytes:
+        self._refuse()
+        return b"# HELP quire_tests_total Tests.\n# TYPE quire_tests_total counter\nquire_tests_total 1.0\n"
 
     async def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
         try:

@@ -22,8 +22,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.cluster import local_serve, serve_config
+from quire.cluster import local_serve, ports, process_session, serve_api, serve_config
 from quire.cluster.config import ConfigError
+from quire.cluster.default_config import APP_IMPORT_PATH
+from quire.cluster.serve_api import ApplicationStatus
 
 ROOT = Path(__file__).parents[2]
 QUIRE = [sys.executable, "-m", "quire.cluster.cli"]
@@ -146,7 +148,7 @@ def checked(
                 {
                     "name": "one",
                     "route_prefix": "/one",
-                    "import_path": serve_config.APP_IMPORT_PATH,
+                    "import_path": APP_IMPORT_PATH,
                     "args": {"served_model_name": "it's"},
                 }
             ],
@@ -156,25 +158,25 @@ def checked(
 
 def test_free_ports_are_none_that_the_kernel_hands_out():
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    ports = local_serve.free_ports(50)
-    assert len(set(ports)) == 50
-    assert not [port for port in ports if low <= port <= high]
+    found = ports.free_ports(50)
+    assert len(set(found)) == 50
+    assert not [port for port in found if low <= port <= high]
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", ports[0]))
+        taken.bind(("127.0.0.1", found[0]))
         taken.listen()
         # All 12 768 are asked for a thousand at a time; the one that is taken never comes.
-        assert ports[0] not in {p for _ in range(30) for p in local_serve.free_ports(900)}
+        assert found[0] not in {p for _ in range(30) for p in ports.free_ports(900)}
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_port_in_use_is_refused_by_name(free_ports, which: int):
     name = ("http_options.port", "grpc_options.port")[which]
-    local_serve.check_ports(checked(*free_ports))
+    ports.check_ports(checked(*free_ports))
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", free_ports[which]))
         holder.listen()
         with pytest.raises(ConfigError, match=rf"{name}: .*port {free_ports[which]}: .*in use"):
-            local_serve.check_ports(checked(*free_ports))
+            ports.check_ports(checked(*free_ports))
 
 
 HAPROXY_PORTS = ("HAPROXY_STATS", "HAPROXY_METRICS", "FALLBACK_PROXY_HTTP", "FALLBACK_PROXY_GRPC")
@@ -188,10 +190,10 @@ def test_what_else_listens_in_haproxy_mode_needs_free_ports(free_ports, name: st
         env_vars = {f"RAY_SERVE_{n}_PORT": str(spare) for n in HAPROXY_PORTS}
         env_vars[f"RAY_SERVE_{name}_PORT"] = str(holder.getsockname()[1])
         options = {"runtime_env": {"env_vars": env_vars}}
-        local_serve.check_ports(checked(*free_ports, controller_options=options))
+        ports.check_ports(checked(*free_ports, controller_options=options))
         env_vars["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
         with pytest.raises(ConfigError, match=rf"env_vars\.RAY_SERVE_{name}_PORT: cannot"):
-            local_serve.check_ports(checked(*free_ports, controller_options=options))
+            ports.check_ports(checked(*free_ports, controller_options=options))
 
 
 def test_a_port_that_another_clusters_proxy_shares_is_refused(free_ports):
@@ -201,13 +203,13 @@ def test_a_port_that_another_clusters_proxy_shares_is_refused(free_ports):
         theirs.bind(("127.0.0.1", 0))
         theirs.listen()
         env_vars = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
-        for name, port in zip(HAPROXY_PORTS, local_serve.free_ports(4), strict=True):
+        for name, port in zip(HAPROXY_PORTS, ports.free_ports(4), strict=True):
             env_vars[f"RAY_SERVE_{name}_PORT"] = str(port)
         config = checked(*free_ports, controller_options={"runtime_env": {"env_vars": env_vars}})
-        local_serve.check_ports(config)
+        ports.check_ports(config)
         env_vars["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(theirs.getsockname()[1])
         with pytest.raises(ConfigError, match=r"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT: .*in use"):
-            local_serve.check_ports(config)
+            ports.check_ports(config)
 
 
 @pytest.mark.parametrize(
@@ -219,20 +221,20 @@ def test_a_port_that_another_clusters_proxy_shares_is_refused(free_ports):
     ],
 )
 def test_urls_are_of_this_machine(host: str, prefix: str, url: str):
-    assert local_serve.Endpoint.of(checked(host=host)).url(prefix, "/ready") == url
+    assert ports.Endpoint.of(checked(host=host)).url(prefix, "/ready") == url
 
 
 def test_ray_token_is_found_by_rays_rules(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert local_serve.ray_auth_header({}) == {}
+    assert serve_api.ray_auth_header({}) == {}
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("home\n")
     (tmp_path / "other").write_text("path")
-    assert local_serve.ray_auth_header({}) == {"Authorization": "Bearer home"}
+    assert serve_api.ray_auth_header({}) == {"Authorization": "Bearer home"}
     environ = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "other")}
-    assert local_serve.ray_auth_header(environ) == {"Authorization": "Bearer path"}
+    assert serve_api.ray_auth_header(environ) == {"Authorization": "Bearer path"}
     environ["RAY_AUTH_TOKEN"] = "own"
-    assert local_serve.ray_auth_header(environ) == {"Authorization": "Bearer own"}
+    assert serve_api.ray_auth_header(environ) == {"Authorization": "Bearer own"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -246,6 +248,7 @@ class Ready(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.asked += 1
         found = self.path == self.server.path and self.server.asked > 2
+        found |= self.path == "/one/metrics"
         self.send_response(200 if found else 503)
         self.end_headers()
         self.wfile.write(json.dumps(self.server.body).encode() if found else b"no")
@@ -254,16 +257,29 @@ class Ready(BaseHTTPRequestHandler):
         pass
 
 
+ENGINE = {
+    "model": "it's",
+    "dtype": "bfloat16",
+    "device": "cpu",
+    "threads": 1,
+    "max_model_len": 8192,
+    "kv_cache_tokens": 43_680,
+    "request_tokens": 2048,
+    "concurrent_requests": 21,
+}
+
+
 @pytest.fixture
 def ready_server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as server:
         server.asked, server.path = 0, "/one/ready"
-        server.body = {"startup": {"load_s": 0.25, "replica": {"warm_up_s": 1.5}}}
+        server.body = {"startup": {"load": 0.25, "warm_up": 1.5}, "engine": ENGINE}
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
 
 
+RUNNING = ApplicationStatus("RUNNING", has_router=True)
 DASHBOARD_LINE = (
     "print('View the dashboard at \\x1b[1m\\x1b[32mhttp://127.0.0.1:1 \\x1b[39m', flush=True)"
 )
@@ -277,7 +293,7 @@ def served(
     tmp_path: Path,
     code: str,
     config: serve_config.ServeConfig,
-    state: tuple[str, str],
+    state: ApplicationStatus,
     ready_timeout_s: float = 20.0,
 ) -> tuple[int, str, local_serve.LocalServe]:
     """Run a child with `code`, signalling SIGINT to this process once "ready" is printed."""
@@ -298,17 +314,25 @@ def served(
     return status, out.getvalue(), server
 
 
-def test_ready_prints_where_time_went_and_a_command_to_paste(tmp_path, ready_server):
+def test_ready_prints_what_matters_and_a_command_to_paste(tmp_path, ready_server, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     config = checked(ready_server.server_port)
     before = signal.getsignal(signal.SIGINT)
-    status, out, server = served(tmp_path, SLEEPER, config, ("RUNNING", ""))
+    status, out, server = served(tmp_path, SLEEPER, config, RUNNING)
     assert status == 0
     assert server._child.returncode == -signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) is before
     lines = out.splitlines()
     assert lines[1] == "Ray dashboard: http://127.0.0.1:1"
-    assert lines[2].startswith("start-up ")
-    assert lines[2].endswith("of these in 'one': load 0.2 s, replica warm up 1.5 s")
+    assert "`ray get-auth-token`" in lines[2] and "RAY_AUTH_MODE=token" in lines[2]
+    assert lines[3].startswith("start-up ")
+    assert lines[3].endswith("of these in 'one': load 0.2 s, warm up 1.5 s")
+    assert lines[4] == (
+        "one: 2 x model it's, bfloat16 on cpu with 1 thread; KV cache 43,680 tokens: 21 requests of 2,048 tokens at a "
+        "time; a request may have 8,192 tokens"
+    )
+    metrics = f"metrics: http://127.0.0.1:{ready_server.server_port}/one/metrics"
+    assert metrics in lines
     command = shlex.split(lines[-2].removeprefix("ready: "))
     assert command[:2] == ["curl", "-N"]
     assert command[2] == f"http://127.0.0.1:{ready_server.server_port}/one/v1/chat/completions"
@@ -318,7 +342,7 @@ def test_ready_prints_where_time_went_and_a_command_to_paste(tmp_path, ready_ser
 
 
 def watched(
-    tmp_path: Path, code: str, port: int, after: dict[str, tuple[str, str]] | None
+    tmp_path: Path, code: str, port: int, after: dict[str, ApplicationStatus] | None
 ) -> tuple[int, str, float]:
     """Exit status, output, and the seconds from "ready"; `after` is the status of all applications from then on."""
     ready_s = []
@@ -329,8 +353,8 @@ def watched(
                 ready_s.append(time.monotonic())
             return super().write(text)
 
-    def status(url: str) -> dict[str, tuple[str, str]] | None:
-        return after if ready_s else {"one": ("RUNNING", "")}
+    def status(url: str) -> dict[str, ApplicationStatus] | None:
+        return after if ready_s else {"one": RUNNING}
 
     out = Out()
     server = local_serve.LocalServe(
@@ -347,10 +371,11 @@ def test_a_shutdown_by_another_command_ends_it(tmp_path, ready_server):
     assert seconds < 10
 
 
-@pytest.mark.parametrize("after", [None, {"one": ("DEPLOYING", "")}, {"one": ("UNHEALTHY", "")}])
+@pytest.mark.parametrize("state", [None, "DEPLOYING", "UNHEALTHY"])
 def test_an_api_that_does_not_answer_and_an_update_do_not(
-    tmp_path, ready_server, monkeypatch, after
+    tmp_path, ready_server, monkeypatch, state
 ):
+    after = state and {"one": ApplicationStatus(state)}
     monkeypatch.setattr(local_serve, "WATCH_S", 0.01)
     timer = threading.Timer(3, signal.raise_signal, (signal.SIGINT,))
     timer.start()
@@ -363,7 +388,7 @@ def test_the_end_of_rays_node_ends_it(tmp_path, ready_server):
     """The driver and the dashboard stay."""
     (tmp_path / "raylet").symlink_to("/bin/sleep")
     node = f"import subprocess; subprocess.Popen([{str(tmp_path / 'raylet')!r}, '5']); {SLEEPER}"
-    running = {"one": ("RUNNING", "")}
+    running = {"one": RUNNING}
     code, out, seconds = watched(tmp_path, node, ready_server.server_port, running)
     assert code == 1
     assert "failed: Ray's node has ended: its process raylet is gone" in out
@@ -373,7 +398,7 @@ def test_the_end_of_rays_node_ends_it(tmp_path, ready_server):
 def test_what_listens_is_said_with_who_can_reach_it():
     loopback = [("127.0.0.1", 8000), ("::1", 9)]
     others = [("0.0.0.0", 9000), ("::", 9000), ("::", 7), ("10.0.0.7", 8), ("127.0.0.1", 9000)]
-    assert list(local_serve.listening_lines([*loopback, *others])) == [
+    assert list(ports.listening_lines([*loopback, *others])) == [
         "listens for every machine that reaches 10.0.0.7: 8",
         "listens for every machine that reaches this one: 7, 9000",
         "listens for this machine only: 9, 8000, 9000",
@@ -385,14 +410,14 @@ def test_listeners_are_those_of_the_session(host: str):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as server:
         port = server.getsockname()[1]
-        assert (host, port) in local_serve.listeners(os.getsid(0))
-    assert (host, port) not in local_serve.listeners(os.getsid(0))
+        assert (host, port) in ports.listeners(os.getsid(0))
+    assert (host, port) not in ports.listeners(os.getsid(0))
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path, ready_server, monkeypatch):
     monkeypatch.setattr(local_serve, "TERMINATE_S", 0.5)
     config = checked(ready_server.server_port)
-    status, _, server = served(tmp_path, STUBBORN, config, ("RUNNING", ""))
+    status, _, server = served(tmp_path, STUBBORN, config, RUNNING)
     assert status == 0
     assert server._child.returncode == -signal.SIGKILL
 
@@ -406,9 +431,9 @@ def test_what_the_child_leaves_behind_is_killed(tmp_path, ready_server, monkeypa
         f"process_group=0); {SLEEPER}"
     )
     config = checked(ready_server.server_port)
-    status, _, server = served(tmp_path, code, config, ("RUNNING", ""))
+    status, _, server = served(tmp_path, code, config, RUNNING)
     assert (status, server._child.returncode) == (0, -signal.SIGTERM)
-    assert local_serve.session_pids(server._child.pid) == []
+    assert process_session.session_pids(server._child.pid) == []
 
 
 @pytest.mark.parametrize("prefix", ["/one", "/two"])
@@ -422,13 +447,13 @@ def test_an_application_of_somebody_else_is_ready_once_the_proxy_has_its_route(
             "applications": [{"name": "one", "route_prefix": prefix, "import_path": "a.b:c"}],
         }
     )
-    status, out, _ = served(tmp_path, SLEEPER, config, ("RUNNING", ""), ready_timeout_s=3.0)
+    status, out, _ = served(tmp_path, SLEEPER, config, RUNNING, ready_timeout_s=3.0)
     assert (status, "ready: one\n" in out) == ((0, True) if prefix == "/one" else (1, False))
     assert ready_server.asked >= 3
 
 
 def test_a_failed_deployment_ends_it_with_the_reason_and_the_logs_tail(tmp_path):
-    state = ("DEPLOY_FAILED", "no such folder: /models/x")
+    state = ApplicationStatus("DEPLOY_FAILED", "no such folder: /models/x")
     status, out, _ = served(tmp_path, SLEEPER, checked(), state)
     assert status == 1
     assert "failed: application 'one': no such folder: /models/x" in out
@@ -438,7 +463,7 @@ def test_a_failed_deployment_ends_it_with_the_reason_and_the_logs_tail(tmp_path)
 
 def test_a_child_that_ends_is_a_failure(tmp_path):
     code = "import sys; print('\\n'.join(map(str, range(100)))); sys.exit(3)"
-    status, out, _ = served(tmp_path, code, checked(), ("NOT_STARTED", ""))
+    status, out, _ = served(tmp_path, code, checked(), ApplicationStatus("NOT_STARTED"))
     assert status == 1
     assert "failed: `serve run` ended with exit status 3" in out
     assert "\n99\n" in out
@@ -448,7 +473,9 @@ def test_a_child_that_ends_is_a_failure(tmp_path):
 @pytest.mark.parametrize("state", ["DEPLOYING", "RUNNING"])
 def test_what_is_never_ready_times_out(tmp_path, free_ports, state: str):
     config = checked(free_ports[0])
-    status, out, _ = served(tmp_path, SLEEPER, config, (state, ""), ready_timeout_s=1.5)
+    status, out, _ = served(
+        tmp_path, SLEEPER, config, ApplicationStatus(state), ready_timeout_s=1.5
+    )
     assert status == 1
     assert "failed: not ready after 2 s: one" in out
 
@@ -465,7 +492,7 @@ def test_an_answer_that_is_not_ready_is_none(answer: bytes):
 
         threading.Thread(target=reply, daemon=True).start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/ready"
-        assert local_serve.fetch_ready(url) is None
+        assert serve_api.fetch_ready(url) is None
 
 
 def test_ready_is_asked_over_tls_where_the_config_has_a_certificate(tmp_path, ready_server):
@@ -480,9 +507,60 @@ def test_ready_is_asked_over_tls_where_the_config_has_a_certificate(tmp_path, re
     context.load_cert_chain(certificate, key)
     ready_server.socket = context.wrap_socket(ready_server.socket, server_side=True)
     config = checked(ready_server.server_port, ssl_certfile=str(certificate), ssl_keyfile=str(key))
-    status, out, _ = served(tmp_path, SLEEPER, config, ("RUNNING", ""))
+    status, out, _ = served(tmp_path, SLEEPER, config, RUNNING)
     assert status == 0
     assert f"curl -N -k https://127.0.0.1:{ready_server.server_port}/one/v1" in out
+
+
+def test_a_start_that_cannot_succeed_ends_before_ray_starts(tmp_path):
+    text = (ROOT / "cluster.yaml").read_text()
+    path = tmp_path / "cluster.yaml"
+    wrong = {
+        "model: ./nope": f"model: there is no folder {tmp_path}/nope",
+        "model: embedded\n      replica_resources: {num_cpus: 4000}": "a replica needs 4000 CPU",
+    }
+    for model, said in wrong.items():
+        path.write_text(text.replace("model: embedded", model))
+        result = quire("serve", str(path), cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert said in result.stderr
+    result = quire("serve", "nope", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert f"there is no folder {tmp_path}/nope, nor is it 'embedded'" in result.stderr
+
+
+def test_a_file_takes_no_options_of_a_model(tmp_path):
+    result = quire("serve", str(ROOT / "cluster.yaml"), "--port", "1", "--set", "a=1")
+    assert result.returncode == 1
+    assert "--port, --set: go with a MODEL" in result.stderr
+
+
+def test_show_prints_a_config_that_passes_the_check(tmp_path):
+    result = quire("config", "show", "embedded", "--replicas", "3")
+    assert result.returncode == 0
+    path = tmp_path / "mine.yaml"
+    path.write_text(result.stdout)
+    result = quire("config", "check", str(path))
+    assert result.stdout == "quire: /: model embedded on auto, 3 replicas, 1 routers\n"
+
+
+def test_nothing_is_asked_of_an_application_without_a_router(tmp_path, ready_server):
+    """Ray's proxy would keep each request until there is one, and log that the client has gone."""
+    config = checked(ready_server.server_port)
+    state = ApplicationStatus("DEPLOYING")
+    status, _, _ = served(tmp_path, SLEEPER, config, state, ready_timeout_s=1.5)
+    assert (status, ready_server.asked) == (1, 0)
+
+
+def test_a_reason_of_ours_is_all_that_is_printed(tmp_path):
+    message = (
+        "Failed to update ['Replica'].\nTraceback\nx.CannotStart: replica on node 'n': no room"
+    )
+    state = ApplicationStatus("DEPLOY_FAILED", message)
+    status, out, _ = served(tmp_path, SLEEPER, checked(), state)
+    assert status == 1
+    assert "failed: application 'one': replica on node 'n': no room\n" in out
+    assert "Traceback" not in out and "View the dashboard" not in out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -550,12 +628,12 @@ def test_serve_runs_an_application_until_sigterm(tmp_path, free_ports, ray_envir
         assert answer["nice"] == os.nice(0), "workers run at this process' niceness"
         session = os.getsid(answer["pid"])
         assert session != os.getsid(process.pid)
-        assert answer["pid"] in local_serve.session_pids(session)
+        assert answer["pid"] in process_session.session_pids(session)
     finally:
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=60)
     assert (process.returncode, rest) == (0, "stopping\n"), log.read_text()
-    assert local_serve.session_pids(session) == [], "nothing outlives the command"
+    assert process_session.session_pids(session) == [], "nothing outlives the command"
 
 
 @pytest.mark.system

@@ -19,10 +19,8 @@ from grpc._cython import cygrpc
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
-from ray._common.utils import load_class
-from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
-from quire.cluster import grpc_servicers, ray_proxies, serve_config
+from quire.cluster import grpc_servicers, serve_config
 from quire.cluster.config import (
     AppConfig,
     AutoscalingArgs,
@@ -32,6 +30,12 @@ from quire.cluster.config import (
     RouterArgs,
     RouterResources,
     did_you_mean,
+)
+from quire.cluster.default_config import default_config
+from quire.cluster.ray_settings import (
+    DEPLOYMENT_VARIABLES,
+    REQUEST_TIMEOUT_VARIABLE,
+    SERVE_DEFAULTS,
 )
 from quire.replica.config import EngineArgs as ReplicaEngineArgs
 
@@ -353,17 +357,19 @@ def test_cluster_yaml_is_right():
     assert app.config == AppConfig()
 
 
-def test_cluster_yaml_sets_only_variables_that_ray_glibc_or_grpcio_reads(data):
+def test_all_variables_are_read_by_ray_glibc_or_grpcio(data):
     """A misspelt variable of an environment is ignored, by Ray and by everyone else."""
     source = "".join(p.read_text() for p in Path(inspect.getfile(ray.serve)).parent.rglob("*.py"))
     source += (Path(ray.__file__).parent / "_private/ray_constants.py").read_text()
-    source += (ROOT / "cluster/ray_proxies.py").read_text()
+    ours = {REQUEST_TIMEOUT_VARIABLE}  # `ray_proxies` reads it
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     # The allocator's variables are read by the dynamic loader.
     loader = b"".join(Path(p).read_bytes() for p in mapped if Path(p).name.startswith("ld-linux"))
-    environments = [data["controller_options"], *data["applications"]]
-    for env_vars in (e["runtime_env"]["env_vars"] for e in environments):
+    in_file = data["controller_options"]["runtime_env"]["env_vars"]
+    for env_vars in (in_file, SERVE_DEFAULTS, DEPLOYMENT_VARIABLES):
         for name, value in env_vars.items():
+            if name in ours:
+                continue
             if name == "GRPC_EXPERIMENTS":
                 # Of an experiment that it does not know, grpcio writes a line to each process's log.
                 known = Path(cygrpc.__file__).read_bytes()
@@ -374,21 +380,15 @@ def test_cluster_yaml_sets_only_variables_that_ray_glibc_or_grpcio_reads(data):
             assert is_allocators or f'"{name}"' in source, name
 
 
-def test_cluster_yaml_bounds_grpc_messages_where_they_are_read(data):
-    """Ray's bound is 2 GiB. The proxy reads the first section, the routers behind HAProxy the second."""
-    for section in (data["controller_options"], *data["applications"]):
-        env_vars = section["runtime_env"]["env_vars"]
-        assert int(env_vars["RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"]) == 32 * 1024**2
+def test_cluster_yaml_is_the_built_in_config(data):
+    """One source: what `quire serve MODEL` runs, and through tests/k8s the manifests."""
+    assert data == default_config(data["applications"][0]["args"])
+
+
+def test_the_servicers_that_ray_loads_exist(data):
     for name in data["grpc_options"]["grpc_servicer_functions"]:
         module, _, function = name.rpartition(".")
         assert module == "quire.cluster.grpc_servicers" and hasattr(grpc_servicers, function)
-
-
-def test_the_function_that_ray_calls_in_proxies_exists(data):
-    """Ray ends every process of Serve in which it cannot be loaded."""
-    for options in (data["controller_options"], *data["applications"]):
-        env_vars = options["runtime_env"]["env_vars"]
-        assert load_class(env_vars[WORKER_PROCESS_SETUP_HOOK_ENV_VAR]) is ray_proxies.set_up
 
 
 # Everything in Ray's schema that is a mapping, so that a key can be misspelt in each.
@@ -479,8 +479,8 @@ def set_at(data: Any, path: list[str | int], value: Any) -> None:
         (["applications", 0, "args"], None, "applications[0].args", "a mapping"),
         (["applications", 0, "args", "replicas"], 0, "applications[0].args.replicas", "got 0"),
         (
-            ["applications", 0, "runtime_env", "env_vars", "A"],
-            1,
+            ["applications", 0, "runtime_env"],
+            {"env_vars": {"A": 1}},
             "applications[0].runtime_env.env_vars.A",
             "quotes",
         ),

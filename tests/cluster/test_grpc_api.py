@@ -72,6 +72,7 @@ class Servicer:
 class Clients:
     """Stubs on one channel."""
 
+    channel: grpc.aio.Channel
     generation: generation_pb2_grpc.GenerationStub
     control: control_pb2_grpc.ControlStub
     health: health_pb2_grpc.HealthStub
@@ -97,6 +98,7 @@ async def serving(
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Clients(
+            channel,
             generation_pb2_grpc.GenerationStub(channel),
             control_pb2_grpc.ControlStub(channel),
             health_pb2_grpc.HealthStub(channel),
@@ -729,6 +731,21 @@ def test_large_requests_are_refused_before_they_are_parsed(service, mode: str, n
     options = [("grpc.max_receive_message_length", 32 << 20)]
     run(service, mode, body, options)
     assert service.requests == []
+    assert service.refused_by_front_end == ["body_too_large"] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_refusals_are_counted_once_whoever_refuses(service, mode: str) -> None:
+    async def body(clients: Clients) -> None:
+        for method in (clients.generation.Generate, clients.generation.GenerateOnce):
+            await failure(method(request(prompt="x", cache_salt="x" * 300)))  # the service does
+            await failure(method(request(prompt="x", request_id="x" * 200)))
+            await failure(method(generation_pb2.GenerateRequest()))
+        await clients.generation.GenerateOnce(request(prompt="x"))
+        await failure(clients.control.WatchCache(control_pb2.WatchCacheRequest(period_ms=1)))
+
+    run(service, mode, body)
+    assert service.refused_by_front_end == ["invalid_request"] * 4
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -739,6 +756,23 @@ def test_other_services_refuse_large_requests_too(service, mode: str) -> None:
             assert (await failure(call)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(service, mode, body, [("grpc.max_receive_message_length", 32 << 20)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bytes_that_are_no_message_are_refused(service, mode: str) -> None:
+    async def main() -> None:
+        async with serving(service, mode) as clients:
+            for method, kind in (
+                ("quire.v1.Generation/Generate", "quire.v1.GenerateRequest"),
+                ("quire.v1.Generation/GenerateOnce", "quire.v1.GenerateRequest"),
+                ("quire.v1.Control/GetLoads", "quire.v1.GetLoadsRequest"),
+                ("grpc.health.v1.Health/Check", "grpc.health.v1.HealthCheckRequest"),
+            ):
+                error = await failure(clients.channel.unary_unary(f"/{method}")(b"\xff" * 9))
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
+                assert error.details() == f"the request must be a {kind}"
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -753,6 +787,25 @@ def test_many_turns_are_refused_by_name(service, mode: str) -> None:
         assert error.details() == "token_ids must have at most 524288 token ids, got 524289"
 
     run(service, mode, body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_unknown_method_is_answered_with_those_that_there_are(service, mode: str) -> None:
+    async def main() -> None:
+        async with serving(service, mode) as clients:
+            channel = clients.channel
+            for kind in (channel.unary_unary, channel.unary_stream):
+                error = await failure(kind("/quire.v1.Generation/Embed")(b"x"))
+                assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+                assert error.details() == (
+                    "this method is not served; quire.v1.Generation has Generate, GenerateOnce"
+                )
+            error = await failure(channel.unary_unary("/quire.v1.Control/Stop")(b""))
+            assert error.details().endswith("has GetLoads, GetModelInfo, WatchCache")
+            error = await failure(channel.unary_unary("/quire.v2.Generation/Generate")(b""))
+            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -26,10 +26,12 @@ from ray._private.authentication import authentication_utils
 from ray.serve._private import default_impl, http_util, replica
 
 from quire.cluster import haproxy_template, ray_proxies
-from quire.cluster.local_serve import free_ports, listeners
+from quire.cluster.ports import free_ports, listeners
+from quire.cluster.ray_settings import SERVE_DEFAULTS
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
+# What the file gives; the hook sets the others.
 ENV_VARS = yaml.safe_load((ROOT / "cluster.yaml").read_text())["controller_options"]["runtime_env"][
     "env_vars"
 ]
@@ -89,7 +91,7 @@ def rendered(tmp_path_factory) -> Rendered:
         ray_proxies.REQUEST_TIMEOUT_VARIABLE: str(REQUEST_TIMEOUT_S),
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
     }
-    assert timeouts.keys() <= ENV_VARS.keys()
+    assert timeouts.keys() <= SERVE_DEFAULTS.keys()
     result = subprocess.run(
         [sys.executable, str(ROOT / "tests/cluster/render_haproxy.py")],
         input=json.dumps(list(asked.values())),

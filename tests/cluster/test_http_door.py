@@ -6,27 +6,19 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import uvicorn
-import yaml
 from ray.serve._private import http_util
 from ray.serve._private.utils import call_function_from_import_path
 from starlette.types import Receive, Scope, Send
 
 from quire.cluster.http_api import build_app
+from quire.cluster.ray_settings import SERVE_DEFAULTS
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 BODY = json.dumps({"prompt": "x", "max_tokens": 3})
 PATH = "/v1/completions"
-
-
-def callbacks() -> set[str | None]:
-    """What cluster.yaml sets, for Ray's proxy and for routers."""
-    config = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())
-    sections = [config["controller_options"], *config["applications"]]
-    return {section["runtime_env"]["env_vars"].get(CALLBACK) for section in sections}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +40,7 @@ def door(service_class) -> Iterator[tuple[int, object]]:
                 value.decode()
         await app(scope, receive, send)
 
-    (path,) = callbacks()
+    path = SERVE_DEFAULTS[CALLBACK]
     middlewares = call_function_from_import_path(path) if path else []
     app_of_serve = http_util._apply_middlewares(serve, middlewares)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -76,10 +68,6 @@ def exchange(port: int, *headers: bytes, body: str = BODY, version: bytes = b"1.
         while part := connection.recv(65536):
             answer += part
     return answer
-
-
-def test_both_sections_of_cluster_yaml_set_the_callback() -> None:
-    assert callbacks() == {"quire.cluster.http_door.middlewares"}
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,11 @@ def test_config_check_reads_the_deployments_of_quire():
     bad = with_deployments(
         {"name": "Replica", "user_config": {"block_size": 64, "step_timeout_s": 0.0}},
         {"name": "Gateway"},
+        {"name": "Router", "ray_actor_options": {"num_cpus": 1}},
     )
     with pytest.raises(ConfigError) as error:
         serve_config.check(bad)
     text = str(error.value)
     assert "applications[0].deployments[0].user_config.block_size: needs a restart" in text
     assert "applications[0].deployments[1].name: must be Replica or Router, got 'Gateway'" in text
+    assert "deployments[2].ray_actor_options: give router_resources under args" in text

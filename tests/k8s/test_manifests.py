@@ -91,12 +91,16 @@ def test_no_manifest_holds_a_secret(docs: list[dict[str, Any]]) -> None:
 
 def test_selectors_find_the_pods(docs: list[dict[str, Any]]) -> None:
     (policy,) = (doc for doc in docs if doc["kind"] == "NetworkPolicy")
-    (monitor,) = load(K8S / "podmonitor.yaml")
-    selectors = [policy["spec"]["podSelector"], monitor["spec"]["selector"]]
+    quire, ray = load(K8S / "podmonitor.yaml")
     for group in groups(rayservice(docs)):
-        labels = group["template"]["metadata"]["labels"]
-        for selector in selectors:
+        # KubeRay adds the second.
+        kind = "worker" if "groupName" in group else "head"
+        labels = group["template"]["metadata"]["labels"] | {"ray.io/node-type": kind}
+        for selector in (policy["spec"]["podSelector"], ray["spec"]["selector"]):
             assert selector["matchLabels"].items() <= labels.items()
+        # One answer is that of all processes: a second pod would add everything again.
+        is_scraped = quire["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert is_scraped == (kind == "head")
         for spread in pod(group).get("topologySpreadConstraints", ()):
             # KubeRay adds this one itself.
             wanted = spread["labelSelector"]["matchLabels"].items() - {
@@ -107,11 +111,22 @@ def test_selectors_find_the_pods(docs: list[dict[str, Any]]) -> None:
 
 def test_monitored_ports_exist_and_are_let_in(docs: list[dict[str, Any]]) -> None:
     (policy,) = (doc for doc in docs if doc["kind"] == "NetworkPolicy")
-    (monitor,) = load(K8S / "podmonitor.yaml")
+    quire, ray = load(K8S / "podmonitor.yaml")
     ports: dict[str, int] = {}
     for group in groups(rayservice(docs)):
         ports |= {p["name"]: p["containerPort"] for p in ray_container(group)["ports"]}
-    monitored = {ports[e["port"]] for e in monitor["spec"]["podMetricsEndpoints"]}
+    (own,) = quire["spec"]["podMetricsEndpoints"]
+    assert own["path"] == "/metrics" and ports[own["port"]] == 8000
+    monitored = {ports[e["port"]] for e in (own, *ray["spec"]["podMetricsEndpoints"])}
+    prometheus = {"app.kubernetes.io/name": "prometheus"}
+    (rule,) = (
+        rule
+        for rule in policy["spec"]["ingress"]
+        if any(
+            peer.get("podSelector", {}).get("matchLabels") == prometheus for peer in rule["from"]
+        )
+    )
+    assert {p["port"] for p in rule["ports"]} == monitored
     let_in = {p["port"] for rule in policy["spec"]["ingress"] for p in rule.get("ports", ())}
     assert let_in == monitored | {ports["serve"], ports["serve-grpc"], ports["dashboard"]}
 

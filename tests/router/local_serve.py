@@ -33,9 +33,7 @@ async def perfect(frame: Frame) -> list[Frame | bytes]:
 class NoMetrics:
     """Ray's metrics need a running Ray."""
 
-    def __init__(self, load: object) -> None: ...
-
-    def on_output(self, output: object) -> None: ...
+    def __init__(self, source: object) -> None: ...
 
 
 class LocalReplica:
@@ -74,7 +72,7 @@ async def start_replica(
     """Run the actor's `__init__` as Serve would."""
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name))
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(actor_module, "ReplicaMetrics", NoMetrics)
+    monkeypatch.setattr(actor_module, "RayMetrics", NoMetrics)
     actor = object.__new__(actor_class)
     await actor.__init__(engine_args, 20)
     return LocalReplica(actor, name)

@@ -1,6 +1,7 @@
 """Frames to attempts, with a stub for Serve's handle; `tests/system` has the rest of the bus."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -147,6 +148,54 @@ def test_a_call_that_the_replica_cancels_is_a_lost_replica_and_cancels_nothing_h
         attempt.call.cancel()
         await settle()
         assert attempt.call.cancelled() and handle.calls[-1][2].cancelled()
+        await bus.close()
+
+    asyncio.run(main())
+
+
+class ReplicasHandle:
+    """A Serve handle of replicas that answer `metrics_page` as a test says: an answer, an error, or None for never."""
+
+    def __init__(self, answers):
+        self.answers = answers
+        self.pending = []  # calls that have no answer
+
+    def options(self, **_):
+        return self
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=lambda *args, route: self._call(method, route))
+
+    def _call(self, method, route):
+        response = asyncio.get_running_loop().create_future()
+        answer = self.answers[route[0]] if method == "metrics_page" else None
+        if isinstance(answer, Exception):
+            response.set_exception(answer)
+        elif answer is not None:
+            response.set_result(answer)
+        elif method == "metrics_page":
+            self.pending.append(response)
+        return response
+
+
+def test_a_replica_that_is_silent_costs_the_time_limit_and_hides_no_other():
+    async def main():
+        page = {"quire_requests_running": (b"# HELP", b"")}
+        handle = ReplicasHandle(
+            {
+                "a": ("a", page),
+                "silent": None,
+                "dead": RuntimeError("the replica died"),
+                "full": ("a", page),  # Serve has passed it over
+            }
+        )
+        bus = Bus(handle, "test-bus", "router", ReplicaTable(PrefixIndex()))
+        assert await bus.metrics_pages({}, 0.05) == ({}, 0)
+        bus._members = frozenset(handle.answers)
+        began_s = time.monotonic()
+        assert await bus.metrics_pages({}, 0.05) == ({"a": page}, 3)
+        assert 0.04 < time.monotonic() - began_s < 2
+        assert [response.cancelled() for response in handle.pending] == [True]
         await bus.close()
 
     asyncio.run(main())

@@ -256,7 +256,7 @@ def test_the_output_bound_is_exact():
         ([{"role": "user", "content": 5}], InvalidRequest, "messages[0].content"),
         ([{"role": "user", "content": "x", "name": 7}], InvalidRequest, "messages[0].name"),
         (
-            [{"role": "assistant", "content": "x", "tool_calls": []}],
+            [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
             UnsupportedField,
             "messages[0].tool_calls",
         ),
@@ -286,7 +286,9 @@ def test_bad_messages_are_refused_by_field(messages, error, field):
 
 
 def test_null_fields_are_absent():
-    messages = [{"role": "user", "content": "hi", "tool_calls": None, "name": None}]
+    messages = [
+        {"role": "user", "content": "hi", "tool_calls": None, "name": None, "annotations": []}
+    ]
     assert ChatTemplate(QWEN).render(messages) == ChatTemplate(QWEN).render(USER)
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from local_serve import LocalCluster, LocalReplica, start_replica
 
+from quire.cluster.http_body import parse_body
+from quire.cluster.http_completions import CompletionRequest
 from quire.cluster.http_generation import GenerationResponse
-from quire.cluster.http_schema import CompletionRequest, parse_body
 from quire.replica.embedded import CHECKPOINT
 from quire.router.index import PrefixIndex
 from quire.router.params import GenerationDefaults, Limits

@@ -10,7 +10,9 @@ import pytest
 from engine_transport import EngineTransport, make_service
 from tokenizers import Tokenizer
 
-from quire.cluster.http_schema import ChatCompletionRequest, CompletionRequest, parse_body
+from quire.cluster.http_body import parse_body
+from quire.cluster.http_chats import ChatCompletionRequest
+from quire.cluster.http_completions import CompletionRequest
 from quire.protos.errors import InvalidRequest
 from quire.router.chat_template import ChatTemplate
 from quire.router.tokenizer import TextTokenizer

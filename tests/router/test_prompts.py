@@ -17,8 +17,10 @@ from engine_transport import EngineTransport, make_service
 from quire.cluster.http_answers import Completion
 from quire.cluster.http_api import build_app
 from quire.protos.errors import Overloaded
+from quire.replica.embedded import CHECKPOINT
 from quire.router.prompts import PromptsStream
 from quire.router.service import RouterService
+from quire.router.tokenizer import TextTokenizer
 from quire.router.types import OutputDelta
 
 COMPLETIONS = "/v1/completions"
@@ -178,6 +180,67 @@ def test_max_tokens_0_without_logprobs_is_the_text(run):
         whole = await ask(client, prompt="Once", max_tokens=0, echo=True, n=2)
         assert [choice["text"] for choice in whole["choices"]] == ["Once", "Once"]
         assert whole["choices"][0]["logprobs"] is None
+
+    run(test)
+
+
+@pytest.mark.parametrize("prompts", [IDS, IDS[0]], ids=["list", "one"])
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_echoed_ids_are_their_text(run, prompts, max_tokens):
+    """Without log-probabilities too; they are the way in which the text is found, and not in the answer."""
+
+    async def test(client: httpx.AsyncClient, service: RouterService) -> None:
+        options = {"prompt": prompts, "temperature": 0, "ignore_eos": True}
+        echo = {**options, "max_tokens": max_tokens, "echo": True}
+        ids = prompts if isinstance(prompts[0], list) else [prompts]
+        texts = [
+            TextTokenizer.load(CHECKPOINT).decode(one, skip_special_tokens=False) for one in ids
+        ]
+        if max_tokens:
+            plain = await ask(client, **options, max_tokens=max_tokens)
+            answers = [choice["text"] for choice in plain["choices"]]
+            texts = [text + answer for text, answer in zip(texts, answers, strict=True)]
+        whole = await ask(client, **echo)
+        assert [choice["text"] for choice in whole["choices"]] == texts
+        for choice in whole["choices"]:
+            assert choice["logprobs"] is None and "prompt_logprobs" not in choice
+        assert whole["usage"]["completion_tokens"] == max_tokens * len(ids)
+        choices, usage = await streamed(client, **echo)
+        assert [choice["text"] for choice in choices] == texts
+        assert all(choice["scores"] == [] for choice in choices)
+        assert usage["completion_tokens"] == max_tokens * len(ids)
+
+    run(test)
+
+
+def test_the_best_are_echoed(run):
+    async def test(client: httpx.AsyncClient, service: RouterService) -> None:
+        body = {"prompt": TEXTS, "max_tokens": 6, "seed": 12, "temperature": 1.4, "best_of": 4}
+        plain = await ask(client, **body)
+        echoed = await ask(client, **body, echo=True)
+        assert [choice["text"] for choice in echoed["choices"]] == [
+            text + choice["text"] for text, choice in zip(TEXTS, plain["choices"], strict=True)
+        ]
+        # Tokens of the answers that are not returned count too.
+        assert echoed["usage"]["completion_tokens"] == 4 * 6 * len(TEXTS)
+
+    run(test)
+
+
+@pytest.mark.parametrize("prompt", ["Once", ["Once", "At night"], [70, 71]])
+def test_more_tokens_than_fit_are_refused_with_the_number_that_fits(run, transport, prompt):
+    async def test(client: httpx.AsyncClient, service: RouterService) -> None:
+        length = service.model_info().max_model_len
+        response = await client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 10**6})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["param"] == "max_tokens"
+        room = int(error["message"].removeprefix("max_tokens must be <= ").split(":")[0])
+        assert f"of the model's {length} tokens, got 1000000" in error["message"]
+        assert not transport.submits
+        first = prompt[0] if isinstance(prompt[0], str) and len(prompt) == 2 else prompt
+        fits = await ask(client, prompt=first, max_tokens=room, stop=["e"], temperature=0)
+        assert fits["usage"]["prompt_tokens"] + room == length
 
     run(test)
 

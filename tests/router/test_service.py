@@ -38,14 +38,14 @@ from quire.router.admission import AdmissionLimits
 from quire.router.chat_template import ChatTemplate
 from quire.router.index import PrefixIndex
 from quire.router.migration_budget import MigrationBudget
-from quire.router.observer import Observer
+from quire.router.observer import AnswerEnd, Observer
 from quire.router.params import GenerationDefaults, Limits
 from quire.router.policy import make_policy
 from quire.router.replicas import ReplicaState, ReplicaTable
 from quire.router.request_stream import RequestStream
 from quire.router.service import MAX_MIGRATIONS, ModelFacts, RouterService
 from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
-from quire.router.types import Explain, GenerationRequest, OutputDelta, Usage
+from quire.router.types import GenerationRequest, OutputDelta
 
 LIMITS = dict(
     model="embedded",
@@ -66,7 +66,7 @@ TOKENIZER = TextTokenizer.load(CHECKPOINT)
 
 class Records(Observer):
     def __init__(self) -> None:
-        self.ends: list[tuple[Usage, Explain]] = []
+        self.ends: list[AnswerEnd] = []
         self.moves: list[float] = []
         self.num_first = self.num_later = 0
         self.predictions: list[tuple[int, int]] = []
@@ -83,8 +83,8 @@ class Records(Observer):
     def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:
         self.predictions.append((predicted_tokens, cached_tokens))
 
-    def on_end(self, usage: Usage, explain: Explain) -> None:
-        self.ends.append((usage, explain))
+    def on_end(self, end: AnswerEnd) -> None:
+        self.ends.append(end)
 
 
 class Stack:
@@ -473,7 +473,7 @@ def test_attempts_are_bounded(runner, replicas, monkeypatch):
             with pytest.raises(Unavailable, match=f"failed on {MAX_ATTEMPTS} replicas") as caught:
                 await stack.open()
             assert caught.value.retry_after_s > 0
-            assert stack.observer.ends[0][1].attempts == MAX_ATTEMPTS
+            assert stack.observer.ends[0].explain.attempts == MAX_ATTEMPTS
 
     runner.run(run())
     assert calls.total() == MAX_ATTEMPTS

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,12 @@ import openai
 import pytest
 import yaml
 from patient_channel import PatientChannel
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from quire.bench.report import Bar, commit, write
-from quire.cluster.local_serve import free_ports, ray_auth_header
+from quire.cluster.ports import free_ports
+from quire.cluster.serve_api import ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
@@ -76,8 +80,30 @@ class Cluster:
         replicas = deployments[deployment]["replicas"]
         return [r["pid"] for r in replicas if r["state"] == "RUNNING" and r["pid"]]
 
+    def metrics(self, timeout_s: float = 60.0) -> list[Sample]:
+        """What Prometheus scrapes from the HTTP port: all processes of the application, at most a second old."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=timeout_s) as response:
+            text = response.read().decode()
+        return [s for family in text_string_to_metric_families(text) for s in family.samples]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels, over all processes."""
+        found = [
+            s.value for s in self.metrics() if s.name == name and labels.items() <= s.labels.items()
+        ]
+        assert found, f"no {name} with {labels}"
+        return sum(found)
+
+    def buckets(self, name: str) -> Counter[float]:
+        """Of a histogram, over all processes: upper bounds, and how many values are at most that."""
+        found: Counter[float] = Counter()
+        for sample in self.metrics():
+            if sample.name == f"{name}_bucket":
+                found[float(sample.labels["le"])] += int(sample.value)
+        return found
+
     def ray_metrics(self) -> str:
-        """What Prometheus would scrape from this node."""
+        """What Ray's agent on this node exports."""
         nodes = json.loads(self._dashboard("/nodes?view=summary"))["data"]["summary"]
         port = nodes[0]["raylet"]["metricsExportPort"]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
@@ -118,9 +144,8 @@ def write_bars(name: str, bars: list[Bar]) -> None:
         write(Path(out).with_name(name), command, bars, show=False, commit=_COMMIT)
 
 
-def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:
-    """Run `quire serve` on cluster.yaml as changed by `change`, until the fixture ends."""
-    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+def take_ports(config: dict) -> None:
+    """Give a Serve config ports of its own, HAProxy's among them."""
     ports = free_ports(6)
     config["http_options"]["port"], config["grpc_options"]["port"] = ports[:2]
     haproxy = config["controller_options"]["runtime_env"]["env_vars"]
@@ -135,6 +160,12 @@ def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[C
     for protocol, lowest in (("HTTP", 30_000), ("GRPC", 40_000)):
         for end, port in (("MIN", lowest + first), ("MAX", lowest + first + 49)):
             haproxy[f"RAY_SERVE_DIRECT_INGRESS_{end}_{protocol}_PORT"] = str(port)
+
+
+def start_cluster(directory: Path, change: Callable[[dict], None]) -> Iterator[Cluster]:
+    """Run `quire serve` on cluster.yaml as changed by `change`, until the fixture ends."""
+    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    take_ports(config)
     change(config)
     path = directory / "cluster.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))

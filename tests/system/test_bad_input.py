@@ -89,3 +89,20 @@ def test_grpc(cluster, generation, fields, code, words, streaming):
     assert error.value.code() == grpc.StatusCode[code]
     assert words in error.value.details()
     assert_serving(cluster)
+
+
+def test_a_path_and_a_method_that_are_not_served_get_those_that_are(cluster):
+    status, answer = post(f"{cluster.url}/v1/responses", b"{}")
+    assert (status, answer["error"]["code"]) == (404, "not_found")
+    assert "POST /v1/chat/completions" in answer["error"]["message"]
+    with cluster.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/quire.v1.Generation/Embed")(b"", timeout=30)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert caught.value.details().endswith("quire.v1.Generation has Generate, GenerateOnce")
+
+
+def test_bytes_that_are_no_message_are_refused(cluster):
+    with cluster.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/quire.v1.Generation/GenerateOnce")(b"\xff" * 9, timeout=30)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "the request must be a quire.v1.GenerateRequest"

@@ -47,11 +47,13 @@ def test_open_and_closed_loops_over_grpc(cluster, tmp_path):
 def test_sessions_and_shared_prefixes_over_http(cluster, tmp_path):
     rows = bench_serve(
         tmp_path,
-        *(cluster.url, "--model", "embedded", "--sessions", 3, "--turns", 3, "--think-s", 0.1),
+        *(cluster.url, "--sessions", 3, "--turns", 3, "--think-s", 0.1),
         *("--session-rate", 20, "--prefixes", 1, "--prefix-tokens", 64, "--prompt-tokens", 40),
         *("--output-tokens", 8, "--vocab-size", 400, "--watch", f"127.0.0.1:{cluster.grpc_port}"),
     )
     (row,) = rows
+    settings = json.loads((tmp_path / "serve.json").read_text())["settings"]
+    assert settings["model"] == "embedded"  # found by itself
     assert row["num_requests"] == 9 and row["output_tokens"] == 72
     # Turns of 104, 152 and 200 prompt tokens: what was said before is found again, in blocks of 32.
     assert row["prompt_tokens"] == 3 * (104 + 152 + 200)

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import grpc
 import httpx
 import pytest
 from live import CHANGE_TIMEOUT_S, Cluster, start_cluster, wait_until
 from patient_channel import aio_channel, was_not_sent
+from prometheus_client.samples import Sample
 
+from quire.cluster.scrape import MAX_AGE_S, TIMEOUT_S
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system
@@ -342,3 +346,114 @@ def test_work_beyond_the_bound_is_refused_with_a_time_and_the_rest_is_served(eve
     assert ends["answered"] >= 2
     assert ends["refused over HTTP"] > 0 and ends["refused over gRPC"] > 0
     assert ends["answered"] < 64 / 2, "that was no overload"
+
+
+# -- metrics ---------------------------------------------------------------------------------------------
+
+
+def processes_told(samples: list[Sample]) -> dict[str, set[str]]:
+    """Of each deployment those whose metrics a scrape has."""
+    told: dict[str, set[str]] = {"Router": set(), "Replica": set()}
+    for labels in (s.labels for s in samples if s.name == "quire_build_info"):
+        told[labels["deployment"]].add(labels.get("router", labels.get("replica")))
+    return told
+
+
+def num_silent(samples: list[Sample], deployment: str) -> float:
+    (found,) = (
+        sample.value
+        for sample in samples
+        if sample.name == "quire_scrape_silent_processes"
+        and sample.labels["deployment"] == deployment
+    )
+    return found
+
+
+def whole_scrape(cluster: Cluster) -> dict[str, set[str]]:
+    """All processes. A router may still have the answer of a second ago, when one was silent."""
+    told: dict[str, set[str]] = {}
+
+    def is_whole() -> bool:
+        told.update(processes_told(cluster.metrics()))
+        return [len(ids) for ids in told.values()] == [2, 2]
+
+    wait_until(is_whole, 30, "two routers and two replicas are in the metrics")
+    return told
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def scrape_beside_a_silent(cluster: Cluster, deployment: str) -> tuple[list[Sample], float]:
+    """The first scrape that says that one is silent, and its seconds. Until the proxy knows it, a router that has
+    stopped may be the one that is asked: that one gives no answer."""
+    for _ in range(40):
+        began_s = time.monotonic()
+        with suppress(OSError):
+            samples = cluster.metrics(timeout_s=TIMEOUT_S + 3)
+            if num_silent(samples, deployment):
+                return samples, time.monotonic() - began_s
+        time.sleep(0.1)
+    pytest.fail(f"no scrape says that a {deployment} is silent")
+
+
+@pytest.mark.parametrize("deployment", ["Replica", "Router"])
+def test_a_silent_process_neither_holds_a_scrape_nor_hides_the_others(eventful, deployment):
+    everything = whole_scrape(eventful)
+    with stopped(eventful.pids(deployment)[0]):
+        samples, taken_s = scrape_beside_a_silent(eventful, deployment)
+    print(f"a scrape beside a silent {deployment} takes {taken_s:.1f} s")
+    found = processes_told(samples)
+    assert num_silent(samples, deployment) == len(found[deployment]) == 1
+    other = "Router" if deployment == "Replica" else "Replica"
+    assert found[other] == everything[other]
+
+    def is_whole_again() -> bool:
+        samples = eventful.metrics()
+        return processes_told(samples) == everything and not num_silent(samples, deployment)
+
+    wait_until(is_whole_again, CHANGE_TIMEOUT_S, "all are there again")
+
+
+def test_metrics_go_on_while_a_router_and_a_replica_are_replaced_and_count_right_after_that(
+    eventful,
+):
+    before = whole_scrape(eventful)
+    killed = [eventful.pids(deployment)[0] for deployment in ("Router", "Replica")]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    num_scrapes = 0
+
+    def is_whole() -> bool:
+        nonlocal num_scrapes
+        with suppress(OSError):  # the proxy may still send it to the router that was killed
+            told = processes_told(eventful.metrics())
+            num_scrapes += 1
+            gone = [before[name] - told[name] for name in told]
+            sizes = [len(ids) for ids in told.values()]
+            return sizes == [2, 2] and all(len(ids) == 1 for ids in gone)
+        return False
+
+    wait_until(is_whole, CHANGE_TIMEOUT_S, "the new ones are in the metrics")
+    assert num_scrapes > 1
+    wait_until(eventful.every_router_knows_every_replica, CHANGE_TIMEOUT_S, "all are attached")
+
+    def counts() -> list[float]:
+        time.sleep(MAX_AGE_S)
+        received = eventful.metric("quire_requests_received_total")
+        ended = eventful.metric("quire_requests_finished_total", finish_reason="length")
+        return [received, ended, eventful.metric("quire_output_tokens_total")]
+
+    first = counts()
+    for _ in range(10):
+        ask(eventful, [5] * 100, max_tokens=3)
+    added = [late - early for early, late in zip(first, counts(), strict=True)]
+    assert added == [10, 10, 30]
+    for deployment in ("Router", "Replica"):
+        assert num_silent(eventful.metrics(), deployment) == 0

@@ -22,12 +22,9 @@ from hypothesis import strategies as st
 from live import SIZE, Cluster, write_bars
 
 from quire.bench.report import Bar
-from quire.cluster.http_schema import (
-    IGNORED_FIELDS,
-    UNSUPPORTED_FIELDS,
-    ChatCompletionRequest,
-    CompletionRequest,
-)
+from quire.cluster.http_chats import ChatCompletionRequest
+from quire.cluster.http_completions import CompletionRequest
+from quire.cluster.http_schema import IGNORED_FIELDS
 from quire.protos import generation_pb2, generation_pb2_grpc
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(1800)]
@@ -132,7 +129,7 @@ def bodies(model: type, valid: dict[str, Any]) -> st.SearchStrategy[bytes]:
     Most of it is plausible, so that a good part gets as far as the engine.
     """
     served = st.sampled_from(sorted(model.model_fields))
-    others = st.sampled_from(sorted({*IGNORED_FIELDS, *UNSUPPORTED_FIELDS, "unheard_of"}))
+    others = st.sampled_from(sorted({*IGNORED_FIELDS, *model.refused, "unheard_of"}))
 
     def change(name: str) -> st.SearchStrategy[tuple[str, Any]]:
         plausible = PLAUSIBLE.get(name, NUMBERS)

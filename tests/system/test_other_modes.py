@@ -24,7 +24,6 @@ def plain_cluster(tmp_path_factory) -> Iterator[Cluster]:
     def change(config: dict) -> None:
         del config["controller_options"]["runtime_env"]
         (application,) = config["applications"]
-        del application["runtime_env"]
         application["args"]["replicas"] = 1
         # However slow the machine is: the streams below must end before the drain does.
         application["args"]["router"] = {"drain_timeout_s": 240.0}
@@ -51,6 +50,14 @@ def test_default_proxy_streams_http_and_grpc(plain_cluster):
         with pytest.raises(grpc.RpcError) as error:
             list(stub.Generate(generation_pb2.GenerateRequest()))
         assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_metrics_of_all_processes_come_through_the_default_proxy(plain_cluster):
+    """Here Serve's handles run in a thread of their own."""
+    samples = [s for s in plain_cluster.metrics() if s.name == "quire_build_info"]
+    assert sorted(s.labels["deployment"] for s in samples) == ["Replica", "Router", "Router"]
+    for deployment in ("Router", "Replica"):
+        assert plain_cluster.metric("quire_scrape_silent_processes", deployment=deployment) == 0
 
 
 def with_routers(cluster: Cluster, num: int) -> dict:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import httpx
 import openai
 import pytest
 from google.protobuf.message import Message
@@ -18,10 +19,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from live import wait_until
+from live import Cluster, wait_until
 
 from quire.cluster.config import AppConfig
+from quire.cluster.scrape import MAX_AGE_S
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
+from quire.protos.metric_families import BUILD_INFO
+from quire.replica.replica_metrics import REPLICA_FAMILIES
+from quire.router.router_metrics import ROUTER_FAMILIES
 
 pytestmark = pytest.mark.system
 MESSAGES = [{"role": "user", "content": "Tell me a story about a lighthouse."}]
@@ -228,21 +233,105 @@ def test_nothing_was_compiled_after_ready(cluster):
     assert [load.num_compiles for load in loads] == [0, 0]
 
 
+def fresh_metrics(cluster: Cluster) -> None:
+    """Whatever was answered before this call is in the metrics after it."""
+    time.sleep(MAX_AGE_S)
+
+
+def test_metrics_count_what_was_sent_to_any_router(cluster):
+    """Requests over HTTP and gRPC, answered and refused, summed over the routers and the replicas."""
+    names = {
+        "length": ("quire_requests_finished_total", {"finish_reason": "length"}),
+        "received": ("quire_requests_received_total", {}),
+        "unsupported": ("quire_requests_refused_total", {"code": "unsupported_field"}),
+        "unknown": ("quire_requests_refused_total", {"code": "model_not_found"}),
+        "first": ("quire_time_to_first_token_seconds_count", {}),
+        "whole": ("quire_request_seconds_bucket", {"le": "+Inf"}),
+        "output": ("quire_output_tokens_total", {}),
+        "lengths": ("quire_request_output_tokens_sum", {}),
+        "prompt": ("quire_prompt_tokens_total", {}),
+        "hits": ("quire_prefix_hit_tokens_total", {}),
+        "steps": ("quire_engine_step_seconds_count", {}),
+    }
+
+    def counts() -> dict[str, float]:
+        fresh_metrics(cluster)
+        return {key: cluster.metric(name, **labels) for key, (name, labels) in names.items()}
+
+    before = counts()
+    num_sent = 12
+    prompt = [9] * 200
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        for _ in range(num_sent):
+            body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+            # A connection of its own: the proxy gives the next one to another router.
+            answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200
+        bad = client.post("/v1/completions", json={"prompt": "a", "no_such_field": 1})
+        unknown = client.post("/v1/completions", json={"prompt": "a", "model": "another"})
+        assert (bad.status_code, unknown.status_code) == (400, 404)
+    with cluster.channel() as channel:
+        sampling = generation_pb2.SamplingOptions(max_tokens=4)
+        request = generation_pb2.GenerateRequest(
+            prompt="A quire is", sampling=sampling, ignore_eos=True
+        )
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        num_prompt = stub.GenerateOnce(request).usage.prompt_tokens
+    after = counts()
+    added = {key: after[key] - before[key] for key in before}
+    hits, steps = added.pop("hits"), added.pop("steps")
+    tokens = num_sent * 8 + 4
+    assert added == {
+        "length": num_sent + 1,
+        "received": num_sent + 3,
+        "unsupported": 1,
+        "unknown": 1,
+        "first": num_sent + 1,
+        "whole": num_sent + 1,
+        "output": tokens,
+        "lengths": tokens,
+        "prompt": num_sent * 200 + num_prompt,
+    }
+    assert hits >= (num_sent - 2) * 128 and steps >= 8
+
+
+def test_metrics_are_those_of_every_router_and_replica(cluster):
+    samples = cluster.metrics()
+    for deployment, label in (("Router", "router"), ("Replica", "replica")):
+        replicas = cluster.serve_status()["applications"]["quire"]["deployments"][deployment][
+            "replicas"
+        ]
+        ids = {replica["replica_id"].rpartition("#")[2] for replica in replicas}
+        told = [
+            s for s in samples if s.labels.get("deployment") == deployment and label in s.labels
+        ]
+        assert {s.labels[label].removeprefix("router-") for s in told} == ids and len(ids) == 2
+        for sample in told:
+            assert sample.labels["model_name"] == "embedded"
+            assert sample.labels["application"] == "quire"
+        assert cluster.metric("quire_scrape_silent_processes", deployment=deployment) == 0
+    for family in (*ROUTER_FAMILIES, *REPLICA_FAMILIES):
+        names = {family.name, f"{family.name}_count"}
+        of_family = [s for s in samples if s.name in names]
+        processes = {s.labels.get("router", s.labels.get("replica")) for s in of_family}
+        assert len(processes) == (4 if family is BUILD_INFO else 2), family.name
+
+
 def test_ray_metrics_and_names(cluster):
-    """Gauges of both replicas and both routers and the routers' histograms are in Ray's own metrics and names."""
+    """Gauges and counters of both replicas and both routers are in Ray's own metrics and names."""
     for _ in range(2):  # twice: the second finds its prefix
         cluster.openai().completions.create(model="embedded", prompt=[9] * 200, max_tokens=8)
     gauges = ["quire_kv_blocks_free", "quire_kv_blocks_cached", "quire_kv_blocks_in_use"]
     gauges += ["quire_requests_running", "quire_requests_waiting"]
     gauges += ["quire_router_queued_requests", "quire_router_queued_prompt_tokens"]
     gauges += ["quire_router_expected_wait_seconds"]
-    expected = {*gauges, "quire_output_tokens", "quire_prompt_tokens", "quire_prefix_hit_tokens"}
-    expected |= {"quire_prefix_queried_tokens", "quire_time_to_first_token_seconds_count"}
-    expected |= {"quire_inter_token_seconds_bucket"}
+    counters = ["quire_output_tokens_total", "quire_prompt_tokens_total"]
+    counters += ["quire_prefix_hit_tokens_total", "quire_prefix_queried_tokens_total"]
+    counters += ["quire_requests_received_total", "quire_requests_finished_total"]
 
     def missing() -> set[str]:
         text = cluster.ray_metrics()
-        return {name for name in expected if f"ray_{name}" not in text}
+        return {name for name in (*gauges, *counters) if f"ray_{name}{{" not in text}
 
     wait_until(lambda: not missing(), 60, "all metrics are there")
     lines = cluster.ray_metrics().splitlines()

@@ -1,0 +1,101 @@
+"""`GET /metrics`: the metrics of every router and replica of the application, gathered by the router that is asked.
+
+```
+ Prometheus ──GET /metrics──▶ proxy ──▶ some router ──┬─ own page
+                                                      ├─ own_metrics ──▶ the other routers  (`Peers`)
+                                                      └─ metrics_page ─▶ the replicas       (`Bus`)
+```
+
+Behind a proxy a scrape reaches one router of several, so each answers for all. Each process writes its own samples as
+text; the router that gathers only joins them. A process that is silent costs a scrape `TIMEOUT_S` at most, and
+`quire_scrape_silent_processes` counts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from quire.protos.metric_families import GAUGE, Family, MetricSet, Page, join
+
+logger = logging.getLogger(__name__)
+TIMEOUT_S = 2.0  # a fifth of Prometheus' default `scrape_timeout`
+# An answer serves all scrapes for this time, so that the processes are asked once a second at most.
+MAX_AGE_S = 1.0
+SCRAPE_FAMILIES = (
+    Family(
+        "quire_scrape_silent_processes",
+        GAUGE,
+        "Processes of the deployment that run, but did not give their metrics to this scrape in time.",
+        ("deployment",),
+    ),
+    Family(
+        "quire_scrape_seconds",
+        GAUGE,
+        "Seconds that it took to gather the metrics of all processes.",
+    ),
+)
+
+# Pages by process id, and how many processes gave none.
+Answers = tuple[dict[str, Page], int]
+
+
+class Scrape:
+    """Gathers the metrics of the application.
+
+    Parameters
+    ----------
+    labels
+        Of the whole application.
+    own_page
+        The id and the page of this router, which are there even if no other process answers.
+    sources
+        By deployment: asks its processes, and answers within the given seconds.
+    """
+
+    def __init__(
+        self,
+        labels: Mapping[str, str],
+        own_page: Callable[[], tuple[str, Page]],
+        sources: Mapping[str, Callable[[float], Awaitable[Answers]]],
+    ):
+        self._labels = dict(labels)
+        self._own_page = own_page
+        self._sources = dict(sources)
+        self._metrics = MetricSet(SCRAPE_FAMILIES)
+        self._task: asyncio.Task[bytes] | None = None
+        self._done_s = 0.0
+
+    async def text(self) -> bytes:
+        """The metrics as text, at most `MAX_AGE_S` old; scrapes at the same time get the same."""
+        task = self._task
+        if task is None or (task.done() and time.monotonic() - self._done_s > MAX_AGE_S):
+            # In a context of its own: a call made inside a request would carry that request's id and die with it.
+            task = asyncio.get_running_loop().create_task(
+                self._gather(), context=contextvars.Context()
+            )
+            self._task = task
+        return await asyncio.shield(task)
+
+    async def _gather(self) -> bytes:
+        began_s = time.monotonic()
+        deployments = list(self._sources)
+        answers = await asyncio.gather(
+            *(self._sources[name](TIMEOUT_S) for name in deployments), return_exceptions=True
+        )
+        pages: dict[str, Page] = {}
+        for name, answer in zip(deployments, answers, strict=True):
+            if isinstance(answer, BaseException):
+                logger.warning("no metrics of %s: %r", name, answer)
+                answer = ({}, 1)
+            found, num_silent = answer
+            pages |= found
+            self._metrics.value("quire_scrape_silent_processes", name).value = num_silent
+        own_id, own_page = self._own_page()
+        pages[own_id] = own_page
+        self._done_s = time.monotonic()
+        self._metrics.value("quire_scrape_seconds").value = self._done_s - began_s
+        return join([*pages.values(), self._metrics.page(self._labels)])

@@ -1,0 +1,207 @@
+"""Families of metrics: their declarations, their values in one process, and the text that Prometheus scrapes.
+
+```
+ Family (name, kind, help)  ──▶  MetricSet of a router  ──page()──┐
+                            ──▶  MetricSet of a replica ──page()──┴──▶ join() ──▶ the body of GET /metrics
+```
+
+Values are plain integers and floats that one thread adds to: the library's own counters and histograms take a lock
+for each value, which costs too much for every token. The library writes the text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+_TOTAL = "_total"
+
+# The metrics of one process: family name to (the lines HELP and TYPE, the samples' lines).
+Page = dict[str, tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The declaration of a metric.
+
+    Attributes
+    ----------
+    name
+        As it is exposed: with `_total` if it is a counter.
+    help
+        A sentence.
+    labels
+        Names of labels beyond those that say which process it is.
+    values
+        Of the only label: every value that it can have, so that each series exists from the start.
+    boundaries
+        Of a histogram: upper bounds of its buckets, ascending, without infinity.
+    """
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    boundaries: tuple[float, ...] = ()
+
+
+BUILD_INFO = Family(
+    "quire_build_info", GAUGE, "The version of Quire that the process runs; always 1.", ("version",)
+)
+
+
+@dataclass(slots=True)
+class Value:
+    """A counter or a gauge."""
+
+    value: float = 0
+
+
+class Histogram:
+    """Counts of values by bucket, and their sum.
+
+    Parameters
+    ----------
+    boundaries
+        Ascending; a value that equals one belongs to its bucket.
+    """
+
+    __slots__ = ("boundaries", "counts", "sum")
+
+    def __init__(self, boundaries: Sequence[float]):
+        self.boundaries = tuple(boundaries)
+        self.counts = [0] * (len(self.boundaries) + 1)  # the last: above all boundaries
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.boundaries, value)] += 1
+        self.sum += value
+
+
+class MetricSet:
+    """The values of some families in one process.
+
+    Parameters
+    ----------
+    read
+        Gives the present values, by name, of families without labels that are kept elsewhere. It is called for each
+        scrape.
+    """
+
+    def __init__(
+        self,
+        families: Sequence[Family],
+        read: Callable[[], Mapping[str, float]] = dict,
+    ):
+        self.families = {family.name: family for family in families}
+        self._read = read
+        self._series: dict[str, dict[tuple[str, ...], Value | Histogram]] = {}
+        for family in families:
+            series = self._series[family.name] = {}
+            if family.kind == HISTOGRAM:
+                series[()] = Histogram(family.boundaries)
+            elif not family.labels:
+                series[()] = Value()
+            for value in family.values:
+                series[(value,)] = Value()
+
+    def value(self, name: str, *labels: str) -> Value:
+        """The counter or gauge with these label values, to be changed in place."""
+        series = self._series[name]
+        found = series.get(labels)
+        if found is None:
+            family = self.families[name]
+            if len(labels) != len(family.labels) or family.values:
+                raise ValueError(f"{name}: no series with the labels {labels}")
+            found = series[labels] = Value()
+        assert isinstance(found, Value)
+        return found
+
+    def histogram(self, name: str) -> Histogram:
+        """The family's only histogram."""
+        found = self._series[name][()]
+        assert isinstance(found, Histogram)
+        return found
+
+    def adopt(self, name: str, histogram: Histogram) -> None:
+        """Show a histogram that another part keeps."""
+        assert histogram.boundaries == self.families[name].boundaries
+        self._series[name][()] = histogram
+
+    def scalars(self) -> Iterable[tuple[Family, tuple[str, ...], float]]:
+        """Each counter and gauge now: family, label values, value."""
+        self._refresh()
+        for name, series in self._series.items():
+            for labels, found in series.items():
+                if isinstance(found, Value):
+                    yield self.families[name], labels, found.value
+
+    def page(self, labels: Mapping[str, str]) -> Page:
+        """The text of all families.
+
+        Parameters
+        ----------
+        labels
+            Those of the process, in front of each sample's own.
+        """
+        self._refresh()
+        return {name: self._text(name, labels) for name in self.families}
+
+    def _refresh(self) -> None:
+        for name, value in self._read().items():
+            self.value(name).value = value
+
+    def _text(self, name: str, labels: Mapping[str, str]) -> tuple[bytes, bytes]:
+        family = self.families[name]
+        metric = Metric(name.removesuffix(_TOTAL), family.help, family.kind)
+        for label_values, found in self._series[name].items():
+            of_series = {**labels, **dict(zip(family.labels, label_values, strict=True))}
+            if isinstance(found, Value):
+                metric.add_sample(name, of_series, found.value)
+            else:
+                _add_histogram(metric, of_series, found)
+        return _split(metric)
+
+
+def _add_histogram(metric: Metric, labels: dict[str, str], histogram: Histogram) -> None:
+    counts, total = histogram.counts.copy(), 0
+    for boundary, count in zip((*histogram.boundaries, "+Inf"), counts, strict=True):
+        total += count
+        le = boundary if isinstance(boundary, str) else f"{boundary:.12g}"
+        metric.add_sample(f"{metric.name}_bucket", {**labels, "le": le}, total)
+    metric.add_sample(f"{metric.name}_count", labels, total)
+    metric.add_sample(f"{metric.name}_sum", labels, histogram.sum)
+
+
+class _One:
+    """A registry with one metric, as `generate_latest` wants it."""
+
+    def __init__(self, metric: Metric):
+        self._metric = metric
+
+    def collect(self) -> Iterable[Metric]:
+        return [self._metric]
+
+
+def _split(metric: Metric) -> tuple[bytes, bytes]:
+    """HELP and TYPE, and the samples."""
+    help_line, type_line, samples = generate_latest(_One(metric)).split(b"\n", 2)  # type: ignore[arg-type]
+    return b"%b\n%b\n" % (help_line, type_line), samples
+
+
+def join(pages: Iterable[Page]) -> bytes:
+    """The text of several processes: each family once, with the samples of all, as the format demands."""
+    heads: dict[str, bytes] = {}
+    bodies: dict[str, list[bytes]] = {}
+    for page in pages:
+        for name, (head, body) in page.items():
+            heads.setdefault(name, head)
+            bodies.setdefault(name, []).append(body)
+    return b"".join(heads[name] + b"".join(bodies[name]) for name in sorted(heads))

@@ -1,0 +1,159 @@
+"""The replica's metrics: its requests, its cache and its engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from quire.protos.metric_families import (
+    BUILD_INFO,
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    Family,
+    MetricSet,
+    Page,
+)
+from quire.replica.loop import STEP_BOUNDARIES_S, LoopOutput
+
+if TYPE_CHECKING:
+    from quire.replica.engine import Engine
+
+_CACHE_FACTS = ("block_size", "num_blocks", "num_host_blocks", "max_tokens", "number_format")
+_GAUGES = (  # name, field of `Load`, help
+    ("quire_requests_running", "num_running", "Requests with KV in the cache."),
+    ("quire_requests_waiting", "num_waiting", "Accepted requests that are not yet scheduled."),
+    (
+        "quire_queued_prefill_tokens",
+        "queued_prefill_tokens",
+        "Tokens that are still to be prefilled, of waiting and of running requests.",
+    ),
+    ("quire_kv_blocks_free", "blocks_free", "KV blocks that hold nothing."),
+    ("quire_kv_blocks_cached", "blocks_cached", "KV blocks that only the prefix cache holds."),
+    ("quire_kv_blocks_in_use", "blocks_in_use", "KV blocks of live requests."),
+    ("quire_host_blocks_free", "host_blocks_free", "Blocks of the host tier that hold nothing."),
+    (
+        "quire_host_blocks_cached",
+        "host_blocks_cached",
+        "Blocks of the host tier with evicted prefixes.",
+    ),
+    (
+        "quire_host_blocks_in_use",
+        "host_blocks_in_use",
+        "Blocks of the host tier with preempted requests.",
+    ),
+    (
+        "quire_engine_stalled_seconds",
+        "stalled_s",
+        "Seconds since the last step ended while there is one to run; 0 if there is none.",
+    ),
+)
+_TOTALS = (  # name, field of `Load`, help
+    (
+        "quire_preemptions_total",
+        "num_preemptions",
+        "Running requests whose row and blocks were taken away.",
+    ),
+    (
+        "quire_offloads_total",
+        "num_offloads",
+        "Preempted requests whose blocks were copied to the host tier.",
+    ),
+    (
+        "quire_restores_total",
+        "num_restores",
+        "Preempted requests that came back from the host tier.",
+    ),
+)
+_COUNTERS = (
+    ("quire_prompt_tokens_total", "Prompt tokens of finished requests."),
+    ("quire_output_tokens_total", "Tokens that the engine generated."),
+    ("quire_prefix_queried_tokens_total", "Prompt tokens that were looked up in the prefix cache."),
+    ("quire_prefix_hit_tokens_total", "Prompt tokens that were found in the prefix cache."),
+    (
+        "quire_prefix_host_hit_tokens_total",
+        "Prompt tokens found in the prefix cache that were copied back from the host tier.",
+    ),
+    ("quire_kv_evictions_total", "Cached KV blocks that were dropped to make room."),
+    (
+        "quire_host_evictions_total",
+        "Cached blocks of the host tier that were dropped to make room.",
+    ),
+)
+REPLICA_FAMILIES = (
+    BUILD_INFO,
+    Family(
+        "quire_cache_info",
+        GAUGE,
+        "The KV cache: tokens of a block, blocks, blocks of the host tier, tokens of the whole, number format; "
+        "always 1.",
+        _CACHE_FACTS,
+    ),
+    *(Family(name, GAUGE, text) for name, _, text in _GAUGES),
+    Family(
+        "quire_kv_usage_ratio",
+        GAUGE,
+        "The part of the KV blocks that live requests hold, from 0 to 1.",
+    ),
+    Family("quire_kv_block_tokens", GAUGE, "Tokens that one KV block holds."),
+    *(Family(name, COUNTER, text) for name, _, text in _TOTALS),
+    *(Family(name, COUNTER, text) for name, text in _COUNTERS),
+    Family(
+        "quire_engine_step_seconds",
+        HISTOGRAM,
+        "Seconds of a step, from its launch to its tokens on the host.",
+        boundaries=STEP_BOUNDARIES_S,
+    ),
+)
+
+
+class ReplicaMetrics:
+    """Counts the engine's outputs, and reads everything else from the engine for a scrape."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.metrics = MetricSet(REPLICA_FAMILIES, self._read)
+        value = self.metrics.value
+        self._output, self._prompt = (
+            value("quire_output_tokens_total"),
+            value("quire_prompt_tokens_total"),
+        )
+        self._queried = value("quire_prefix_queried_tokens_total")
+        self._hit = value("quire_prefix_hit_tokens_total")
+        self._host_hit = value("quire_prefix_host_hit_tokens_total")
+        self.metrics.adopt("quire_engine_step_seconds", engine.step_seconds)
+        config = engine.config
+        value("quire_kv_block_tokens").value = config.block_size
+        facts = (
+            config.block_size,
+            engine.load().blocks_total,
+            engine.load().host_blocks_total,
+            config.max_cache_tokens,
+            config.number_format,
+        )
+        value("quire_cache_info", *map(str, facts)).value = 1
+        value("quire_build_info", importlib.metadata.version("quire")).value = 1
+
+    def on_output(self, output: LoopOutput) -> None:
+        """Count the output of a step."""
+        num_tokens = output.deltas.num_single
+        for delta in output.deltas.whole:
+            num_tokens += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._prompt.value += delta.num_prompt_tokens
+                self._queried.value += delta.num_prompt_tokens
+                self._hit.value += delta.num_cached_tokens
+                self._host_hit.value += delta.num_host_cached_tokens
+        self._output.value += num_tokens
+
+    def page(self, labels: Mapping[str, str]) -> Page:
+        """The text of all families; `labels` say which replica it is."""
+        return self.metrics.page(labels)
+
+    def _read(self) -> dict[str, float]:
+        load = self._engine.load()
+        values = {name: getattr(load, field) for name, field, _ in (*_GAUGES, *_TOTALS)}
+        values["quire_kv_usage_ratio"] = load.blocks_in_use / max(1, load.blocks_total)
+        device, host = self._engine.num_evictions()
+        return values | {"quire_kv_evictions_total": device, "quire_host_evictions_total": host}

@@ -1,0 +1,115 @@
+"""Requests that are as large, as many or as deep as one client can send: HTTP bodies and gRPC messages.
+
+`tests/router/test_loop_lag.py` measures each of them alone, `tests/system/test_hostile.py` sends them to a cluster.
+"""
+
+from __future__ import annotations
+
+from quire.protos import generation_pb2
+
+BODY = 8 << 20  # bytes that an HTTP body or a message may have
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+USER = '{"role":"user","content":"a"}'
+PART = '{"type":"text","text":"a"}'
+PARTS = '{"messages":[{"role":"user","content":['
+
+
+def filled(before: str, item: str, after: str) -> bytes:
+    """As many items as a body takes."""
+    number = (BODY - len(before) - len(after)) // len(item.encode())
+    return (before + item * number).encode().rstrip(b",") + after.encode()
+
+
+def listed(before: str, item: str, number: int, after: str) -> bytes:
+    return (before + ",".join([item] * number) + after).encode()
+
+
+def bodies() -> dict[str, tuple[str, bytes]]:
+    """Path and body of each, by what it is: 300 MB in all."""
+    keys = ",".join(f'"k{i}":1' for i in range(600_000))
+    few_keys = ",".join(f'"k{i}":1' for i in range(30_000))
+    return {
+        "messages": (CHAT, filled('{"messages":[', USER + ",", "]}")),
+        "as many messages as pass the count": (CHAT, listed('{"messages":[', USER, 13_000, "]}")),
+        "messages that are not": (CHAT, filled('{"messages":[', "{},", "]}")),
+        "parts": (CHAT, filled(PARTS, PART + ",", "]}]}")),
+        "parts that pass the count": (CHAT, listed(PARTS, PART, 12_000, "]}]}")),
+        "lists in a message": (CHAT, filled('{"messages":[{"role":"user","content":[', "[],", "]}]}")),
+        "deep": (CHAT, b'{"messages":' + b"[" * 1000 + b"]" * 1000 + b"}"),
+        "deeper": (CHAT, b"[" * BODY),
+        "deep objects": (CHAT, b'{"a":' * (BODY // 5)),
+        "unknown keys": (CHAT, ("{" + keys + "}").encode()),
+        "few unknown keys": (CHAT, ("{" + few_keys + "}").encode()),
+        "keys of a message": (CHAT, ('{"messages":[{"role":"user","content":"",' + few_keys + "}]}").encode()),
+        "a long key of a message": (CHAT, filled('{"messages":[{"role":"user","content":"","', "k", '":1}]}')),
+        "tools": (CHAT, filled('{"messages":[],"tools":[', '{"type":"function"},', "]}")),
+        "metadata": (CHAT, ('{"messages":[],"metadata":{' + few_keys + "}}").encode()),
+        "stop": (TEXT, filled('{"prompt":"x","stop":[', '"a",', "]}")),
+        "stop that passes the count": (TEXT, listed('{"prompt":"x","stop":[', '"a"', 65_000, "]}")),
+        "numbers as stop": (TEXT, listed('{"prompt":"x","stop":[', "1", 500_000, "]}")),
+        "bad words": (TEXT, listed('{"prompt":"x","bad_words":[', '"a"', 60_000, "]}")),
+        "logit_bias": (TEXT, ('{"prompt":"x","logit_bias":{' + keys + "}}").encode()),
+        "wrong logit_bias": (TEXT, ('{"prompt":"x","logit_bias":{' + few_keys.replace(":1", ':"x"') + "}}").encode()),
+        "stream_options": (TEXT, ('{"prompt":"x","stream_options":{' + few_keys + "}}").encode()),
+        "structured_outputs": (TEXT, ('{"prompt":"x","structured_outputs":{' + few_keys + "}}").encode()),
+        "choices": (TEXT, listed('{"prompt":"x","structured_outputs":{"choice":[', '"a"', 65_000, "]}}")),
+        "ids": (TEXT, filled('{"prompt":[', "1,", "]}")),
+        "ids that pass the count": (TEXT, listed('{"prompt":[', "123456", 524_000, "]}")),
+        "a wrong id at the end": (TEXT, listed('{"prompt":[', "123456", 520_000, ',"x"]}')),
+        "lists of ids": (TEXT, filled('{"prompt":[', "[1],", "]}")),
+        "lists of ids that pass the count": (TEXT, listed('{"prompt":[', "[1,2]", 65_000, "]}")),
+        "texts": (TEXT, filled('{"prompt":[', '"a",', "]}")),
+        "texts that pass the count": (TEXT, listed('{"prompt":[', '"a"', 65_000, "]}")),
+        "allowed ids": (TEXT, listed('{"prompt":"x","allowed_token_ids":[', "1", 500_000, "]}")),
+        "a long number": (TEXT, b'{"prompt":[' + b"1" * (BODY - 20) + b"]}"),
+        "long numbers": (TEXT, filled('{"prompt":[', "1.234567890123456789e-200,", "]}")),
+        "a long model": (TEXT, filled('{"prompt":"x","model":"', "é", '"}')),
+        "a long role": (CHAT, filled('{"messages":[{"content":"x","role":"', "\\n", '"}]}')),
+        "a long salt": (TEXT, filled('{"prompt":"x","cache_salt":"', "é", '"}')),
+        "escapes that pass the count": (TEXT, b'{"prompt":1,"x":"' + b"\\n" * (2 << 20) + b'"}'),
+        "escaped quotes": (TEXT, filled('{"prompt":1,"x":"', '\\"', '"}')),
+        "escapes": (TEXT, filled('{"prompt":1,"x":"', '\\\\\\"', '"}')),
+        "brackets in a text": (TEXT, filled('{"prompt":1,"x":"', "[{,", '"}')),
+        "not JSON": (TEXT, filled("", "\\", "")),
+        # Longer words of one letter take longer: the library frees a text for each token, 20 ns each.
+        "a long word": (TEXT, b'{"prompt":"' + b"a" * (3 << 20) + b'"}'),
+        "a long chat": (CHAT, filled('{"messages":[{"role":"user","content":"', "a b ", '"}]}')),
+        "special tokens": (CHAT, filled('{"messages":[{"role":"user","content":"', "<|end|>", '"}]}')),
+        "as many messages as are served": (CHAT, listed('{"messages":[', USER, 4096, "]}")),
+        "as many parts as are served": (CHAT, listed(PARTS, PART, 4096, "]}]}")),
+    }  # fmt: skip
+
+
+def varint(number: int) -> bytes:
+    low, high = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + varint(high) if high else bytes([low])
+
+
+def field(number: int, value: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def messages() -> dict[str, bytes]:
+    """Each by what it is."""
+    turn = generation_pb2.ChatMessage(role="user", content="a").SerializeToString()
+    return {
+        "messages": field(4, field(1, turn) * 400_000),
+        "empty messages": field(4, field(1, b"") * 4_000_000),
+        "messages that pass the count": field(4, field(1, turn) * 5_000),
+        "as many messages as are served": field(4, field(1, turn) * 4_096),
+        "stop": field(7, b"") * 4_000_000,
+        "ids": field(3, field(1, b"\x01" * (BODY - 16))),
+        "ids that are served": field(3, field(1, b"\x01" * 520_000)),
+        "unpacked ids": field(3, b"\x08\x01" * 4_000_000),
+        "logit_bias": field(2, b"x") + field(6, field(11, b"") * 4_000_000),
+        "bad words": field(2, b"x") + field(6, field(13, b"a") * 2_000_000),
+        "allowed ids": field(2, b"x") + field(6, field(12, b"\x01" * 8_000_000)),
+        "stop ids": field(2, b"x") + field(8, b"\x01" * 8_000_000),
+        "choices": field(2, b"x") + field(17, field(4, field(1, b"") * 4_000_000)),
+        "unknown fields": b"\xf8\x7f\x01" * 2_000_000,
+        "a group": b"\xfb\x7f" * 4_000_000,
+        "no protobuf": b"\xff" * BODY,
+        "too long": field(2, b"x" * BODY),
+    }
