@@ -120,7 +120,7 @@ chaos: $(INSTALLED)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m chaos --ignore tests/chaos $(ARGS)
 	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m soak $(ARGS)
 
-# Each client has an environment of its own in .cache/clients, about 7 GB together.
+# Each client has an environment of its own in .cache/clients, about 9 GB together.
 CLIENTS_MODEL ?=
 clients: $(INSTALLED)
 	$(BIN)/python tests/clients $(if $(CLIENTS_MODEL),--model "$(CLIENTS_MODEL)") $(ARGS)
