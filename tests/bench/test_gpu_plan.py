@@ -115,6 +115,7 @@ def test_all_modules_of_kernels_and_replica_can_be_imported_there(copy):
         "quire.replica.actor needs ray",
         "quire.replica.faulty_actor needs ray",
         "quire.replica.grammar_child needs llguidance",
+        "quire.replica.ray_metrics needs ray",
     ]
 
 
