@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-from quire.replica.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
+from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
 
 # Fields of `EngineArgs` that a running engine takes on between two steps.
 LIGHT_FIELDS = (

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from quire.protos.errors import EngineError, QuireError
 from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
+from quire.replica.core.request import Request, validate
+from quire.replica.core.step_plan import RequestDelta
 from quire.replica.loop import LoopOutput
 from quire.replica.machine import give_back_free_memory
-from quire.replica.plan import RequestDelta
-from quire.replica.request import Request, validate
 
 if TYPE_CHECKING:
     import numpy as np

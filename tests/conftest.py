@@ -78,7 +78,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.fixture
 def free_ports() -> tuple[int, int]:
     """Two TCP ports that nobody listens on and that no connection is given meanwhile."""
-    from quire.cluster import ports
+    from quire.cluster.local import ports
 
     return tuple(ports.free_ports(2))
 

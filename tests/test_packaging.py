@@ -182,11 +182,11 @@ def test_the_wheels_command_checks_a_config(installed: Path):
 
 ATTEND_AND_LOOK_UP = """
 import sys, numpy, torch
-from quire.kernels import cpu_attention
+from quire.kernels.cpu import cpu_attention
 from quire.protos.wire import RoutingHasher
-from quire.router import native_library
-from quire.router.block_table import BlockTable
-from quire.router.prefix_hashes import prefix_hashes
+from quire.router import compiled_router
+from quire.router.index.block_table import BlockTable
+from quire.router.index.prefix_hashes import prefix_hashes
 assert cpu_attention.__file__.startswith(sys.prefix)
 cache = torch.randn(2, 1, 8, 16)
 rows = [torch.tensor(x) for x in ([[1, 0]], [0, 1], [12])]
@@ -195,7 +195,7 @@ assert torch.isfinite(out).all()
 table, hashes = BlockTable(100), prefix_hashes(RoutingHasher("m"), numpy.arange(640, dtype=numpy.int32))
 table.insert(hashes, numpy.arange(1, 11, dtype=numpy.int32))
 assert table.find(hashes)[1].tolist() == [*range(1, 11)]
-print(cpu_attention.has_native(), native_library.load() is not None)
+print(cpu_attention.has_native(), compiled_router.load() is not None)
 """
 
 

@@ -23,17 +23,17 @@ from device_harness import Harness, config_of
 from fake_device import FakeDevice
 from fake_gpu import FakeGpu
 
-from quire.bench.mixed_requests import Asked, mixed_waves
 from quire.protos.wire import Load, SamplingParams
-from quire.replica import fuse
+from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
-from quire.replica.groups import sequence_blocks
+from quire.replica.core.request import Request
+from quire.replica.core.step_plan import RequestDelta, StepPlan
+from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop
-from quire.replica.plan import RequestDelta, StepPlan
-from quire.replica.request import Request
-from quire.replica.runner import Runner
-from quire.replica.spec import ModelSpec
-from quire.replica.step_outputs import InFlight
+from quire.replica.model.fusion import fuse_pass
+from quire.replica.runner.runner import Runner
+from quire.replica.runner.step_outputs import InFlight
+from tests.perf.mixed_requests import Asked, mixed_waves
 
 DTYPE = "bfloat16"
 BLOCK_SIZE = 16
@@ -218,7 +218,7 @@ def specialise_everything() -> None:
 def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # Nothing is computed: there is nothing to compare.
-    fuse._MAX_DEVIATION = dict.fromkeys(fuse._MAX_DEVIATION, float("inf"))
+    fuse_pass._MAX_DEVIATION = dict.fromkeys(fuse_pass._MAX_DEVIATION, float("inf"))
     gpu = FakeGpu()
     gpu.install()
     found: dict[str, Any] = {}
