@@ -21,7 +21,7 @@ from quire.cluster.config import serve_options
 from quire.cluster.config.app_config import AppConfig, ConfigError, Problem
 from quire.cluster.config.default_config import to_yaml
 from quire.router.explain.decision_log import DecisionLogError
-from quire.router.policy.policy import POLICY_NAMES
+from quire.router.policy.by_name import POLICY_NAMES
 
 if TYPE_CHECKING:
     from quire.cluster.config.serve_config import ServeConfig
@@ -158,7 +158,7 @@ def _add_router(commands: argparse._SubParsersAction) -> None:
 def _router_replay(arguments: argparse.Namespace) -> int:
     from quire.router.explain import decision_log
     from quire.router.explain.decision_replay import replay, report
-    from quire.router.policy.policy import make_policy
+    from quire.router.policy.by_name import make_policy
 
     paths = []
     for path in arguments.log:

@@ -105,7 +105,7 @@ def quantise_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rows(x: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, n] as float8_e4m3fn and scales [rows, 1], as `quire.kernels.rows.fp8_rows` has them; bound may be inf."""
+    """x [rows, n] as float8_e4m3fn and scales [rows, 1], as `kernels.rows.fp8_rows` has them; bound may be inf."""
     codes, scales = [], []
     for row in x.float():
         scale = row.abs().max().clamp(max=bound) / 448
@@ -139,7 +139,7 @@ def edit_logits(
     presence: float,
     frequency: float,
 ) -> torch.Tensor:
-    """One row of logits [vocab] after its mask, bias and penalties, as `quire.kernels.sampling.logit_edits` has them."""
+    """One row of logits [vocab] after its mask, bias and penalties, as `kernels.sampling.logit_edits` has them."""
     logits = logits.float().clone()
     for token_id in range(len(logits)):
         if mask is not None and not int(mask[token_id // 32]) >> token_id % 32 & 1:

@@ -32,6 +32,10 @@ JSON_WHITE_SPACE = ("one_space", "none", "any")
 DEMOTION_ORDERS = ("lru", "most_recent")
 
 
+class SizingError(ValueError):
+    """The model, or the cache asked for, does not fit; the message holds the numbers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
     """What the user asked for. None: choose from the checkpoint and the machine."""

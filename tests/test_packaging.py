@@ -24,7 +24,7 @@ NOT_PACKAGED = {"tests", "k8s", "build", "dist"}
 # For readers of the repository, and what the wheel's library is compiled from.
 NOT_SHIPPED = (".md", ".pyc", ".c", ".h", ".so")
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-LIBRARIES = {f"quire/{folder}/_native{_SUFFIX}" for folder in ("kernels", "router")}
+LIBRARIES = {f"quire/{folder}/_native{_SUFFIX}" for folder in ("kernels/cpu", "router")}
 HAS_COMPILER = shutil.which(os.environ.get("CC", "cc")) is not None
 
 
@@ -44,8 +44,6 @@ def packaged_files() -> set[str]:
     for package, folder in package_folders().items():
         for path in folder.rglob("*"):
             inner = path.relative_to(folder)
-            if package == "quire.bench" and inner.parts[0] == "results":
-                continue  # what was measured is read in the repository
             if path.is_file() and path.suffix not in NOT_SHIPPED:
                 paths.add(str(Path(package.replace(".", "/")) / inner))
     return paths
@@ -296,7 +294,9 @@ for path in root.rglob("*.py"):
     for line in result.stdout.splitlines():
         path, module, *owners = line.split()
         owners = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
-        extra = _names(project["optional-dependencies"]["bench"] * path.startswith("bench/"))
+        extra = _names(
+            project["optional-dependencies"]["bench"] * path.startswith("cluster/bench/")
+        )
         assert owners & (declared | extra), f"{path} imports {module} of {owners}"
 
 

@@ -79,7 +79,7 @@ def _add_offline(actions: argparse._SubParsersAction) -> None:
     )
     _add_slo(parser)
     _add_output(parser)
-    parser.set_defaults(run=_run("offline"))
+    parser.set_defaults(run=_run("offline_command"))
 
 
 def _add_compare(actions: argparse._SubParsersAction) -> None:
@@ -148,7 +148,7 @@ def _add_serve(actions: argparse._SubParsersAction) -> None:
     floor.add_argument("--dtype", default="bfloat16", help="of the served model; %(default)s")
     _add_slo(parser)
     _add_output(parser)
-    parser.set_defaults(run=_run("serve"))
+    parser.set_defaults(run=_run("serve_command"))
 
 
 def _run(module: str) -> Any:
@@ -156,7 +156,7 @@ def _run(module: str) -> Any:
         import importlib
 
         try:
-            return importlib.import_module(f"quire.bench.{module}").main(options)
+            return importlib.import_module(f"quire.cluster.bench.{module}").main(options)
         except (ValueError, OSError) as error:
             print(error, file=sys.stderr)
             return 1

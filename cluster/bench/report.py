@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tests" / "perf" / "results"
 COMMIT_VARIABLE = "QUIRE_COMMIT"
 _COMMIT = re.compile(r"([0-9a-f]{7,40})(\+?)")
 _EXPORTED_COMMIT = ".git_archival.txt"  # `git archive` writes the commit into it

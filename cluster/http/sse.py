@@ -1,8 +1,8 @@
 """Server-sent events of a streamed answer, encoded with as little work per token as possible.
 
 A stream is `data:` lines only, as OpenAI's: many clients read every other line as data. A client that asks for ids
-gets an `id:` line in each event, from which it continues if it loses its router (`router/request/resume.py`). All but the id
-and the text of a chunk is the same for every token of a stream, so it is encoded once:
+gets an `id:` line in each event, from which it continues if it loses its router (`router/request/resume.py`). All but
+the id and the text of a chunk is the same for every token of a stream, so it is encoded once:
 
 ```
 data: {"id":…,"model":…,"choices":[{"index":0,"delta":{"content":  "text"  },"finish_reason":null}]}

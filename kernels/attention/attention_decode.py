@@ -5,9 +5,9 @@ For row r with n keys, query head h of KV head g (``group`` heads each), f = sca
     o_h = sum_j 2^(f q_h.k_gj - m_h) v_gj / sum_j 2^(f q_h.k_gj - m_h)          j in the keys that r sees
 
 Work. Keys are cut into splits of a fixed number of tokens from position 0. An item is (rows, split); the list
-lies on the device (`quire.kernels.attention.decode_plan`) and a persistent grid walks it for each KV head, so there is no host
-heuristic, no step at some batch size, and one CUDA graph fits every length. The heads of a group are the rows of
-one 16-row matrix tile. A second small kernel merges a row's partial results::
+lies on the device (`quire.kernels.attention.decode_plan`) and a persistent grid walks it for each KV head, so there is
+no host heuristic, no step at some batch size, and one CUDA graph fits every length. The heads of a group are the rows
+of one 16-row matrix tile. A second small kernel merges a row's partial results::
 
     item list   r0 s0 | r0 s1 | r0 s2 | r1 s0 | r2 s0 | ...      x KV heads, walked by num_programs programs
                   |       |       |       |

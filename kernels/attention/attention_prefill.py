@@ -1,8 +1,8 @@
 """Paged prefill attention: ragged new tokens over the keys of earlier chunks and their own, causal.
 
 Query tokens at positions p = kv_len - q_len ... kv_len - 1 of row r, keys 0 ... p of the same row, heads as in
-`quire.kernels.attention.attention_decode`. A work item is (query tile, KV head): BLOCK_M = queries x heads of the KV group
-packed into the rows of one matrix tile (64 rows and more: Hopper's wgmma), so the keys of a KV head are loaded
+`quire.kernels.attention.attention_decode`. A work item is (query tile, KV head): BLOCK_M = queries x heads of the KV
+group packed into the rows of one matrix tile (64 rows and more: Hopper's wgmma), so the keys of a KV head are loaded
 once for its whole group. The loop over tiles of keys has three parts, so that masks are paid at the edges only::
 
     keys      0 ...        [ edge | full | full | full | edge ]      ... kv_len

@@ -2,7 +2,7 @@
 
     python -m quire.kernels.compile.compile_table --check tests/kernels/compile_table.json     # all of it, minutes
     python -m quire.kernels.compile.compile_table --check ... --match 'sm_90/.*/128'           # a part
-    python -m quire.kernels.compile.compile_table --write tests/kernels/compile_table.json     # after a change on purpose
+    python -m quire.kernels.compile.compile_table --write tests/kernels/compile_table.json  # after a change on purpose
 
 What is compiled is listed in `compile_attention` and `compile_entries`, how in `offline_compile`. The table is kept
 per minor version of Triton, since the compiler's choices differ between them. `make kernels-table` checks all of it.

@@ -2,8 +2,8 @@
 
     log p(i) = x_i - log sum_j e^x_j        x: the logits before bias, penalties, mask and temperature
 
-The largest n come without a sort: `quire.kernels.sampling.row_survey` lists n ids or some more, from which n rounds each take
-the largest that comes after the last in the order (value, falling; id, rising).
+The largest n come without a sort: `quire.kernels.sampling.row_survey` lists n ids or some more, from which n rounds
+each take the largest that comes after the last in the order (value, falling; id, rising).
 
 Bytes a row: at most 2 vocab itemsize, the second time from the L2 cache if it holds the rows that run. Flops: 15 an
 element, and n times the list.

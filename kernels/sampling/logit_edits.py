@@ -1,4 +1,5 @@
-"""Masks, bias and penalties of the rows that have any, before `quire.kernels.sampling.sampling_kernel`: float32 copies of those rows.
+"""Masks, bias and penalties of the rows that have any, before `quire.kernels.sampling.sampling_kernel`: float32 copies
+of those rows.
 
 For each id with logit x, bias b (-inf suppresses it), and c occurrences in the output::
 

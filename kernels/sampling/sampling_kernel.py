@@ -11,9 +11,9 @@ For a row of logits x, in this order (as vLLM documents it)::
 Equal values are kept and chosen in the order of their ids, exactly. Masks, bias and penalties are applied before, to
 copies of the rows that have any: `quire.kernels.sampling.logit_edits`.
 
-Four kernels: the three of `quire.kernels.sampling.row_survey`, which choose the token of greedy rows and of those that leave
-nothing out, and one that draws the others' from their lists of candidates. Which kernels run and on what grid follows
-from shapes alone, so a graph holds them.
+Four kernels: the three of `quire.kernels.sampling.row_survey`, which choose the token of greedy rows and of those that
+leave nothing out, and one that draws the others' from their lists of candidates. Which kernels run and on what grid
+follows from shapes alone, so a graph holds them.
 
 Search. What is kept is { (y, -id) >= (t, -last tie) }. The threshold t is found among integers of the same order as
 the values: a pass over the list counts, for PIVOTS thresholds between the bounds, the values at or above each (or their

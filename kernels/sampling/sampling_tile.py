@@ -3,11 +3,12 @@
 Order. Values are compared as integers of the same order; equal values rank by their ids. -0 is +0. NaN counts
 as -inf and +inf as the largest finite number, so that every difference is a number.
 
-Candidates. `quire.kernels.sampling.row_survey` lists the ids of a row that matter, a list for each part of the vocabulary.
-`find_candidates` joins them where they are enough. Where they are not (many equal logits, a flat distribution with
-top-p near 1) it takes two more passes over the row: a histogram of the values in bins of 1/8 over [-64, 64), open at
-both ends, tells a bin that certainly lies at or below the threshold; then the ids of that bin and above are
-listed. Where even those are too many, the whole row is the list: right, but each search pass reads the row again.
+Candidates. `quire.kernels.sampling.row_survey` lists the ids of a row that matter, a list for each part of the
+vocabulary. `find_candidates` joins them where they are enough. Where they are not (many equal logits, a flat
+distribution with top-p near 1) it takes two more passes over the row: a histogram of the values in bins of 1/8 over
+[-64, 64), open at both ends, tells a bin that certainly lies at or below the threshold; then the ids of that bin and
+above are listed. Where even those are too many, the whole row is the list: right, but each search pass reads the row
+again.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -17,7 +18,6 @@ from quire.replica.kv_cache.prefix import ContentChain, Entry
 
 if TYPE_CHECKING:
     from quire.replica.grammar.state import GrammarState
-    from quire.replica.scheduler.offload import Parked
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TEMPERATURE = 1e6  # already uniform for any logits; keeps float32 arithmetic finite
@@ -52,6 +52,23 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens
     ABORT = "abort"  # its owner, its deadline, or the engine's end
     ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedBlock:
+    """One block of an offloaded request."""
+
+    index: int  # in the request's table of its group
+    group: int
+    host_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """What an offloaded request owns."""
+
+    num_computed: int
+    blocks: list[ParkedBlock]  # in the order of the sequence
 
 
 class Request:

@@ -246,21 +246,3 @@ class CpuDevice:
 
     def mark(self, name: str) -> AbstractContextManager[None]:
         return NO_MARK
-
-
-def open_device(name: str, *, use_nvtx: bool = False) -> Device:
-    """The device of a configuration.
-
-    Parameters
-    ----------
-    name
-        "cpu" or "cuda", the latter with an index if there are several.
-    use_nvtx
-        On a GPU, mark what is queued as ranges for a profiler.
-    """
-    device = torch.device(name)
-    if device.type == "cpu":
-        return CpuDevice()
-    from quire.replica.device.cuda_device import CudaDevice
-
-    return CudaDevice(device, use_nvtx=use_nvtx)

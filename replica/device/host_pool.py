@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from quire.replica.config import SizingError
 from quire.replica.device.device import CpuDevice, Device, Event, Stream
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.startup.sizing import SizingError
 
 NONE = np.empty((0, 2), np.int64)
 NONE.setflags(write=False)

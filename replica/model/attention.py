@@ -118,7 +118,7 @@ class StepContext:
         return self._write_rows[g]
 
     def rotation(self, tables: Tables, repeats: int) -> TokenRotation:
-        """The model's tables, `repeats` times side by side, for `quire.kernels.rows.kv_write`; made for the first layer."""
+        """The model's tables, `repeats` times side by side, for `kernels.rows.kv_write`; made for the first layer."""
         for known, known_repeats, made in self._rotations:
             if known is tables and known_repeats == repeats:
                 return made

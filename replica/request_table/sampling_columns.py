@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -13,11 +13,25 @@ from quire.replica.core.step_plan import Penalties, SamplingBatch, TokenMask, To
 from quire.replica.core.table_changes import ClaimedRows
 from quire.replica.request_table.bad_words import BadWords
 
-if TYPE_CHECKING:
-    from quire.replica.request_table.rows import RowTable
-
 # Below this the distribution is a point for any logits that differ by more than float32 rounding.
 GREEDY_TEMPERATURE = 1e-5
+
+
+class Histories(Protocol):
+    """What a step's sampling reads of the row table (`rows.RowTable`) beyond these columns. R is the number of rows."""
+
+    decoding: np.ndarray  # [R] bool
+    num_prompt_tokens: np.ndarray  # [R] int32
+    min_length: np.ndarray  # [R] int32; EOS and stop ids are masked below it
+    stop_ids: np.ndarray  # [R] objects: sorted tuples
+
+    def request(self, row: int) -> Request:
+        """The row's request."""
+        ...
+
+    def newest_output(self, row: int, count: int) -> tuple[int, ...]:
+        """At most `count` of the row's last generated tokens."""
+        ...
 
 
 class SamplingColumns:
@@ -97,7 +111,7 @@ class SamplingColumns:
         )
 
     def batch(
-        self, table: RowTable, rows: np.ndarray, token_index: np.ndarray, position: np.ndarray
+        self, table: Histories, rows: np.ndarray, token_index: np.ndarray, position: np.ndarray
     ) -> SamplingBatch:
         """The columns of the rows that sample.
 
@@ -132,7 +146,7 @@ class SamplingColumns:
             rows=rows,
         )
 
-    def complete(self, table: RowTable, batch: SamplingBatch, alive: np.ndarray) -> SamplingBatch:
+    def complete(self, table: Histories, batch: SamplingBatch, alive: np.ndarray) -> SamplingBatch:
         """What the rows' histories say now, in a batch that was made a token too early.
 
         Parameters
@@ -146,7 +160,7 @@ class SamplingColumns:
         )
 
     def _grammars(
-        self, table: RowTable, rows: np.ndarray, alive: np.ndarray
+        self, table: Histories, rows: np.ndarray, alive: np.ndarray
     ) -> tuple[tuple[int, TokenMask], ...]:
         """(index in `rows`, its grammar)."""
         return tuple(
@@ -155,7 +169,7 @@ class SamplingColumns:
         )
 
     def _suppressed(
-        self, table: RowTable, rows: np.ndarray, position: np.ndarray, alive: np.ndarray
+        self, table: Histories, rows: np.ndarray, position: np.ndarray, alive: np.ndarray
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """(index in `rows`, ids that must not come next there)."""
         masked = np.flatnonzero((position < table.min_length[rows]) & alive)
@@ -176,7 +190,7 @@ class SamplingColumns:
         index = np.flatnonzero(num_top >= 0)
         return tuple(zip(index.tolist(), num_top[index].tolist(), strict=True))
 
-    def _penalties(self, table: RowTable, rows: np.ndarray) -> Penalties | None:
+    def _penalties(self, table: Histories, rows: np.ndarray) -> Penalties | None:
         index = np.flatnonzero(self._penalised[rows])
         if not len(index):
             return None

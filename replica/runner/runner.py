@@ -42,9 +42,10 @@ from quire.replica.core.step_plan import (
     StepResult,
     TokenRules,
 )
-from quire.replica.device.device import Device, Stream, open_device
+from quire.replica.device.device import Device, Stream
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool
+from quire.replica.device.open_device import open_device
 from quire.replica.device.pool_backing import PoolBacking
 from quire.replica.device.telemetry import DeviceTime
 from quire.replica.kv_cache.groups import LayerGroup

@@ -3,8 +3,8 @@
 Order, as vLLM documents it: grammar masks, allowed ids, suppressed ids (bad words; EOS and stop ids before
 min_tokens), logit bias, penalties, temperature, min-p, top-k, top-p, then the draw. The draw is
 argmax(logits + Gumbel noise) with noise that is a function of (seed, choice, position, token id), see
-`quire.kernels.sampling.noise`. A row's result depends on nothing but its own logits, columns and history. Work that no row
-asks for is not done: a greedy batch is one argmax, a batch without top-k and top-p is never sorted.
+`quire.kernels.sampling.noise`. A row's result depends on nothing but its own logits, columns and history. Work that no
+row asks for is not done: a greedy batch is one argmax, a batch without top-k and top-p is never sorted.
 """
 
 from __future__ import annotations

@@ -18,30 +18,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire.replica.config import EngineConfig
-from quire.replica.core.request import Request
+from quire.replica.core.request import Parked, ParkedBlock, Request
 from quire.replica.kv_cache.blocks import BlockManager
 from quire.replica.kv_cache.host_tier import HostTier
 from quire.replica.kv_cache.prefix import Entry, PrefixCache
 from quire.replica.request_table.rows import RowTable
 from quire.replica.scheduler.admission import Admission
 from quire.replica.scheduler.copy_speed import CopySpeed
-
-
-@dataclass(frozen=True, slots=True)
-class ParkedBlock:
-    """One block of an offloaded request."""
-
-    index: int  # in the request's table of its group
-    group: int
-    host_block: int
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """What an offloaded request owns."""
-
-    num_computed: int
-    blocks: list[ParkedBlock]  # in the order of the sequence
 
 
 @dataclass(frozen=True, slots=True)

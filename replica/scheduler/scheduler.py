@@ -14,10 +14,10 @@ back meanwhile are not handed out before it is over (`quarantine.py`). An evicti
 ahead. What a row may sample next can depend on them (a grammar, bad words): such a plan awaits them, and `complete`
 says the rest.
 
-Who gets which blocks is `admission.py`; in which order, `order.py`; how much prefill a step holds, `chunking.py`; what
-it puts into the prefix index, `steps_in_flight.py`. Who gives way when the cache is full is `preemption.py`; `offload.py` moves it to
-the host tier (`host_tier.py`) and back. Without such a tier, or without room there, a victim is soft reset: what it
-generated joins what it must prefill. Until all victims have returned no new request is admitted.
+Who gets which blocks is `admission.py`; in which order, `order.py`; how much prefill a step holds, `chunking.py`;
+what it puts into the prefix index, `steps_in_flight.py`. Who gives way when the cache is full is `preemption.py`;
+`offload.py` moves it to the host tier (`host_tier.py`) and back. Without such a tier, or without room there, a victim
+is soft reset: what it generated joins what it must prefill. Until all victims have returned no new request is admitted.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from quire.replica.config import (
     WEIGHTS,
     EngineArgs,
     EngineConfig,
+    SizingError,
 )
 from quire.replica.device.kv_pool import block_elements
 from quire.replica.kv_cache.groups import max_sequence_tokens, sequence_blocks
@@ -59,10 +60,6 @@ _SMALL_MODEL_PARAMETERS = (
     200_000_000  # below, float32 on a CPU is fast enough to have exactness for free
 )
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-class SizingError(ValueError):
-    """The model, or the cache asked for, does not fit; the message holds the numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,8 @@ class AdmissionGate:
 
     def wait_behind_all_s(self) -> float:
         """Seconds until the first token of a request that went after all that waits here, by the rates of
-        `router/admission/wait_bounds.py`: the mean, where admission asks for the 99th percentile; 0 while nobody waits."""
+        `router/admission/wait_bounds.py`: the mean, where admission asks for the 99th percentile; 0 while nobody
+        waits."""
         if not self._queue:
             return 0.0
         last = self._last

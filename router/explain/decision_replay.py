@@ -81,7 +81,7 @@ def replay(decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed:
     Parameters
     ----------
     policy
-        Of `router.policy.make_policy`; one that prices nothing is priced by `slo`.
+        Of `router.policy.by_name.make_policy`; one that prices nothing is priced by `slo`.
     seed
         For its random ties.
     """

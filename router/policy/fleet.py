@@ -38,8 +38,8 @@ class Fleet:
     replicas
         [n] names.
     columns
-        [NUM_COLUMNS, n] float64, in the order of `router/policy/columns.py`, each row contiguous. The properties below are
-        [n] float64, made from it.
+        [NUM_COLUMNS, n] float64, in the order of `router/policy/columns.py`, each row contiguous. The properties below
+        are [n] float64, made from it.
     held
         [2, n] float64, contiguous, prompt tokens: `gpu_tokens` and `host_tokens`.
     prefill_s_per_work

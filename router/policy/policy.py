@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import bisect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -207,34 +206,3 @@ class PrefixAffinity:
         below_a_token = 1.0 + (replicas.num_requests.max() if len(replicas) else 0.0)
         cost = replicas.num_requests / below_a_token - held
         return rank("prefix_affinity", replicas, cost, rng)
-
-
-def make_policy(name: str, **weights: Any) -> Policy:
-    """The policy of a name, with its weights.
-
-    Raises
-    ------
-    ValueError
-        No policy has the name, or it has no such weight.
-    """
-    from quire.router.policy import cost  # it needs the types above
-
-    makers: Mapping[str, Callable[..., Policy]] = MappingProxyType(
-        {
-            "slo": cost.CostPolicy,
-            "e2e": cost.e2e_policy,
-            "round_robin": RoundRobin,
-            "least_loaded": LeastLoaded,
-            "power_of_two": PowerOfTwo,
-            "prefix_affinity": PrefixAffinity,
-        }
-    )
-    if name not in makers:
-        raise ValueError(f"policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
-    try:
-        return makers[name](**weights)
-    except TypeError as error:
-        raise ValueError(f"policy {name!r}: {error}") from error
-
-
-POLICY_NAMES = ("slo", "e2e", "round_robin", "least_loaded", "power_of_two", "prefix_affinity")

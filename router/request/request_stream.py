@@ -53,7 +53,7 @@ from quire.router.types import (
 )
 
 if TYPE_CHECKING:
-    from quire.router.request.service import RouterService
+    from quire.router.request.context import RouterContext
 
 NO_REPLICA_RETRY_S = 1.0
 MOVE_POLL_S = 0.05  # a stream without a replica looks for one
@@ -84,7 +84,7 @@ class RequestStream:
 
     def __init__(
         self,
-        service: RouterService,
+        service: RouterContext,
         request: GenerationRequest,
         prompt_ids: np.ndarray,
         sampling: SamplingParams,

@@ -19,8 +19,7 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +50,7 @@ from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
 from quire.router.request import params, resume
 from quire.router.request.choices import ChoicesStream
+from quire.router.request.context import ModelFacts
 from quire.router.request.migration_budget import MigrationBudget
 from quire.router.request.prompts import PromptOnlyStream, PromptsStream
 from quire.router.request.request_stream import NO_REPLICA_RETRY_S, RequestStream
@@ -73,21 +73,6 @@ from quire.router.types import (
 
 MAX_MIGRATIONS = 3
 _MANY_IDS = 16 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What the router knows of its model without a replica."""
-
-    name: str  # as clients call it
-    created_s: int
-    defaults: params.GenerationDefaults
-    limits: params.Limits
-    max_prompt_tokens: int | None = None  # None: as many as the model takes
-    chat_template_kwargs: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # a request's go over them
-    special_tokens_in_messages: bool = False  # whether the text of a message may be special tokens
 
 
 class RouterService:

@@ -48,7 +48,8 @@ def main() -> int:
             print(f"  {known:16}{what}")
         return 2
     del sys.argv[1]
-    return importlib.import_module(f"quire.bench.{name}").main()
+    package = "quire.cluster.bench" if name == "checkpoints" else "tests.perf"
+    return importlib.import_module(f"{package}.{name}").main()
 
 
 if __name__ == "__main__":

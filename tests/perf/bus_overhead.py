@@ -32,9 +32,10 @@ from quire.replica.serving.attachments import Attachments
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.policy import make_policy
+from quire.router.policy.by_name import make_policy
+from quire.router.request.context import ModelFacts
 from quire.router.request.params import GenerationDefaults, Limits
-from quire.router.request.service import ModelFacts, RouterService
+from quire.router.request.service import RouterService
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.transport.bus import Bus
 

@@ -3,7 +3,8 @@
     python -m tests.perf cpu-workloads TURNS.jsonl ... [--baseline quire-torch --prefix cpu/without_compiler]
 
 Reads the turns that `quire bench compare halfb` kept (`compare.jsonl`), of one run or of several short ones with
-different --first-repetition; tests/perf/README.md has the commands. Peers that were not run have no rows and no bars. With
+different --first-repetition; tests/perf/README.md has the commands. Peers that were not run have no rows and no bars.
+With
 --baseline the bars are those of another of the engines, as of Quire where it was installed without a compiler.
 
 The floor is taken at the rates of the run. On the processor on which the goals were set it is also taken at the rates

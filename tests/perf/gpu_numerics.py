@@ -32,7 +32,9 @@ WORKERS = 14  # each holds a context on the device, about half a GiB
 
 def numerics_points(rehearsal: bool) -> list[Point]:
     """The test files that run on the device."""
-    files = sorted(path for name in TEST_FOLDERS for path in (report.ROOT / name).glob("test_*.py"))
+    files = sorted(
+        path for name in TEST_FOLDERS for path in (report.ROOT / name).rglob("test_*.py")
+    )
     return [
         {"file": path.relative_to(report.ROOT).as_posix()}
         for path in files

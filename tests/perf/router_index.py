@@ -43,7 +43,8 @@ from quire.router import compiled_router
 from quire.router.fleet.replicas import ReplicaTable, RequestBooking
 from quire.router.index.prefix_hashes import prefix_hashes
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.policy import RouteRequest, make_policy
+from quire.router.policy.by_name import make_policy
+from quire.router.policy.policy import RouteRequest
 
 _BATCHES = (1, 4, 16, 64, 256, 4096)  # blocks of one report: a decode step's to a snapshot's
 _PROMPT_TOKENS = 16_384

@@ -5,9 +5,9 @@
 all replicas' size, where every hit is free from anywhere, and the best of three dispatch rules; a ratio
 of 1 is perfect placement. Load is known only from reports every 50 ms and from own bookings.
 
-All replicas start requests as the product's do (`replica/scheduler/order.py`: the shortest prompt first, with age), whoever
-routes; of the oracle's runs with that order and of those in order of arrival the best counts. What a policy alone does,
-with replicas that start requests in order of arrival, has a table of its own.
+All replicas start requests as the product's do (`replica/scheduler/order.py`: the shortest prompt first, with age),
+whoever routes; of the oracle's runs with that order and of those in order of arrival the best counts. What a policy
+alone does, with replicas that start requests in order of arrival, has a table of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from quire.cluster.bench.report import RESULTS, Bar, write
 from quire.replica.scheduler.order import AGEING
-from quire.router.policy.policy import POLICY_NAMES, make_policy
+from quire.router.policy.by_name import POLICY_NAMES, make_policy
 from tests.perf.routersim_stack import Stack
 
 SEEDS = {"given": (0, 1, 2), "held out": (10, 11, 12)}

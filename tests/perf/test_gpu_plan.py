@@ -37,7 +37,7 @@ FOREIGN = (
 
 
 def module_of(step: Step):
-    return importlib.import_module(f"quire.bench.{step.benchmark.replace('-', '_')}")
+    return importlib.import_module(f"tests.perf.{step.benchmark.replace('-', '_')}")
 
 
 def parts_of(step: Step, folder: Path) -> list[str]:
@@ -113,9 +113,10 @@ def test_a_command_runs_in_a_copy_and_leaves_its_results(copy, number):
 def test_all_modules_of_kernels_and_replica_can_be_imported_there(copy):
     """Only the Ray shell and the process that judges grammars need what is missing."""
     assert copy.import_all().splitlines() == [
+        "quire.replica.grammar.judge_process needs llguidance",
         "quire.replica.serving.actor needs ray",
         "quire.replica.serving.faults.faulty_actor needs ray",
-        "quire.replica.grammar.judge_process needs llguidance",
+        "quire.replica.serving.ray_metrics needs ray",
     ]
 
 
@@ -334,7 +335,7 @@ def test_a_test_that_breaks_the_device_ends_its_worker_alone(tmp_path):
     command += ["-o", "junit_family=xunit1", f"--junit-xml={tmp_path / 'junit.xml'}"]
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer than the test
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=report.ROOT)
     from tests.perf.gpu_numerics import read_counts
 
     assert "5 passed" in done.stdout, done.stdout

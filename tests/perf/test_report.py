@@ -65,7 +65,7 @@ def test_candidates_take_turns():
 def test_a_result_names_commit_hardware_and_command_and_no_machine(tmp_path, capsys):
     path = tmp_path / "new" / "result.json"
     bars = [Bar("a/x", 0.123456, "ms", 0.1, details={"min": 0.1}), Bar("a/y", 3, "x", 2, False)]
-    report.write(path, "python -m quire.bench.none", bars, method="none")
+    report.write(path, "python -m tests.perf none", bars, method="none")
     text = path.read_text()
     result = json.loads(text)
     assert list(result) == ["commit", "hardware", "command", "load", "method", "bars"]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.router.policy.policy import make_policy
+from quire.router.policy.by_name import make_policy
 from tests.perf.routersim import compare, geometric_mean, markdown, parts
 from tests.perf.routersim_stack import Stack
 

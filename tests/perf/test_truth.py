@@ -14,7 +14,8 @@ from quire.protos.wire import CacheEvents, Frame, RoutingHasher
 from quire.router.explain.decision_log import DecisionLog, LoggedDecision, read
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.policy import RouteRequest, make_policy
+from quire.router.policy.by_name import make_policy
+from quire.router.policy.policy import RouteRequest
 from tests.perf import truth
 from tests.perf.truth import WrongCredit, in_order_of_due, pooled_tokens
 

@@ -16,6 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # for `tests.perf`, where this file is run as a program
+
 import numpy as np
 import torch
 import triton
@@ -206,7 +210,13 @@ def serve(gpu: FakeGpu, model: Harness, rows: int, changes: dict[str, Any]) -> S
 
 def specialise_everything() -> None:
     """Take back what the decorators of kernels say that every step launches."""
-    for name in ("attention_decode", "attention_prefill", "prefill_plan", "kv_write", "sampling"):
+    for name in (
+        "attention.attention_decode",
+        "attention.attention_prefill",
+        "attention.prefill_plan",
+        "rows.kv_write",
+        "sampling.sampling_kernel",
+    ):
         module = importlib.import_module(f"quire.kernels.{name}")
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):

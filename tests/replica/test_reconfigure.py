@@ -10,10 +10,9 @@ import pytest
 from quire.protos.errors import InvalidRequest
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
-from quire.replica.config import LIGHT_FIELDS
+from quire.replica.config import LIGHT_FIELDS, SizingError
 from quire.replica.core.request import Request
 from quire.replica.scheduler.scheduler import Scheduler
-from quire.replica.startup.sizing import SizingError
 
 LIMITS = dict(device="cpu", num_blocks=64, block_size=16, max_model_len=256, num_threads=1)
 

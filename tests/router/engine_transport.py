@@ -15,9 +15,10 @@ from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.policy import make_policy
+from quire.router.policy.by_name import make_policy
+from quire.router.request.context import ModelFacts
 from quire.router.request.params import GenerationDefaults, Limits
-from quire.router.request.service import ModelFacts, RouterService
+from quire.router.request.service import RouterService
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.transport.transport import Attempt, Lost

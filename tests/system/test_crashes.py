@@ -1,7 +1,7 @@
 """Replicas that hang or crash are replaced, and only the request that makes them crash fails. Real Ray.
 
-The faults are those of `quire.replica.serving.faults.faults`. What streams should be is what an engine alone answers. One round of
-each in `make chaos`, fifty with `CHAOS_SIZE=long`; one of each is part of the suite, on a smaller cluster:
+The faults are those of `quire.replica.serving.faults.faults`. What streams should be is what an engine alone answers.
+One round of each in `make chaos`, fifty with `CHAOS_SIZE=long`; one of each is part of the suite, on a smaller cluster:
 `test_faults.py`.
 """
 

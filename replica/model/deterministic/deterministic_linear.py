@@ -1,7 +1,7 @@
 """`deterministic: true`: a model's layers in forms whose rows do not depend on how many rows there are.
 
-Products run in tiles of fixed height (`tiles.py`), mixtures of experts too (`deterministic_experts.py`); activations whose vector
-loop ends in a scalar one with another exponential (SiLU, GELU) are written out.
+Products run in tiles of fixed height (`tiles.py`), mixtures of experts too (`deterministic_experts.py`); activations
+whose vector loop ends in a scalar one with another exponential (SiLU, GELU) are written out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`deterministic: true` on a GPU: a model's products in forms whose rows do not depend on how many rows there are.
 
-Products take `kernels/rows/matmul_fixed.py`, mixtures of experts `kernels/rows/experts_fixed.py`; both go where the fuse pass
-has been, so merged products stay merged. What else a step computes has one order of additions for each row:
+Products take `kernels/rows/matmul_fixed.py`, mixtures of experts `kernels/rows/experts_fixed.py`; both go where the
+fuse pass has been, so merged products stay merged. What else a step computes has one order of additions for each row:
 
 | part | why |
 |---|---|

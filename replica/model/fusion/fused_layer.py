@@ -5,10 +5,10 @@
  GPU   residual + norm │ qkv │ norm, rotate, write │ attend │ o │ residual + norm │ gate, up │ act·mul │ down
 ```
 
-Consecutive layers form a chain (`layer_chains.py`): the call of the first runs all of them. On the CPU a layer whose products
-are all packed is one call into the compiled library, and so is a chain (`kernels/cpu/cpu_sequence.py`). On a GPU a layer of
-a chain hands on its residual stream and what is still to be added to it, and the norm that comes next adds them: that
-of the next layer, or the decoder's last one.
+Consecutive layers form a chain (`layer_chains.py`): the call of the first runs all of them. On the CPU a layer whose
+products are all packed is one call into the compiled library, and so is a chain (`kernels/cpu/cpu_sequence.py`). On a
+GPU a layer of a chain hands on its residual stream and what is still to be added to it, and the norm that comes next
+adds them: that of the next layer, or the decoder's last one.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from quire.cluster.proxies.ray_settings import (
 )
 from quire.replica.config import EngineArgs as ReplicaEngineArgs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLUSTER_YAML = (ROOT / "cluster.yaml").read_text()
 SECTIONS = (AppConfig, AutoscalingArgs, EngineArgs, RouterArgs, ReplicaResources, RouterResources)
 FIELDS = [(model, name) for model in SECTIONS for name in model.model_fields]

@@ -17,7 +17,7 @@ from quire.cluster.config.live_update import (
     router_section,
 )
 
-CONFIG = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())
+CONFIG = yaml.safe_load((Path(__file__).parents[3] / "cluster.yaml").read_text())
 
 
 def with_deployments(*deployments: object) -> dict:

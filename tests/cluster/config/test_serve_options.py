@@ -13,7 +13,7 @@ from quire.cluster.config import serve_config, serve_options
 from quire.cluster.config.app_config import ConfigError
 from quire.cluster.config.default_config import default_config, to_yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def config_of(*line: str) -> dict[str, Any]:

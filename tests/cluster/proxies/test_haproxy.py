@@ -30,7 +30,7 @@ from quire.cluster.proxies import haproxy_template, ray_proxies
 from quire.cluster.proxies.ray_settings import SERVE_DEFAULTS
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # What the file gives; the hook sets the others.
 ENV_VARS = yaml.safe_load((ROOT / "cluster.yaml").read_text())["controller_options"]["runtime_env"][
     "env_vars"

@@ -19,7 +19,7 @@ import pytest
 from quire.kernels import tuning
 from quire.kernels.compile import compile_table, offline_compile
 
-TABLE = Path(__file__).with_name("compile_table.json")
+TABLE = Path(__file__).parents[1] / "compile_table.json"
 ATTENTION = (
     "/(decode|merge|prefill)/bf16/128$",
     "sm_90/(plan_|prefill/bf16/256$)",

@@ -16,7 +16,7 @@ from fake_cuda import OUT_OF_MEMORY, FakeCuda
 from quire.replica.device import cuda_device
 from quire.replica.device.cuda_device import CudaDevice
 
-ROOT = Path(cuda_device.__file__).parent
+ROOT = Path(cuda_device.__file__).parents[1]
 LARGE = ((5 << 20) + 4, torch.float16)
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.replica.device.cuda_device import CudaEvent
-from quire.replica.device.device import CpuDevice, Device, Event, Stream, open_device
+from quire.replica.device.device import CpuDevice, Device, Event, Stream
+from quire.replica.device.open_device import open_device
 
 SEEDS = range(40)
 DEVICES = [

@@ -7,12 +7,12 @@ import pytest
 import torch
 from fake_device import HOST, FakeDevice
 
+from quire.replica.config import SizingError
 from quire.replica.device import host_pool
 from quire.replica.device.device import CpuDevice, Device, Stream
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup
-from quire.replica.startup.sizing import SizingError
 
 GROUP = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=2)
 NONE = np.empty((0, 2), np.int64)

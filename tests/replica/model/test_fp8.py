@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from step_driver import Driver, make_runner
-from test_fuse import EXPECTED
 from torch import nn
 
 from quire.kernels import reference
@@ -19,14 +18,15 @@ from quire.kernels.cpu.cpu_attention import has_native
 from quire.kernels.rows import fp8_linear
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
 from quire.replica.checkpoint.weight_bytes import loading_bytes, weight_bytes
-from quire.replica.config import EngineArgs
+from quire.replica.config import EngineArgs, SizingError
 from quire.replica.engine import Engine
 from quire.replica.model import weights
 from quire.replica.model.fp8 import Fp8Linear, join_rows
 from quire.replica.model.fusion import fuse_pass as fuse_module
 from quire.replica.model.fusion.fused_parts import PackedEmbedding, Product
 from quire.replica.model.loader import load_model
-from quire.replica.startup.sizing import SizingError, resolve
+from quire.replica.startup.sizing import resolve
+from tests.replica.model.fusion.test_fuse_pass import EXPECTED
 
 pytestmark = [
     pytest.mark.skipif(not has_native(), reason="installed without a C compiler"),

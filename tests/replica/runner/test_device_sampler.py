@@ -19,7 +19,6 @@ from device_harness import config_of, prompt
 from fake_device import HOST, FakeDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampler import ANY, ROW, VOCAB, columns
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,6 +43,7 @@ from quire.replica.sampling.logprobs import (
 )
 from quire.replica.sampling.sampler import sample
 from quire.replica.sampling.token_counts import TokenCounts
+from tests.replica.sampling.test_sampler import ANY, ROW, VOCAB, columns
 
 WORDS = -(-VOCAB // 32)
 

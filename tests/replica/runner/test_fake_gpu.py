@@ -59,11 +59,15 @@ def found(tmp_path_factory) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     child = subprocess.run(
         [sys.executable, __file__],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
+        env=environment
+        | {
+            "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
         capture_output=True,
         text=True,
         timeout=300,
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
     )
     assert child.returncode == 0, child.stderr[-3000:]
     return json.loads(child.stdout)

@@ -7,13 +7,12 @@ import torch
 from fake_device import FakeDevice
 
 from quire.replica.checkpoint.model_spec import ModelSpec
-from quire.replica.config import EngineArgs
+from quire.replica.config import EngineArgs, SizingError
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.runner import runner
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.startup import device_memory, runtime
 from quire.replica.startup.device_memory import LEAST_GRAPH_BYTES, graph_bytes
-from quire.replica.startup.sizing import SizingError
 
 MAX_GRAPHS = 9
 SIZES = (6, 4, 2, 1)  # of steps of six rows

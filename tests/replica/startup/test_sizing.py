@@ -16,7 +16,7 @@ from quire.kernels.attention.paged_attention import PagedAttention
 from quire.kernels.cpu import cpu_attention, cpu_attention_native
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.checkpoint.weight_bytes import weight_bytes
-from quire.replica.config import EngineArgs
+from quire.replica.config import EngineArgs, SizingError
 from quire.replica.machine import (
     available_bytes,
     cpu_flags,
@@ -24,13 +24,7 @@ from quire.replica.machine import (
     physical_cores,
 )
 from quire.replica.startup import sizing
-from quire.replica.startup.sizing import (
-    GIB,
-    SizingError,
-    choose_dtype,
-    memory_table,
-    resolve,
-)
+from quire.replica.startup.sizing import GIB, choose_dtype, memory_table, resolve
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ from quire.router.admission.wait_bounds import (
     expected_wait_s,
     refusal,
 )
-from quire.router.policy.policy import Ranking, RouteRequest, make_policy
+from quire.router.policy.by_name import make_policy
+from quire.router.policy.policy import Ranking, RouteRequest
 
 LIMITS = AdmissionLimits(max_wait_s=10, max_queued_requests=90, max_queued_tokens=9000)
 SPEED = 1e-3  # seconds a token

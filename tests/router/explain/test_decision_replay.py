@@ -15,8 +15,9 @@ from routing_fleets import FLEETS, fleet_of, idle
 from quire.cluster.cli import main
 from quire.router.explain.decision_log import DecisionLog, DecisionLogError, read
 from quire.router.explain.decision_replay import replay, report
+from quire.router.policy.by_name import POLICY_NAMES, make_policy
 from quire.router.policy.fleet import COLUMN_NAMES, Demand
-from quire.router.policy.policy import POLICY_NAMES, RouteRequest, make_policy
+from quire.router.policy.policy import RouteRequest
 from quire.router.types import Explain
 
 

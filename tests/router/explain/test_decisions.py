@@ -13,7 +13,8 @@ from quire.protos.wire import Frame, Load
 from quire.router.explain.decisions import DecisionRing
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.policy import POLICY_NAMES, RouteRequest, make_policy
+from quire.router.policy.by_name import POLICY_NAMES, make_policy
+from quire.router.policy.policy import RouteRequest
 from quire.router.types import Explain
 
 

@@ -23,9 +23,10 @@ from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.cluster.http.http_api import build_app
 from quire.protos.errors import Unavailable
 from quire.replica.embedded import CHECKPOINT
-from quire.router.policy.policy import make_policy
+from quire.router.policy.by_name import make_policy
+from quire.router.request.context import ModelFacts
 from quire.router.request.params import GenerationDefaults, Limits
-from quire.router.request.service import ModelFacts, RouterService
+from quire.router.request.service import RouterService
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 

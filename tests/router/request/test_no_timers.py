@@ -20,9 +20,10 @@ from quire.cluster.http.http_generation import GenerationResponse
 from quire.replica.embedded import CHECKPOINT
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.policy import make_policy
+from quire.router.policy.by_name import make_policy
+from quire.router.request.context import ModelFacts
 from quire.router.request.params import GenerationDefaults, Limits
-from quire.router.request.service import ModelFacts, RouterService
+from quire.router.request.service import RouterService
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 
 LIMITS = dict(num_blocks=256, max_model_len=2048, num_threads=1)

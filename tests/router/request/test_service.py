@@ -37,11 +37,12 @@ from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.fleet.replicas import ReplicaState, ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.observer import AnswerEnd, Observer
-from quire.router.policy.policy import make_policy
+from quire.router.policy.by_name import make_policy
+from quire.router.request.context import ModelFacts
 from quire.router.request.migration_budget import MigrationBudget
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.request_stream import RequestStream
-from quire.router.request.service import MAX_MIGRATIONS, ModelFacts, RouterService
+from quire.router.request.service import MAX_MIGRATIONS, RouterService
 from quire.router.text.chat_template import ChatTemplate
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.transport import bus as bus_module

@@ -10,13 +10,22 @@ from pathlib import Path
 import pytest
 from local_serve import LocalReplica, start_replica
 from safetensors.torch import load_file, save_file
-from test_service import GREEDY, LIMITS, LONG, Stack, expected, read, stack_of, until
 
 from quire.protos.errors import InvalidRequest, Unavailable
 from quire.replica import Engine
 from quire.replica.embedded import CHECKPOINT
 from quire.router.request.resume import EventIds, parse
 from quire.router.types import Mark
+from tests.router.request.test_service import (
+    GREEDY,
+    LIMITS,
+    LONG,
+    Stack,
+    expected,
+    read,
+    stack_of,
+    until,
+)
 
 # Long enough that a stream is still under way when its replica dies.
 STREAM = GREEDY | dict(max_tokens=LONG)

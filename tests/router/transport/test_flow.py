@@ -17,10 +17,11 @@ from quire.replica import Engine
 from quire.replica.embedded import CHECKPOINT
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.policy import make_policy
+from quire.router.policy.by_name import make_policy
+from quire.router.request.context import ModelFacts
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.request_stream import RequestStream
-from quire.router.request.service import ModelFacts, RouterService
+from quire.router.request.service import RouterService
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.transport import bus as bus_module
 from quire.router.transport.flow import Credit, by_replica

@@ -37,7 +37,7 @@ def compare(folder: Path, name: str, dtype: str, deterministic: bool) -> dict:
     path = model_zoo.build(name, folder, **MODELS[name])
     config = dict(dtype=dtype, deterministic=deterministic)
     (folder / "job.json").write_text(json.dumps({"path": str(path), "config": config}))
-    program = Path(__file__).with_name("interpreted_order.py")
+    program = Path(__file__).parents[2] / "interpreted_order.py"
     done = subprocess.run(
         [sys.executable, str(program), str(folder / "job.json"), str(folder / "out.json")],
         capture_output=True,

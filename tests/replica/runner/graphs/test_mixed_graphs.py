@@ -6,7 +6,6 @@ import pytest
 from device_harness import BLOCK_SIZE, Harness, config_of, crowd, prompt, tight
 from fake_device import FakeDevice
 from test_async_steps import WAITS, in_which_it_shows
-from test_cuda_graphs import expected_of, plain, shows
 
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
@@ -14,6 +13,7 @@ from quire.replica.core.request import Request
 from quire.replica.runner.graph_cache import GraphCache
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
 from quire.replica.runner.runner import Runner
+from tests.replica.runner.graphs.test_cuda_graphs import expected_of, plain, shows
 
 Q_PADDING = 6
 TOKENS, ROWS = (6, 12, 18, 24), (7,)  # of steps of at most 24 tokens and 6 rows
