@@ -38,6 +38,7 @@ help:
 
 venv: $(INSTALLED)
 
+# The links let editors and type checkers find `quire.*`, which pip's editable installation shows to Python alone.
 # Without an NVIDIA driver torch goes first and alone, at one exact version: where pip is configured
 # with an index of CPU builds, 2.13.0+cpu satisfies ==2.13.0 and is preferred, and the second
 # command then keeps it, whereas the range in pyproject.toml could resolve to a newer CUDA build of
@@ -53,6 +54,8 @@ $(INSTALLED): pyproject.toml $(wildcard kernels/cpu/native/* router/native/*)
 		$(BIN)/python -m pip install --no-input torch==2.13.0; \
 	fi
 	$(BIN)/python -m pip install --no-input -e '.[dev]'
+	site="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && mkdir -p "$$site/quire" && \
+		for folder in cluster kernels protos replica router; do ln -sfn "$(CURDIR)/$$folder" "$$site/quire/$$folder"; done
 	touch $@
 
 serve: $(INSTALLED)

@@ -41,9 +41,10 @@ for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name not in ("ray", "llguidance"):
+        library = error.name.partition(".")[0]
+        if library not in ("ray", "llguidance"):
             raise SystemExit(f"{name}: {error}")
-        print(f"{name} needs {error.name}")
+        print(f"{name} needs {library}")
 """
 
 
