@@ -38,11 +38,12 @@ help:
 
 venv: $(INSTALLED)
 
+# The links let editors and type checkers find `quire.*`, which pip's editable installation shows to Python alone.
 # Without an NVIDIA driver torch goes first and alone, at one exact version: where pip is configured
 # with an index of CPU builds, 2.13.0+cpu satisfies ==2.13.0 and is preferred, and the second
 # command then keeps it, whereas the range in pyproject.toml could resolve to a newer CUDA build of
 # several GB.
-$(INSTALLED): pyproject.toml $(wildcard kernels/native/* router/native/*)
+$(INSTALLED): pyproject.toml $(wildcard kernels/cpu/native/* router/native/*)
 	@if ! "$(PYTHON)" -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then \
 		echo "Quire needs Python 3.11 or newer; found $$(python3 --version 2>&1)." >&2; \
 		echo "Choose one with: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
@@ -53,6 +54,8 @@ $(INSTALLED): pyproject.toml $(wildcard kernels/native/* router/native/*)
 		$(BIN)/python -m pip install --no-input torch==2.13.0; \
 	fi
 	$(BIN)/python -m pip install --no-input -e '.[dev]'
+	site="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && mkdir -p "$$site/quire" && \
+		for folder in cluster kernels protos replica router; do ln -sfn "$(CURDIR)/$$folder" "$$site/quire/$$folder"; done
 	touch $@
 
 serve: $(INSTALLED)
@@ -74,7 +77,7 @@ proto: $(INSTALLED)
 	$(BIN)/python -m quire.protos.generate
 
 bench: $(INSTALLED)
-	$(BIN)/python -m quire.bench $(ARGS)
+	$(BIN)/python -m tests.perf $(ARGS)
 
 # A machine with a GPU needs no installation, pip, network, Ray or git: a Python with torch, Triton, transformers, pytest,
 # pytest-xdist, pytest-timeout, hypothesis, msgpack, protobuf and psutil, and a link named `quire` to this folder.
@@ -89,21 +92,21 @@ WITH_QUIRE = link=$$(mktemp -d) && trap 'rm -r "$$link"' EXIT && ln -s "$(CURDIR
 	PYTHONPATH="$$link$${PYTHONPATH:+:$$PYTHONPATH}"
 
 gpu-1 gpu-2 gpu-3:
-	@$(WITH_QUIRE) $(GPU_PYTHON) -m quire.bench gpu-plan $(@:gpu-%=%) --out "$(GPU_OUT)" --carry "$(GPU_CARRY)" \
+	@$(WITH_QUIRE) $(GPU_PYTHON) -m tests.perf gpu-plan $(@:gpu-%=%) --out "$(GPU_OUT)" --carry "$(GPU_CARRY)" \
 		--work "$(GPU_WORK)" $(if $(filter-out 0,$(GPU_REHEARSE)),--rehearse)
 
 # pytest's exit status 5, nothing collected, stays a failure.
 gpu:
-	@$(WITH_QUIRE) $(GPU_PYTHON) -m pytest -m gpu -p quire.bench.gpu_worker -p no:cacheprovider \
+	@$(WITH_QUIRE) $(GPU_PYTHON) -m pytest -m gpu -p tests.perf.gpu_worker -p no:cacheprovider \
 		tests/kernels tests/replica $(ARGS)
 
 gpu-kernels gpu-engine:
-	@$(WITH_QUIRE) $(GPU_PYTHON) -m quire.bench $@ $(ARGS)
+	@$(WITH_QUIRE) $(GPU_PYTHON) -m tests.perf $@ $(ARGS)
 
 gpu-rehearse: $(GPU_VENV)/.installed
-	@$(WITH_QUIRE) $(GPU_VENV)/bin/python -m quire.bench gpu-rehearse $(ARGS)
+	@$(WITH_QUIRE) $(GPU_VENV)/bin/python -m tests.perf gpu-rehearse $(ARGS)
 
-$(GPU_VENV)/.installed: bench/gpu_requirements.txt
+$(GPU_VENV)/.installed: tests/perf/gpu_requirements.txt
 	@if ! [ -x $(GPU_VENV)/bin/python ] && ! "$(PYTHON312)" -c '' 2>/dev/null; then \
 		echo "The environment needs Python 3.12. Choose one with: make PYTHON312=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 		exit 1; \
@@ -113,12 +116,12 @@ $(GPU_VENV)/.installed: bench/gpu_requirements.txt
 	touch $@
 
 kernels-table: $(INSTALLED)
-	$(BIN)/python -m quire.kernels.compile_table --check tests/kernels/compile_table.json $(ARGS)
+	$(BIN)/python -m quire.kernels.compile.compile_table --check tests/kernels/compile_table.json $(ARGS)
 
 chaos: $(INSTALLED)
-	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m "chaos and not soak" tests/chaos $(ARGS)
-	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m chaos --ignore tests/chaos $(ARGS)
-	CHAOS_SIZE=$(SIZE) CHAOS_OUT=bench/results/chaos.json $(BIN)/python -m pytest -s -m soak $(ARGS)
+	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m "chaos and not soak" tests/chaos $(ARGS)
+	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m chaos --ignore tests/chaos $(ARGS)
+	CHAOS_SIZE=$(SIZE) CHAOS_OUT=tests/perf/results/chaos.json $(BIN)/python -m pytest -s -m soak $(ARGS)
 
 # Each client has an environment of its own in .cache/clients, about 9 GB together.
 CLIENTS_MODEL ?=

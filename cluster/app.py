@@ -2,7 +2,7 @@
 
 ```
  Router  (ingress: HTTP and gRPC, CPU)  × routers
-    │  handle, ranked by quire.router.serve_router.DecidedRouter
+    │  handle, ranked by quire.router.transport.serve_router.DecidedRouter
     ▼
  Replica (engine: one GPU, or the CPU)  × replicas
 ```
@@ -19,15 +19,15 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from quire.cluster.config import AppConfig, ReplicaResources, RouterResources
-from quire.cluster.http_api import build_app
+from quire.cluster.config.app_config import AppConfig, ReplicaResources, RouterResources
+from quire.cluster.config.resources import device_of, lacking, num_gpus, reservations, reserved
+from quire.cluster.http.http_api import build_app
 from quire.cluster.ingress import Router, this_service
-from quire.cluster.ray_proxies import LOOPBACK, runs_haproxy
-from quire.cluster.ray_settings import deployment_variables
-from quire.cluster.resources import device_of, lacking, num_gpus, reservations, reserved
-from quire.replica.actor import Replica
+from quire.cluster.proxies.ray_proxies import LOOPBACK, runs_haproxy
+from quire.cluster.proxies.ray_settings import deployment_variables
 from quire.replica.config import EngineArgs
-from quire.replica.final_errors import CannotStart
+from quire.replica.serving.actor import Replica
+from quire.replica.serving.final_errors import CannotStart
 
 logger = logging.getLogger("ray.serve")
 
@@ -78,7 +78,7 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
         user_config={},  # see `live_update`
         ray_actor_options=_actor_options(config.replica_resources, num_gpus(config, device)),
         request_router_config=RequestRouterConfig(
-            request_router_class="quire.router.serve_router:DecidedRouter",
+            request_router_class="quire.router.transport.serve_router:DecidedRouter",
             request_router_kwargs={"channel": config.model_name},
         ),
     ).bind(dataclasses.asdict(_engine_args(config, device)), config.engine.heartbeat_ms)
@@ -114,7 +114,9 @@ def application(config: AppConfig, replica_class: type[Replica]) -> Application:
 def _replica_class(config: AppConfig) -> type[Replica]:
     if not config.engine.fault_injection:
         return Replica
-    from quire.replica.faulty_actor import FaultyReplica  # of no use, and not loaded, in production
+    from quire.replica.serving.faults.faulty_actor import (
+        FaultyReplica,  # of no use, and not loaded, in production
+    )
 
     return FaultyReplica
 

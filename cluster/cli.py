@@ -16,15 +16,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.commands import add_bench
-from quire.cluster import serve_options
-from quire.cluster.config import AppConfig, ConfigError, Problem
-from quire.cluster.default_config import to_yaml
-from quire.router.decision_log import DecisionLogError
-from quire.router.policy import POLICY_NAMES
+from quire.cluster.bench.commands import add_bench
+from quire.cluster.config import serve_options
+from quire.cluster.config.app_config import AppConfig, ConfigError, Problem
+from quire.cluster.config.default_config import to_yaml
+from quire.router.explain.decision_log import DecisionLogError
+from quire.router.policy.by_name import POLICY_NAMES
 
 if TYPE_CHECKING:
-    from quire.cluster.serve_config import ServeConfig
+    from quire.cluster.config.serve_config import ServeConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def _config_show(arguments: argparse.Namespace) -> int:
 
 def _serve_config(arguments: argparse.Namespace) -> ServeConfig:
     """The checked config of a command line: its FILE, or what its MODEL and options make."""
-    from quire.cluster import serve_config
+    from quire.cluster.config import serve_config
 
     if not serve_options.is_file(arguments.model):
         return serve_config.check(serve_options.config_of(arguments))
@@ -88,7 +88,7 @@ def _serve_config(arguments: argparse.Namespace) -> ServeConfig:
 
 
 def _config_check(arguments: argparse.Namespace) -> int:
-    from quire.cluster import serve_config
+    from quire.cluster.config import serve_config
 
     for app in serve_config.load(arguments.file).applications:
         where = app.route_prefix or "no HTTP route"
@@ -156,9 +156,9 @@ def _add_router(commands: argparse._SubParsersAction) -> None:
 
 
 def _router_replay(arguments: argparse.Namespace) -> int:
-    from quire.router import decision_log
-    from quire.router.decision_replay import replay, report
-    from quire.router.policy import make_policy
+    from quire.router.explain import decision_log
+    from quire.router.explain.decision_replay import replay, report
+    from quire.router.policy.by_name import make_policy
 
     paths = []
     for path in arguments.log:
@@ -218,7 +218,7 @@ def _add_model(parser: argparse.ArgumentParser, more: str = "", **positional: An
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from quire.cluster import local_serve, ports
+    from quire.cluster.local import local_serve, ports
 
     config = _serve_config(arguments)
     for app in config.applications:

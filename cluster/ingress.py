@@ -15,30 +15,31 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from quire.cluster.config import AppConfig, RouterArgs
-from quire.cluster.grpc_api import GrpcApi
-from quire.cluster.grpc_poller import batch_pollers
-from quire.cluster.live_update import router_section
-from quire.cluster.ray_proxies import open_ports
+from quire.cluster.api.watchers import Watchers
+from quire.cluster.config.app_config import AppConfig, RouterArgs
+from quire.cluster.config.live_update import router_section
+from quire.cluster.grpc.grpc_api import GrpcApi
+from quire.cluster.grpc.grpc_poller import batch_pollers
+from quire.cluster.proxies.ray_proxies import open_ports
 from quire.cluster.scrape import Scrape
-from quire.cluster.watchers import Watchers
 from quire.protos.metric_families import Page
-from quire.replica.checkpoint import resolve_checkpoint
-from quire.replica.final_errors import final_errors
-from quire.replica.ray_metrics import RayMetrics
-from quire.router.admission import AdmissionLimits
-from quire.router.bus import Bus
-from quire.router.chat_template import ChatTemplate
-from quire.router.decision_log import DecisionLog
-from quire.router.index import PrefixIndex
-from quire.router.migration_budget import MigrationBudget
-from quire.router.params import GenerationDefaults, Limits
-from quire.router.peers import Peers
-from quire.router.policy import make_policy
-from quire.router.replicas import ReplicaTable
-from quire.router.router_metrics import RouterMetrics
-from quire.router.service import ModelFacts, RouterService
-from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
+from quire.replica.checkpoint.checkpoint import resolve_checkpoint
+from quire.replica.serving.final_errors import final_errors
+from quire.replica.serving.ray_metrics import RayMetrics
+from quire.router.admission.wait_bounds import AdmissionLimits
+from quire.router.explain.decision_log import DecisionLog
+from quire.router.fleet.replicas import ReplicaTable
+from quire.router.index.prefix_index import PrefixIndex
+from quire.router.policy.by_name import make_policy
+from quire.router.request.context import ModelFacts
+from quire.router.request.migration_budget import MigrationBudget
+from quire.router.request.params import GenerationDefaults, Limits
+from quire.router.request.router_metrics import RouterMetrics
+from quire.router.request.service import RouterService
+from quire.router.text.chat_template import ChatTemplate
+from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
+from quire.router.transport.bus import Bus
+from quire.router.transport.peers import Peers
 
 logger = logging.getLogger("ray.serve")
 

@@ -23,7 +23,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention over paged keys, row by row.
 
-    Arguments as in `quire.kernels.cpu_attention.paged_attention`, and those of the Triton kernels: `k_scale`,
+    Arguments as in `quire.kernels.cpu.cpu_attention.paged_attention`, and those of the Triton kernels: `k_scale`,
     `v_scale` [kv_heads], factors of the cache. Returns [tokens, heads, head_dim] float32, zeros where kv_len is 0.
     """
     _, kv_heads, block_size, head_dim = k_cache.shape
@@ -67,7 +67,7 @@ def paged_attention(
 
 
 def uniform_noise(token_id: int, key_low: int, key_high: int) -> float:
-    """One uniform number of `quire.kernels.noise`, in Python integers."""
+    """One uniform number of `quire.kernels.sampling.noise`, in Python integers."""
 
     def mix(x: int) -> int:
         x ^= x >> 16
@@ -105,7 +105,7 @@ def quantise_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rows(x: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, n] as float8_e4m3fn and scales [rows, 1], as `quire.kernels.fp8_rows` has them; bound may be inf."""
+    """x [rows, n] as float8_e4m3fn and scales [rows, 1], as `kernels.rows.fp8_rows` has them; bound may be inf."""
     codes, scales = [], []
     for row in x.float():
         scale = row.abs().max().clamp(max=bound) / 448
@@ -139,7 +139,7 @@ def edit_logits(
     presence: float,
     frequency: float,
 ) -> torch.Tensor:
-    """One row of logits [vocab] after its mask, bias and penalties, as `quire.kernels.logit_edits` has them."""
+    """One row of logits [vocab] after its mask, bias and penalties, as `kernels.sampling.logit_edits` has them."""
     logits = logits.float().clone()
     for token_id in range(len(logits)):
         if mask is not None and not int(mask[token_id // 32]) >> token_id % 32 & 1:

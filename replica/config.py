@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-from quire.replica.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
+from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup, max_sequence_tokens
 
 # Fields of `EngineArgs` that a running engine takes on between two steps.
 LIGHT_FIELDS = (
@@ -30,6 +30,10 @@ CUDA_GRAPHS = ("auto", "on", "off")
 RESTORE = ("auto", "always")
 JSON_WHITE_SPACE = ("one_space", "none", "any")
 DEMOTION_ORDERS = ("lru", "most_recent")
+
+
+class SizingError(ValueError):
+    """The model, or the cache asked for, does not fit; the message holds the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

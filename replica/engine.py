@@ -27,13 +27,13 @@ from quire.protos.flight import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
-from quire.replica.grammar import GrammarCompiler
-from quire.replica.grammar_state import GrammarState
-from quire.replica.groups import sequence_blocks
+from quire.replica.core.request import FinishReason, Request, validate
+from quire.replica.grammar.compiler import GrammarCompiler
+from quire.replica.grammar.state import GrammarState
+from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput, StepRunner
 from quire.replica.offline import OfflineFront, RequestOutput, StreamOutput
-from quire.replica.request import FinishReason, Request, validate
-from quire.replica.scheduler import Scheduler
+from quire.replica.scheduler.scheduler import Scheduler
 
 # So many failed steps in a row are the device's fault (a CUDA error sticks), not that of a request. Without a limit
 # such an engine, always idle, would draw all traffic and fail it.
@@ -79,7 +79,7 @@ class Engine:
         self.startup_s: dict[str, float] = {}
         began = time.perf_counter()
         # torch and transformers take seconds to import: counted, and not paid by `import quire.replica`.
-        from quire.replica.runtime import load_runtime
+        from quire.replica.startup.runtime import load_runtime
 
         self.startup_s["imports"] = time.perf_counter() - began
         runtime = load_runtime(args, self.startup_s)
@@ -184,7 +184,7 @@ class Engine:
         SizingError
             A value out of its bounds.
         """
-        from quire.replica.sizing import check_args
+        from quire.replica.startup.sizing import check_args
 
         heavy = sorted(changes.keys() - set(LIGHT_FIELDS))
         if heavy:

@@ -35,10 +35,10 @@ from quire.protos.errors import StepFailed, Unavailable
 from quire.protos.flight import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.wire import CacheEvents, Load
-from quire.replica.plan import RequestDelta, SamplingBatch, StepPlan, StepResult
-from quire.replica.request import DeltaBatch
-from quire.replica.scheduler import Scheduler
-from quire.replica.telemetry import HostTime
+from quire.replica.core.request import DeltaBatch
+from quire.replica.core.step_plan import RequestDelta, SamplingBatch, StepPlan, StepResult
+from quire.replica.device.telemetry import HostTime
+from quire.replica.scheduler.scheduler import Scheduler
 from quire.replica.watchdog import StepWatch
 
 logger = logging.getLogger(__name__)

@@ -12,20 +12,20 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from quire.protos.errors import EngineError, QuireError
 from quire.protos.wire import PromptLogprobs, SamplingParams, TokenLogprob
+from quire.replica.config import EngineConfig
+from quire.replica.core.request import Request, validate
+from quire.replica.core.step_plan import RequestDelta
 from quire.replica.loop import LoopOutput
 from quire.replica.machine import give_back_free_memory
-from quire.replica.plan import RequestDelta
-from quire.replica.request import Request, validate
 
 if TYPE_CHECKING:
     import numpy as np
     from tokenizers import Tokenizer
-
-    from quire.replica.engine import Engine
 
 Prompt = str | Sequence[int]
 _LIVENESS_PERIOD_S = 0.5  # a waiting call looks this often whether the engine still runs
@@ -56,13 +56,32 @@ class StreamOutput:
     finish_reason: str | None
 
 
+class RunningEngine(Protocol):
+    """What the offline front calls of `engine.Engine`."""
+
+    config: EngineConfig
+    checkpoint: Path
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        ...
+
+    def abort(self, key: Hashable) -> None:
+        """End a request if it is still alive."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether the loop's thread runs."""
+        ...
+
+
 class OfflineFront:
     """Submits prompts to an engine and collects what its loop sends out.
 
     Thread-safe: several threads may call `generate` and `stream` at once and share the batch.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: RunningEngine):
         self._engine = engine
         self._keys = itertools.count()
         self._sinks: dict[int, _Sink] = {}  # of every live request

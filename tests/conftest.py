@@ -5,12 +5,16 @@ from __future__ import annotations
 import faulthandler
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `tests.perf` and tests that share parts
 
 # Before torch, transformers or ray are imported, here or in a child process.
 for _name, _value in {
@@ -78,7 +82,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.fixture
 def free_ports() -> tuple[int, int]:
     """Two TCP ports that nobody listens on and that no connection is given meanwhile."""
-    from quire.cluster import ports
+    from quire.cluster.local import ports
 
     return tuple(ports.free_ports(2))
 

@@ -17,68 +17,78 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("bench", "cluster", "kernels", "protos", "replica", "router")
+MAX_MODULES = 20  # in a folder, with `__init__`
+TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
-# The modules that may load ray: Serve deployments and what talks to Serve.
-RAY_MODULES = {
+# From the bottom up: a module imports from its own folder and from those above it in this list. `replica.config` and
+# `replica.machine` are modules.
+LAYERS = (
+    "protos",
+    "kernels",
+    "kernels.cpu",
+    "kernels.rows",
+    "kernels.attention",
+    "kernels.sampling",
+    "kernels.compile",
+    "router",
+    "router.text",
+    "router.index",
+    "router.policy",
+    "router.fleet",
+    "router.admission",
+    "router.explain",
+    "router.transport",
+    "router.request",
+    "replica.machine",
+    "replica.embedded",
+    "replica.grammar",
+    "replica.kv_cache",
+    "replica.config",
+    "replica.core",
+    "replica.request_table",
+    "replica.scheduler",
+    "replica.checkpoint",
+    # Torch begins here.
+    "replica.sampling",
+    "replica.device",
+    "replica.model",
+    "replica.model.fusion",
+    "replica.model.deterministic",
+    "replica.runner.graphs",
+    "replica.runner",
+    "replica.startup",
+    "replica",
+    # Ray begins here.
+    "replica.serving",
+    "replica.serving.faults",
+    "cluster.api",
+    "cluster.http",
+    "cluster.grpc",
+    "cluster.proxies",
+    "cluster.config",
+    "cluster.local",
+    "cluster.bench",
+    "cluster",
+)
+# Folders and modules that may load ray: Serve deployments and what talks to Serve.
+RAY = (
     "quire.cluster.app",
+    "quire.cluster.config.serve_config",
     "quire.cluster.ingress",
-    "quire.cluster.local_serve",
-    "quire.cluster.serve_config",
-    "quire.replica.actor",
-    "quire.replica.faulty_actor",
-    "quire.replica.ray_metrics",
-    "quire.router.bus",
-    "quire.router.peers",
-    "quire.router.serve_router",
-    "quire.router.witness",
-}
-# The modules of replica/ that may load torch; all of kernels/ may but its __init__.
-TORCH_MODULES = {
-    "quire.replica.attention",
-    "quire.replica.chains",
-    "quire.replica.cuda_device",
+    "quire.cluster.local",
+    "quire.replica.serving",
+    "quire.router.transport",
+)
+# Folders and modules that may load torch.
+TORCH = (
+    "quire.kernels",
     "quire.replica.device",
-    "quire.replica.device_memory",
     "quire.replica.embedded.train",
-    "quire.replica.fp8",
-    "quire.replica.fuse",
-    "quire.replica.fused",
-    "quire.replica.fused_layer",
-    "quire.replica.host_pool",
-    "quire.replica.kv_pool",
-    "quire.replica.kv_scales",
-    "quire.replica.linear",
-    "quire.replica.experts",
-    "quire.replica.loader",
-    "quire.replica.logprobs",
-    "quire.replica.output_head",
-    "quire.replica.fixed_products",
-    "quire.replica.fixed_step",
-    "quire.replica.pinned_memory",
-    "quire.replica.placement",
-    "quire.replica.probe",
-    "quire.replica.device_sampler",
-    "quire.replica.device_table",
-    "quire.replica.sampling_arrays",
-    "quire.replica.staging",
-    "quire.replica.forward",
-    "quire.replica.graph_cache",
-    "quire.replica.queued_steps",
-    "quire.replica.ragged_step",
-    "quire.replica.step_sampler",
-    "quire.replica.rotation",
+    "quire.replica.model",
     "quire.replica.runner",
-    "quire.replica.runtime",
-    "quire.replica.sampler",
-    "quire.replica.sizing",
-    "quire.replica.step_inputs",
-    "quire.replica.step_outputs",
-    "quire.replica.tiles",
-    "quire.replica.token_counts",
-    "quire.replica.transformers_models",
-    "quire.replica.weights",
-}
+    "quire.replica.sampling",
+    "quire.replica.startup",
+)
 # transformers loads torch and triton when one of its models is imported.
 HEAVY = {"ray": "ray", "torch": "torch", "triton": "torch", "transformers": "torch"}
 
@@ -86,7 +96,7 @@ HEAVY = {"ray": "ray", "torch": "torch", "triton": "torch", "transformers": "tor
 def sources() -> dict[str, Path]:
     """Every module of the package and its file."""
     found = {}
-    for folder in FOLDERS:
+    for folder in TOP_FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(("quire", *parts)).removesuffix(".__init__")] = path
@@ -94,7 +104,6 @@ def sources() -> dict[str, Path]:
 
 
 MODULES = sources()
-MAY_DO_ALL = {name for name in MODULES if name.split(".")[1] == "bench"}
 
 
 def top_level_imports(tree: ast.Module) -> Iterator[str]:
@@ -134,13 +143,64 @@ def chains(module: str) -> dict[str, str]:
     return found
 
 
+def is_below(module: str, names: tuple[str, ...]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
 def allowed(module: str) -> set[str]:
-    libraries = set()
-    if module in RAY_MODULES or module in MAY_DO_ALL:
-        libraries.add("ray")
-    if module in TORCH_MODULES | MAY_DO_ALL or module.startswith("quire.kernels."):
-        libraries.add("torch")
-    return libraries
+    rules = {"ray": RAY, "torch": TORCH}
+    return {library for library, names in rules.items() if is_below(module, names)}
+
+
+def layer(module: str) -> str:
+    """The entry of `LAYERS` to which a module belongs."""
+    name = module.removeprefix("quire.")
+    folder = name if MODULES[module].name == "__init__.py" else name.rpartition(".")[0]
+    return name if name in LAYERS else folder
+
+
+def all_imports(module: str) -> Iterator[str]:
+    """Modules of Quire that a module names anywhere: in functions and under `if TYPE_CHECKING`, too."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in whole]
+        else:
+            continue
+        yield from (name for name in names if name in MODULES and name != module)
+
+
+def test_every_folder_has_its_layer():
+    assert {layer(module) for module in MODULES} - {""} <= set(LAYERS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_imports_upward(module: str):
+    own = LAYERS.index(layer(module))
+    upward = [name for name in all_imports(module) if LAYERS.index(layer(name)) > own]
+    assert not upward
+
+
+def test_no_modules_import_one_another():
+    """Not even for types: what each module needs can be read without the modules that need it."""
+    waiting = {module: set(all_imports(module)) for module in MODULES}
+    while free := {module for module, needs in waiting.items() if not needs}:
+        waiting = {m: needs - free for m, needs in waiting.items() if m not in free}
+    assert not waiting
+
+
+def test_no_two_modules_have_the_same_name():
+    names = [
+        module.rpartition(".")[2] for module, path in MODULES.items() if path.name != "__init__.py"
+    ]
+    assert sorted(set(names)) == sorted(names)
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}))
+def test_a_folder_can_be_read_in_one_go(folder: Path):
+    assert len([path for path in folder.glob("*.py") if "_pb2" not in path.name]) <= MAX_MODULES
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -149,16 +209,16 @@ def test_a_module_loads_only_what_it_may(module: str):
     assert not too_heavy, [chains(module)[library] for library in too_heavy]
 
 
-def test_the_lists_of_heavy_modules_are_not_stale():
-    stale = {m for m in RAY_MODULES if m not in MODULES or "ray" not in chains(m)}
-    stale |= {m for m in TORCH_MODULES if m not in MODULES or "torch" not in chains(m)}
-    assert not stale
+def test_the_lists_of_heavy_folders_are_not_stale():
+    for names, library in ((RAY, "ray"), (TORCH, "torch")):
+        for name in names:
+            assert any(library in chains(m) for m in MODULES if is_below(m, (name,))), name
 
 
 def test_importing_all_policy_code_loads_nothing_heavy():
     light = [name for name in MODULES if not allowed(name)]
-    assert "quire.replica.scheduler" in light
-    assert "quire.router.policy" in light
+    assert "quire.replica.scheduler.scheduler" in light
+    assert "quire.router.policy.policy" in light
     code = f"""
 import importlib, sys
 for name in {light}:
@@ -195,18 +255,12 @@ UNSAFE_CALLS = {
     "yaml.full_load",
 }
 # Ray's own settings, for the process that `quire serve` starts and for its REST API.
-# gpu_run sets TRITON_INTERPRET for a rehearsal: Triton looks at it when it is imported. gpu_plan and gpu_rehearse set
-# variables of the processes that they start, gpu_worker asks whether it is in one of pytest-xdist's. report reads the
-# commit of a copy without git.
+# report reads the commit of a copy without git.
 MAY_READ_ENVIRONMENT = {
-    "quire.bench.gpu_plan",
-    "quire.bench.gpu_rehearse",
-    "quire.bench.gpu_run",
-    "quire.bench.gpu_worker",
-    "quire.bench.report",
-    "quire.cluster.local_serve",
-    "quire.cluster.serve_api",
-    "quire.cluster.ray_proxies",  # `controller_options` has nothing but variables
+    "quire.cluster.bench.report",
+    "quire.cluster.local.local_serve",
+    "quire.cluster.local.serve_api",
+    "quire.cluster.proxies.ray_proxies",  # `controller_options` has nothing but variables
 }
 
 

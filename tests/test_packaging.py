@@ -24,7 +24,7 @@ NOT_PACKAGED = {"tests", "k8s", "build", "dist"}
 # For readers of the repository, and what the wheel's library is compiled from.
 NOT_SHIPPED = (".md", ".pyc", ".c", ".h", ".so")
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-LIBRARIES = {f"quire/{folder}/_native{_SUFFIX}" for folder in ("kernels", "router")}
+LIBRARIES = {f"quire/{folder}/_native{_SUFFIX}" for folder in ("kernels/cpu", "router")}
 HAS_COMPILER = shutil.which(os.environ.get("CC", "cc")) is not None
 
 
@@ -44,8 +44,6 @@ def packaged_files() -> set[str]:
     for package, folder in package_folders().items():
         for path in folder.rglob("*"):
             inner = path.relative_to(folder)
-            if package == "quire.bench" and inner.parts[0] == "results":
-                continue  # what was measured is read in the repository
             if path.is_file() and path.suffix not in NOT_SHIPPED:
                 paths.add(str(Path(package.replace(".", "/")) / inner))
     return paths
@@ -182,11 +180,11 @@ def test_the_wheels_command_checks_a_config(installed: Path):
 
 ATTEND_AND_LOOK_UP = """
 import sys, numpy, torch
-from quire.kernels import cpu_attention
+from quire.kernels.cpu import cpu_attention
 from quire.protos.wire import RoutingHasher
-from quire.router import native_library
-from quire.router.block_table import BlockTable
-from quire.router.prefix_hashes import prefix_hashes
+from quire.router import compiled_router
+from quire.router.index.block_table import BlockTable
+from quire.router.index.prefix_hashes import prefix_hashes
 assert cpu_attention.__file__.startswith(sys.prefix)
 cache = torch.randn(2, 1, 8, 16)
 rows = [torch.tensor(x) for x in ([[1, 0]], [0, 1], [12])]
@@ -195,7 +193,7 @@ assert torch.isfinite(out).all()
 table, hashes = BlockTable(100), prefix_hashes(RoutingHasher("m"), numpy.arange(640, dtype=numpy.int32))
 table.insert(hashes, numpy.arange(1, 11, dtype=numpy.int32))
 assert table.find(hashes)[1].tolist() == [*range(1, 11)]
-print(cpu_attention.has_native(), native_library.load() is not None)
+print(cpu_attention.has_native(), compiled_router.load() is not None)
 """
 
 
@@ -296,7 +294,9 @@ for path in root.rglob("*.py"):
     for line in result.stdout.splitlines():
         path, module, *owners = line.split()
         owners = {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners}
-        extra = _names(project["optional-dependencies"]["bench"] * path.startswith("bench/"))
+        extra = _names(
+            project["optional-dependencies"]["bench"] * path.startswith("cluster/bench/")
+        )
         assert owners & (declared | extra), f"{path} imports {module} of {owners}"
 
 

@@ -24,8 +24,8 @@ import yaml
 from checks import Outcome, Target
 from environments import Client
 
-from quire.bench.live_cluster import live_cluster
-from quire.bench.report import RESULTS, ROOT, Bar, write
+from quire.cluster.bench.report import RESULTS, ROOT, Bar, write
+from tests.perf.live_cluster import live_cluster
 
 MODEL_NAME = "smollm2"
 COMMAND = "make clients"
@@ -39,7 +39,7 @@ def main() -> int:
         "--only", nargs="+", metavar="CLIENT", help="writes results with --out only"
     )
     parser.add_argument("--home", type=Path, default=ROOT / ".cache" / "clients", help="is kept")
-    parser.add_argument("--out", type=Path, help="default: bench/results/clients.json")
+    parser.add_argument("--out", type=Path, help="default: tests/perf/results/clients.json")
     options = parser.parse_args()
     clients = _chosen(parser, options.only)
     home = options.home.resolve()

@@ -16,12 +16,12 @@ import pytest
 
 from quire.protos.errors import QuireError, model_not_found
 from quire.protos.wire import Load
-from quire.router import params
-from quire.router.chat_template import check_messages
-from quire.router.decisions import DecisionRing
-from quire.router.fleet import COLUMN_NAMES, Fleet
-from quire.router.policy import Ranking
-from quire.router.stop import StopMatcher
+from quire.router.explain.decisions import DecisionRing
+from quire.router.policy.fleet import COLUMN_NAMES, Fleet
+from quire.router.policy.policy import Ranking
+from quire.router.request import params
+from quire.router.text.chat_template import check_messages
+from quire.router.text.stop import StopMatcher
 from quire.router.types import (
     Decisions,
     Explain,

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from quire.cluster.http_api import build_app
+from quire.cluster.http.http_api import build_app
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from quire.cluster.ray_proxies import set_up
+from quire.cluster.proxies.ray_proxies import set_up
 
 set_up()  # before Ray reads its settings, as a worker process does
 

@@ -22,10 +22,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.cluster import local_serve, ports, process_session, serve_api, serve_config
-from quire.cluster.config import ConfigError
-from quire.cluster.default_config import APP_IMPORT_PATH
-from quire.cluster.serve_api import ApplicationStatus
+from quire.cluster.config import serve_config
+from quire.cluster.config.app_config import ConfigError
+from quire.cluster.config.default_config import APP_IMPORT_PATH
+from quire.cluster.local import local_serve, ports, process_session, serve_api
+from quire.cluster.local.serve_api import ApplicationStatus
 
 ROOT = Path(__file__).parents[2]
 QUIRE = [sys.executable, "-m", "quire.cluster.cli"]

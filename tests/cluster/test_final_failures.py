@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from ray.serve._private.deployment_state import DeploymentState
 
-from quire.cluster import ray_proxies
-from quire.replica.checkpoint import CheckpointError, DownloadError
-from quire.replica.final_errors import CannotStart, final_errors, reason_of
+from quire.cluster.proxies import ray_proxies
+from quire.replica.checkpoint.checkpoint import CheckpointError, DownloadError
+from quire.replica.serving.final_errors import CannotStart, final_errors, reason_of
 
 
 class Status:

@@ -11,8 +11,8 @@ import pytest
 
 from quire.cluster.scrape import SCRAPE_FAMILIES
 from quire.protos.metric_families import HISTOGRAM, Family
-from quire.replica.replica_metrics import REPLICA_FAMILIES
-from quire.router.router_metrics import ROUTER_FAMILIES
+from quire.replica.serving.replica_metrics import REPLICA_FAMILIES
+from quire.router.request.router_metrics import ROUTER_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.cluster import scrape
 from quire.cluster.scrape import SCRAPE_FAMILIES, Answers, Scrape
 from quire.protos.metric_families import COUNTER, GAUGE, HISTOGRAM, Family, MetricSet, join
-from quire.replica.replica_metrics import REPLICA_FAMILIES
-from quire.router.router_metrics import ROUTER_FAMILIES
+from quire.replica.serving.replica_metrics import REPLICA_FAMILIES
+from quire.router.request.router_metrics import ROUTER_FAMILIES
 
 SETS = (ROUTER_FAMILIES, REPLICA_FAMILIES, SCRAPE_FAMILIES)
 FAMILIES = {family.name: family for families in SETS for family in families}

@@ -16,8 +16,8 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 
-from quire.cluster import serve_config
-from quire.cluster.config import AppConfig, ConfigError
+from quire.cluster.config import serve_config
+from quire.cluster.config.app_config import AppConfig, ConfigError
 
 from .manifests import (
     K8S,

@@ -102,8 +102,8 @@ FAULTS = [
     ("\nUSER 1000:1000", "", "USER: must be"),
     ('CMD ["quire", "--help"]', "CMD quire --help", "exec form"),
     ("ARG PIP_EXTRA_INDEX_URL=", "ARG HF_TOKEN=", "history"),
-    ("COPY bench/ bench/", "COPY benchmark/ bench/", "COPY benchmark: there is no such file"),
-    ("COPY bench/ bench/", "COPY tests/ bench/", ".dockerignore keeps it out"),
+    ("COPY cluster/ cluster/", "COPY clusters/ cluster/", "COPY clusters: there is no such file"),
+    ("COPY cluster/ cluster/", "COPY tests/ cluster/", ".dockerignore keeps it out"),
     ("COPY router/ router/\n", "", "COPY router: a package is missing"),
     ("RAY_VERSION=2.60.0", "RAY_VERSION=2.57.0", "RAY_VERSION: must be"),
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quire.cluster import serve_config
+from quire.cluster.config import serve_config
 
 from . import manifest_checks as checks
 from .manifests import (

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `sampling_calls`
 def pytest_configure(config):
     """The root conftest has chosen where kernels run."""
     if "TRITON_INTERPRET" in os.environ:
-        from quire.kernels.interpreter import repair_interpreter
+        from quire.kernels.compile.interpreter import repair_interpreter
 
         repair_interpreter()
 
@@ -62,7 +62,7 @@ class PagedBatch:
         shared=0,
     ):
         """Random batch; the first `shared` blocks are the same for all rows."""
-        from quire.kernels import interpreter  # not before `pytest_configure`
+        from quire.kernels.compile import interpreter  # not before `pytest_configure`
 
         generator = torch.Generator().manual_seed(seed)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from quire.kernels import reference
-from quire.kernels.interpreter import kernel_device
+from quire.kernels.compile.interpreter import kernel_device
 
 DEVICE = kernel_device()
 README = Path(__file__).parents[2] / "kernels" / "README.md"

@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from step_driver import engine_config
 
-from quire.kernels.paged_attention import Backend
+from quire.kernels.attention.paged_attention import Backend
 from quire.protos.wire import SamplingParams
+from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
-from quire.replica.device import Device
-from quire.replica.groups import sequence_blocks
-from quire.replica.kv_pool import KVPool
-from quire.replica.loader import load_model
+from quire.replica.core.request import Request
+from quire.replica.device.device import Device
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop, LoopOutput
-from quire.replica.request import Request
-from quire.replica.runner import Runner
-from quire.replica.scheduler import Scheduler
-from quire.replica.spec import ModelSpec
+from quire.replica.model.loader import load_model
+from quire.replica.runner.runner import Runner
+from quire.replica.scheduler.scheduler import Scheduler
 
 TIMEOUT_S = 60.0
 BLOCK_SIZE = 8

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quire.replica.device import NO_MARK, Event, Graph, Stream, Tensors, Work
+from quire.replica.device.device import NO_MARK, Event, Graph, Stream, Tensors, Work
 
 _POISON_BYTE = 0xA5  # as an integer a negative one, no id of anything
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

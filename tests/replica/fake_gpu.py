@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from quire.kernels import tuning
-from quire.kernels.offline_compile import read_cubin
+from quire.kernels.compile.offline_compile import read_cubin
 
 CAPABILITY = 90
 PROCESSORS = 132  # of an H100
@@ -99,7 +99,7 @@ class FakeGpu:
         triton.compiler.compile = self._compile
         _replace(tuning.device_arch, lambda device: f"sm_{CAPABILITY}")
         _replace(tuning.has_fp8_conversion, lambda device: True)
-        from quire.kernels import decode_plan
+        from quire.kernels.attention import decode_plan
 
         _replace(decode_plan._num_processors, lambda device: PROCESSORS)
         for owner, name in (

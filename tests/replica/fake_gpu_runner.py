@@ -16,6 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # for `tests.perf`, where this file is run as a program
+
 import numpy as np
 import torch
 import triton
@@ -23,17 +27,17 @@ from device_harness import Harness, config_of
 from fake_device import FakeDevice
 from fake_gpu import FakeGpu
 
-from quire.bench.mixed_requests import Asked, mixed_waves
 from quire.protos.wire import Load, SamplingParams
-from quire.replica import fuse
+from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
-from quire.replica.groups import sequence_blocks
+from quire.replica.core.request import Request
+from quire.replica.core.step_plan import RequestDelta, StepPlan
+from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop
-from quire.replica.plan import RequestDelta, StepPlan
-from quire.replica.request import Request
-from quire.replica.runner import Runner
-from quire.replica.spec import ModelSpec
-from quire.replica.step_outputs import InFlight
+from quire.replica.model.fusion import fuse_pass
+from quire.replica.runner.runner import Runner
+from quire.replica.runner.step_outputs import InFlight
+from tests.perf.mixed_requests import Asked, mixed_waves
 
 DTYPE = "bfloat16"
 BLOCK_SIZE = 16
@@ -206,7 +210,13 @@ def serve(gpu: FakeGpu, model: Harness, rows: int, changes: dict[str, Any]) -> S
 
 def specialise_everything() -> None:
     """Take back what the decorators of kernels say that every step launches."""
-    for name in ("attention_decode", "attention_prefill", "prefill_plan", "kv_write", "sampling"):
+    for name in (
+        "attention.attention_decode",
+        "attention.attention_prefill",
+        "attention.prefill_plan",
+        "rows.kv_write",
+        "sampling.sampling_kernel",
+    ):
         module = importlib.import_module(f"quire.kernels.{name}")
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
@@ -218,7 +228,7 @@ def specialise_everything() -> None:
 def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # Nothing is computed: there is nothing to compare.
-    fuse._MAX_DEVIATION = dict.fromkeys(fuse._MAX_DEVIATION, float("inf"))
+    fuse_pass._MAX_DEVIATION = dict.fromkeys(fuse_pass._MAX_DEVIATION, float("inf"))
     gpu = FakeGpu()
     gpu.install()
     found: dict[str, Any] = {}

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
-from quire.replica.plan import SamplingBatch, StepPlan
-from quire.replica.runner import Runner
-from quire.replica.sampler import sample
-from quire.replica.spec import ModelSpec
+from quire.replica.core.step_plan import SamplingBatch, StepPlan
+from quire.replica.runner.runner import Runner
+from quire.replica.sampling.sampler import sample
 
 
 def engine_config(spec: ModelSpec, **changes: object) -> EngineConfig:

@@ -15,15 +15,16 @@ from device_harness import Harness, Told, config_of, crowd, long_crowd, prompt, 
 from fake_device import HOST, FakeDevice
 from step_driver import Driver
 
-from quire.replica import copy_speed, queued_steps
 from quire.replica.config import EngineConfig
-from quire.replica.device import CpuDevice, Device
-from quire.replica.host_pool import HostPool
-from quire.replica.quarantine import Quarantine
-from quire.replica.queued_steps import QueuedSteps
-from quire.replica.runner import Runner
-from quire.replica.step_inputs import InputRing
-from quire.replica.step_outputs import StepOutputs
+from quire.replica.device.device import CpuDevice, Device
+from quire.replica.device.host_pool import HostPool
+from quire.replica.kv_cache.quarantine import Quarantine
+from quire.replica.runner import queued_steps
+from quire.replica.runner.queued_steps import QueuedSteps
+from quire.replica.runner.runner import Runner
+from quire.replica.runner.step_inputs import InputRing
+from quire.replica.runner.step_outputs import StepOutputs
+from quire.replica.scheduler import copy_speed
 
 SEEDS = 20
 

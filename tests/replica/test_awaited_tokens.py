@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from device_harness import Harness, config_of, prompt, tight
 from fake_device import FakeDevice
-from test_cuda_graphs import capture_all
-from test_mixed_graphs import capture_mixed, mixed_config
 
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
-from quire.replica.device import CpuDevice
+from quire.replica.core.request import Request
+from quire.replica.device.device import CpuDevice
 from quire.replica.loop import EngineLoop
-from quire.replica.queued_steps import QueuedSteps
-from quire.replica.request import Request
-from quire.replica.runner import Runner
-from quire.replica.scheduler import Scheduler
+from quire.replica.runner.queued_steps import QueuedSteps
+from quire.replica.runner.runner import Runner
+from quire.replica.scheduler.scheduler import Scheduler
+from tests.replica.runner.graphs.test_cuda_graphs import capture_all
+from tests.replica.runner.graphs.test_mixed_graphs import capture_mixed, mixed_config
 
 SEEDS = 6
 VOCAB = 176  # of the checkpoints of the zoo

@@ -15,9 +15,9 @@ import transformers
 from step_driver import make_runner
 
 from quire.protos.wire import SamplingParams
-from quire.replica.request import Request
-from quire.replica.runner import Runner
-from quire.replica.scheduler import Scheduler
+from quire.replica.core.request import Request
+from quire.replica.runner.runner import Runner
+from quire.replica.scheduler.scheduler import Scheduler
 
 MAX_TOKENS = 10
 LENGTH = 43

@@ -16,8 +16,8 @@ from quire.protos.errors import ContextLengthExceeded, EngineError, InvalidReque
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine, EngineArgs
 from quire.replica import offline as offline_module
+from quire.replica.core.request import Request
 from quire.replica.engine import MAX_FAILED_STEPS
-from quire.replica.request import Request
 
 VOCAB_SIZE = 173
 # The cache's backing spends nearly all of its time where torch takes the interpreter's lock back.

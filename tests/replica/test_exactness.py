@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from step_driver import Driver, make_runner
 
 from quire.protos.wire import SamplingParams
-from quire.replica.groups import sequence_blocks
-from quire.replica.request import Request
-from quire.replica.scheduler import Scheduler
-from quire.replica.spec import ModelSpec
+from quire.replica.checkpoint.model_spec import ModelSpec
+from quire.replica.core.request import Request
+from quire.replica.kv_cache.groups import sequence_blocks
+from quire.replica.scheduler.scheduler import Scheduler
 
 LENGTHS = (70, 1, 33, 16, 17, 100)  # longer than a chunk and a window, one token, block edges
 NEW_TOKENS = 12

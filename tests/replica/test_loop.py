@@ -14,10 +14,10 @@ import pytest
 from quire.protos.errors import DeadlineExceeded, EngineError, Overloaded, Unavailable
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
+from quire.replica.core.request import DeltaBatch, Request
+from quire.replica.core.step_plan import RequestDelta, StepPlan, StepResult
 from quire.replica.loop import EngineLoop, LoopOutput
-from quire.replica.plan import RequestDelta, StepPlan, StepResult
-from quire.replica.request import DeltaBatch, Request
-from quire.replica.scheduler import Scheduler
+from quire.replica.scheduler.scheduler import Scheduler
 
 TIMEOUT_S = 10.0
 CONFIG = EngineConfig(

@@ -7,10 +7,10 @@ import pytest
 from quire.protos.errors import Unavailable
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
+from quire.replica.core.request import Request
+from quire.replica.core.step_plan import StepResult
 from quire.replica.loop import EngineLoop
-from quire.replica.plan import StepResult
-from quire.replica.request import Request
-from quire.replica.scheduler import Scheduler
+from quire.replica.scheduler.scheduler import Scheduler
 
 CONFIG = EngineConfig(
     model_name="m",

@@ -10,10 +10,9 @@ import pytest
 from quire.protos.errors import InvalidRequest
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
-from quire.replica.config import LIGHT_FIELDS
-from quire.replica.request import Request
-from quire.replica.scheduler import Scheduler
-from quire.replica.sizing import SizingError
+from quire.replica.config import LIGHT_FIELDS, SizingError
+from quire.replica.core.request import Request
+from quire.replica.scheduler.scheduler import Scheduler
 
 LIMITS = dict(device="cpu", num_blocks=64, block_size=16, max_model_len=256, num_threads=1)
 

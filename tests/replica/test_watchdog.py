@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire.protos.errors import EngineError
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
-from quire.replica.request import Request
+from quire.replica.core.request import Request
 from quire.replica.watchdog import SLACK, StepWatch
 
 SECONDS = st.floats(0, 100)

@@ -97,10 +97,10 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(params=["compiled", "numpy"])
 def either_library(request, monkeypatch) -> str:
     """The router's compiled library, and none as where there was no compiler."""
-    from quire.router import native_library
+    from quire.router import compiled_router
 
     if request.param == "numpy":
-        monkeypatch.setattr(native_library, "load", lambda: None)
-    elif native_library.load() is None:
+        monkeypatch.setattr(compiled_router, "load", lambda: None)
+    elif compiled_router.load() is None:
         pytest.skip("installed without a C compiler")
     return request.param

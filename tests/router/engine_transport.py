@@ -9,18 +9,19 @@ import time
 from typing import Any
 
 from quire.protos.wire import Completion, Frame, Hello, Submit, TokenDelta
+from quire.replica.core.request import Request
 from quire.replica.embedded import CHECKPOINT
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
-from quire.replica.request import Request
-from quire.router.chat_template import ChatTemplate
-from quire.router.index import PrefixIndex
-from quire.router.params import GenerationDefaults, Limits
-from quire.router.policy import make_policy
-from quire.router.replicas import ReplicaTable
-from quire.router.service import ModelFacts, RouterService
-from quire.router.tokenizer import AsyncTokenizer, TextTokenizer
-from quire.router.transport import Attempt, Lost
+from quire.router.fleet.replicas import ReplicaTable
+from quire.router.index.prefix_index import PrefixIndex
+from quire.router.policy.by_name import make_policy
+from quire.router.request.context import ModelFacts
+from quire.router.request.params import GenerationDefaults, Limits
+from quire.router.request.service import RouterService
+from quire.router.text.chat_template import ChatTemplate
+from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
+from quire.router.transport.transport import Attempt, Lost
 
 
 class EngineTransport:

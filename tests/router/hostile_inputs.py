@@ -1,6 +1,7 @@
 """Requests that are as large, as many or as deep as one client can send: HTTP bodies and gRPC messages.
 
-`tests/router/test_loop_lag.py` measures each of them alone, `tests/system/test_hostile.py` sends them to a cluster.
+`tests/router/request/test_loop_lag.py` measures each of them alone, `tests/system/test_hostile.py` sends them to a
+cluster.
 """
 
 from __future__ import annotations

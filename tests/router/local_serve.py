@@ -17,11 +17,11 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import RequestCancelledError
 
 from quire.protos.wire import Frame
-from quire.replica import actor as actor_module
-from quire.replica.actor import Replica
-from quire.router import membership
-from quire.router.bus import Bus
-from quire.router.replicas import ReplicaTable
+from quire.replica.serving import actor as actor_module
+from quire.replica.serving.actor import Replica
+from quire.router.fleet import membership
+from quire.router.fleet.replicas import ReplicaTable
+from quire.router.transport.bus import Bus
 
 Network = Callable[[Frame], Awaitable[list[Frame | bytes]]]  # from a frame sent to what arrives
 

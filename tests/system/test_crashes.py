@@ -1,7 +1,7 @@
 """Replicas that hang or crash are replaced, and only the request that makes them crash fails. Real Ray.
 
-The faults are those of `quire.replica.faults`. What streams should be is what an engine alone answers. One round of
-each in `make chaos`, fifty with `CHAOS_SIZE=long`; one of each is part of the suite, on a smaller cluster:
+The faults are those of `quire.replica.serving.faults.faults`. What streams should be is what an engine alone answers.
+One round of each in `make chaos`, fifty with `CHAOS_SIZE=long`; one of each is part of the suite, on a smaller cluster:
 `test_faults.py`.
 """
 
@@ -19,11 +19,11 @@ import openai
 import pytest
 from live import SIZE, Cluster, start_cluster, wait_until, write_bars
 
-from quire.bench.report import Bar
+from quire.cluster.bench.report import Bar
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
 from quire.replica.embedded import CHECKPOINT
-from quire.router.tokenizer import TextTokenizer
+from quire.router.text.tokenizer import TextTokenizer
 
 pytestmark = [
     pytest.mark.system,

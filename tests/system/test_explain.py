@@ -12,9 +12,9 @@ from live import wait_until
 from quire.cluster.cli import main
 from quire.cluster.scrape import MAX_AGE_S
 from quire.protos import generation_pb2
-from quire.router.decision_log import read
-from quire.router.decision_replay import replay
-from quire.router.policy import make_policy
+from quire.router.explain.decision_log import read
+from quire.router.explain.decision_replay import replay
+from quire.router.policy.by_name import make_policy
 
 pytestmark = pytest.mark.system
 PROMPT = "The bookbinder folded every sheet twice and counted again. " * 12

@@ -14,9 +14,9 @@ import httpx
 import pytest
 from live import Cluster, start_cluster, wait_until
 
-from quire.cluster.ports import listeners
-from quire.cluster.process_session import session_pids
-from quire.cluster.serve_api import ray_auth_header
+from quire.cluster.local.ports import listeners
+from quire.cluster.local.process_session import session_pids
+from quire.cluster.local.serve_api import ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system

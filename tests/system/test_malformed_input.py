@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live import SIZE, Cluster, write_bars
 
-from quire.bench.report import Bar
-from quire.cluster.http_chats import ChatCompletionRequest
-from quire.cluster.http_completions import CompletionRequest
-from quire.cluster.http_schema import IGNORED_FIELDS
+from quire.cluster.bench.report import Bar
+from quire.cluster.http.http_chats import ChatCompletionRequest
+from quire.cluster.http.http_completions import CompletionRequest
+from quire.cluster.http.http_schema import IGNORED_FIELDS
 from quire.protos import generation_pb2, generation_pb2_grpc
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos, pytest.mark.timeout(1800)]

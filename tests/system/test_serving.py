@@ -21,12 +21,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 from live import Cluster, wait_until
 
-from quire.cluster.config import AppConfig
+from quire.cluster.config.app_config import AppConfig
 from quire.cluster.scrape import MAX_AGE_S
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from quire.protos.metric_families import BUILD_INFO
-from quire.replica.replica_metrics import REPLICA_FAMILIES
-from quire.router.router_metrics import ROUTER_FAMILIES
+from quire.replica.serving.replica_metrics import REPLICA_FAMILIES
+from quire.router.request.router_metrics import ROUTER_FAMILIES
 
 pytestmark = pytest.mark.system
 MESSAGES = [{"role": "user", "content": "Tell me a story about a lighthouse."}]

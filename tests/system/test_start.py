@@ -14,8 +14,8 @@ import pytest
 import yaml
 from live import Cluster, take_ports
 
-from quire.cluster.default_config import default_config
-from quire.cluster.ray_settings import DEPLOYMENT_VARIABLES, HAPROXY_VARIABLE
+from quire.cluster.config.default_config import default_config
+from quire.cluster.proxies.ray_settings import DEPLOYMENT_VARIABLES, HAPROXY_VARIABLE
 
 pytestmark = pytest.mark.system
 

@@ -1,0 +1,1 @@
+"""`quire bench`: load, offline batches, comparisons."""

@@ -1,0 +1,1 @@
+"""The arguments of the application and the Serve config around them."""

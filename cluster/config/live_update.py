@@ -1,0 +1,133 @@
+"""What a running application takes on in place, without a restart of anything.
+
+Serve gives all deployments a new version, and so restarts them one after the other, when anything under an
+application's `args` changes. What stands under `deployments` it applies to the running ones: `num_replicas`, and
+`user_config`, which it hands to their `reconfigure`. A `user_config` names light fields of one section of the
+arguments; fields that it does not name are as in `args`.
+
+    deployments:
+      - name: Replica           # light fields of `engine`
+        num_replicas: 4
+        user_config: {max_waiting_requests: 256}
+      - name: Router            # light fields of `router`
+        user_config: {max_move_s: 60.0}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from quire.cluster.config.app_config import (
+    AppConfig,
+    ConfigError,
+    EngineArgs,
+    Problem,
+    RouterArgs,
+    did_you_mean,
+    join_path,
+    problems_from,
+)
+from quire.replica.config import LIGHT_FIELDS as ENGINE_FIELDS
+
+ROUTER_FIELDS = (
+    "policy",
+    "max_prompt_tokens",
+    "special_tokens_in_messages",
+    "max_tokens_default",
+    "max_stop_strings",
+    "max_stop_bytes",
+    "stream_idle_timeout_s",
+    "max_migrations",
+    "max_move_s",
+    "stream_credit_tokens",
+    "slow_client_timeout_s",
+    "ready_timeout_s",
+    "max_wait_s",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "dispatch_window_s",
+    "max_replica_waiting_requests",
+    "fairness_quantum_tokens",
+    "max_watchers",
+    "max_watchers_per_client",
+    "max_explained_decisions",
+    "decision_log_bytes",
+)
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def engine_section(args: EngineArgs, user_config: Any, path: str = "user_config") -> EngineArgs:
+    """`args` with what `user_config` says; see `_merge`."""
+    return _merge(args, ENGINE_FIELDS, user_config, path)
+
+
+def router_section(args: RouterArgs, user_config: Any, path: str = "user_config") -> RouterArgs:
+    """`args` with what `user_config` says; see `_merge`."""
+    return _merge(args, ROUTER_FIELDS, user_config, path)
+
+
+def problems(config: AppConfig, deployment: Any, path: str) -> list[Problem]:
+    """What is wrong with one entry under `deployments` of a Quire application.
+
+    Parameters
+    ----------
+    config
+        The application's arguments.
+    deployment
+        The entry, as read from YAML.
+    path
+        Where it stands in the file: `applications[0].deployments[1]`.
+    """
+    if not isinstance(deployment, dict):
+        return []
+    user_config = deployment.get("user_config")
+    merge = {
+        "Replica": lambda where: engine_section(config.engine, user_config, where),
+        "Router": lambda where: router_section(config.router, user_config, where),
+    }
+    name = deployment.get("name")
+    if name not in merge:
+        return [Problem(join_path(path, "name"), f"must be Replica or Router, got {name!r}")]
+    found = []
+    if deployment.get("ray_actor_options") is not None:
+        section = f"{name.lower()}_resources"
+        where = join_path(path, "ray_actor_options")
+        # Serve would put it in place of all options that `build` gives, the variables of the process among them.
+        found.append(Problem(where, f"give {section} under args instead"))
+    if user_config is not None:
+        try:
+            merge[name](join_path(path, "user_config"))
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
+def _merge(args: Section, light: tuple[str, ...], user_config: Any, path: str) -> Section:
+    """A section of the arguments with other values of some of its light fields.
+
+    Raises
+    ------
+    ConfigError
+        With every problem: a field that is not light, a value out of its bounds.
+    """
+    if not isinstance(user_config, Mapping):
+        raise ConfigError([Problem(path, f"must be a mapping, got {user_config!r}")])
+    found = []
+    for key in user_config:
+        if key in light:
+            continue
+        where = join_path(path, str(key))
+        if key in type(args).model_fields:
+            known = ", ".join(light)
+            found.append(Problem(where, f"needs a restart: give it under args; in place: {known}"))
+        else:
+            found.append(Problem(where, f"unknown key{did_you_mean(key, light)}"))
+    if found:
+        raise ConfigError(found)
+    try:
+        return type(args).model_validate({**args.model_dump(), **user_config})
+    except ValidationError as error:
+        raise ConfigError(problems_from(error, type(args), path)) from None

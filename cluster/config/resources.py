@@ -1,0 +1,86 @@
+"""What an application reserves, and whether the nodes of a Ray cluster have it: pure arithmetic, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quire.cluster.config.app_config import AppConfig, ReplicaResources, RouterResources
+
+_GIB = 1024**3
+_NAMES = {"CPU": "CPU", "GPU": "GPU", "memory": "GiB of memory"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What `count` copies of one kind of process reserve, each the same."""
+
+    kind: str  # "replica" or "router"
+    count: int
+    each: Mapping[str, float]  # by Ray's name: CPU, GPU, memory (bytes)
+
+
+def device_of(config: AppConfig, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Where replicas compute: `auto` is a GPU if any node has one."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if any(node.get("GPU", 0) > 0 for node in nodes) else "cpu"
+
+
+def num_gpus(config: AppConfig, device: str) -> float:
+    """GPUs of one replica."""
+    if config.replica_resources.num_gpus is not None:
+        return config.replica_resources.num_gpus
+    return 1 if device == "cuda" else 0
+
+
+def reserved(resources: ReplicaResources | RouterResources, gpus: float = 0) -> dict[str, float]:
+    """What one process reserves, by Ray's names."""
+    memory = int((resources.memory_gib or 0) * _GIB)
+    return {"CPU": resources.num_cpus, "GPU": gpus, "memory": memory}
+
+
+def reservations(config: AppConfig, device: str) -> tuple[Reservation, Reservation]:
+    """What the whole application reserves."""
+    replica = reserved(config.replica_resources, num_gpus(config, device))
+    return (
+        Reservation("replica", config.replicas, replica),
+        Reservation("router", config.routers, reserved(config.router_resources)),
+    )
+
+
+def lacking(
+    reservations: Sequence[Reservation], nodes: Sequence[Mapping[str, float]]
+) -> str | None:
+    """What no node has enough of for one copy, or the whole cluster for all; None where everything fits.
+
+    Parameters
+    ----------
+    reservations
+        Of one application.
+    nodes
+        All resources of each node, used or not.
+    """
+    for reservation in reservations:
+        for name, each in reservation.each.items():
+            largest = max((node.get(name, 0) for node in nodes), default=0)
+            if each > largest:
+                needs = f"a {reservation.kind} needs {_amount(name, each)}"
+                return f"{needs}, and no node has more than {_number(name, largest)}"
+    for name in {name: None for reservation in reservations for name in reservation.each}:
+        needed = sum(r.count * r.each.get(name, 0) for r in reservations)
+        total = sum(node.get(name, 0) for node in nodes)
+        if needed > total:
+            parts = [
+                f"{r.count} {r.kind}{'s' * (r.count > 1)}" for r in reservations if r.each.get(name)
+            ]
+            return f"{' and '.join(parts)} need {_amount(name, needed)}, and all nodes have {_number(name, total)}"
+    return None
+
+
+def _amount(name: str, value: float) -> str:
+    return f"{_number(name, value)} {_NAMES.get(name, name)}"
+
+
+def _number(name: str, value: float) -> str:
+    return f"{value / _GIB if name == 'memory' else value:g}"

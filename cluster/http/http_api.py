@@ -1,0 +1,464 @@
+"""The HTTP front end: OpenAI's API over a `Service`, as a FastAPI application.
+
+```
+POST /v1/completions, /v1/chat/completions    GET /v1/models, /v1/models/{id}
+GET /health (the process answers)             GET /ready (a request would be served)
+GET /metrics (of the whole application, for Prometheus)
+GET /v1/router/explain?request_id=            why a request went where it went
+GET /version                                  GET /docs, /redoc, /openapi.json
+```
+
+A stream that broke continues after the event that the header `Last-Event-ID` names (`router/request/resume.py`). Events
+have ids if the request has that header, also an empty one, or `stream_options.include_event_ids`.
+
+A body is read up to a limit, decoded by orjson (no NaN, no lone surrogates, bounded depth) and
+parsed by `http_schema`. Every error has OpenAI's shape and comes from `quire.protos.errors`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.metadata
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.cluster.api.front_end import (
+    EXPLAIN_HEADERS,
+    TIMEOUT_HEADER,
+    counting_refusals,
+    internal_error,
+    is_label,
+    request_label,
+    timeout_seconds,
+)
+from quire.cluster.http import json_size
+from quire.cluster.http.http_answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    DecisionList,
+    ErrorAnswer,
+    ModelCard,
+    ModelList,
+    ReadyAnswer,
+    decisions_answer,
+    error_answer,
+    error_headers,
+    json_response,
+    model_card,
+)
+from quire.cluster.http.http_body import parse_body, refusal
+from quire.cluster.http.http_chats import ChatCompletionRequest, TextPart
+from quire.cluster.http.http_completions import CompletionRequest
+from quire.cluster.http.http_generation import ID_PREFIXES, GenerationBody, GenerationResponse
+from quire.cluster.http.http_schema import IGNORED_FIELDS
+from quire.protos.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    QuireError,
+    UnsupportedEncoding,
+    UnsupportedField,
+    model_not_found,
+)
+from quire.protos.metric_families import CONTENT_TYPE
+from quire.router.request import resume
+from quire.router.types import ResumePoint, Service
+
+LAST_EVENT_ID = "Last-Event-ID"
+DEFAULT_DECISIONS, MAX_DECISIONS = 20, 1000
+# Headers of an answer that a page's script may read.
+_EXPOSED_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", *EXPLAIN_HEADERS)
+_PREFLIGHT_S = 3600  # for which a browser remembers a preflight
+_MAX_SHOWN_CHARS = 256  # of a path
+# A client that is still sending when it is refused must be read to the end, or its connection is
+# reset before it has seen the answer. Beyond so many bodies' worth it may be.
+_DISCARDED_BODIES = 8
+
+
+def build_app(
+    get_service: Callable[[], Service],
+    *,
+    max_body_bytes: int,
+    echo_request_id: bool = False,
+    keepalive_s: float = 0.0,
+    cors_origins: Sequence[str] = (),
+) -> FastAPI:
+    """The HTTP application.
+
+    Parameters
+    ----------
+    get_service
+        Called for each request.
+    max_body_bytes
+        Largest request body; a larger one gets status 413.
+    echo_request_id
+        Answer with the request's `X-Request-Id`. Off under Ray Serve, which adds it itself.
+    keepalive_s
+        A stream sends a comment so often until its first token is there; 0: never.
+    cors_origins
+        Origins of pages whose scripts may use the API; `*`: all.
+    """
+    version = importlib.metadata.version("quire")
+    app = FastAPI(
+        title="Quire",
+        version=version,
+        redirect_slashes=False,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+    app.add_middleware(_Boundary, echo_request_id=echo_request_id)
+    if cors_origins:
+        # Added last, so outermost: a page may read every answer, errors too. A browser sends no cookie and no
+        # credential of its own to the API; a key in a header is the page's own.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            allow_credentials=False,
+            expose_headers=_EXPOSED_HEADERS,
+            max_age=_PREFLIGHT_S,
+        )
+    app.add_exception_handler(QuireError, _on_quire_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_bad_parameter)
+    _add_generation_routes(app, get_service, max_body_bytes, keepalive_s)
+    _add_information_routes(app, get_service, version)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+# --------------------------------------------------------------------------------------------------
+# Routes
+# --------------------------------------------------------------------------------------------------
+
+
+def _add_generation_routes(
+    app: FastAPI, get_service: Callable[[], Service], max_body_bytes: int, keepalive_s: float
+) -> None:
+    async def answer(request: Request, model: type[GenerationBody]) -> GenerationResponse:
+        with counting_refusals(get_service()):
+            return await prepared(request, model)
+
+    async def prepared(request: Request, model: type[GenerationBody]) -> GenerationResponse:
+        body = parse_body(model, await _read_json(request, max_body_bytes))
+        asked = body.to_request(request.state.request_id)
+        last_id = request.headers.get(LAST_EVENT_ID)
+        if last_id:
+            asked = dataclasses.replace(asked, resume_from=_resume_point(last_id, body))
+        names = {}
+        if asked.deadline_s is None:
+            deadline_s = timeout_seconds(request.headers.get(TIMEOUT_HEADER))
+            asked = dataclasses.replace(asked, deadline_s=deadline_s)
+            names = dict.fromkeys(("deadline_s", "timeout"), TIMEOUT_HEADER)
+        event_ids = last_id is not None or body.asks_for_event_ids()
+        if event_ids and body.stream and asked.prompts:
+            raise UnsupportedField(
+                f"the stream of a list of prompts cannot be resumed: with {LAST_EVENT_ID} and "
+                f"stream_options.include_event_ids prompt must be one, got a list of {len(asked.prompts)}",
+                field="prompt",
+            )
+        return GenerationResponse(
+            get_service(), body, asked, names, event_ids=event_ids, keepalive_s=keepalive_s
+        )
+
+    @app.post(
+        CompletionRequest.path,
+        **_generation_docs("Continue a prompt.", CompletionRequest, Completion, Completion),
+    )
+    async def completions(request: Request) -> Response:
+        return await answer(request, CompletionRequest)
+
+    @app.post(
+        ChatCompletionRequest.path,
+        **_generation_docs(
+            "Answer the last turn of a conversation.",
+            ChatCompletionRequest,
+            ChatCompletion,
+            ChatCompletionChunk,
+        ),
+    )
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, ChatCompletionRequest)
+
+
+def _add_information_routes(app: FastAPI, get_service: Callable[[], Service], version: str) -> None:
+    @app.get("/v1/models", response_model=ModelList, responses=_ERRORS)
+    async def models() -> Response:
+        """The model that this application serves."""
+        return json_response({"object": "list", "data": [model_card(get_service().model_info())]})
+
+    @app.get("/v1/models/{model_id:path}", response_model=ModelCard, responses=_ERRORS)
+    async def model(model_id: str) -> Response:
+        """One model."""
+        info = get_service().model_info()
+        if model_id != info.name:
+            raise model_not_found(model_id, [info.name])
+        return json_response(model_card(info))
+
+    @app.get("/v1/router/explain", response_model=DecisionList, responses=_ERRORS)
+    async def explain(request_id: str | None = None, limit: int = DEFAULT_DECISIONS) -> Response:
+        """Why a request went where it went: what each replica would have cost, term by term.
+
+        Any router answers for all of them. `request_id` is the answer's `x-request-id` or its `id`;
+        without it, the last `limit` decisions.
+        """
+        if not 1 <= limit <= MAX_DECISIONS:
+            raise InvalidRequest(
+                f"limit must be in [1, {MAX_DECISIONS}], got {limit}", field="limit"
+            )
+        if request_id is not None:
+            request_id = request_label(request_id, "request_id")
+            for prefix in ID_PREFIXES:
+                request_id = request_id.removeprefix(prefix)
+        return json_response(
+            decisions_answer(request_id, await get_service().decisions(request_id, limit))
+        )
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while this process answers, whatever its replicas do: for liveness probes."""
+        return json_response({"status": "ok"})
+
+    @app.get("/ready", response_model=ReadyAnswer, responses={503: {"model": ReadyAnswer}})
+    async def ready() -> Response:
+        """200 when a request sent now would be served, else 503: for readiness probes."""
+        readiness = get_service().readiness()
+        content = {
+            "ready": readiness.ready,
+            "reason": readiness.reason,
+            "replicas": readiness.replicas,
+            "startup": readiness.startup_s,
+            "engine": readiness.engine,
+        }
+        return json_response(content, status_code=200 if readiness.ready else 503)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """The metrics of all routers and replicas, in Prometheus' text format: any router answers for all of them."""
+        return Response(await get_service().metrics(), headers={"content-type": CONTENT_TYPE})
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        """The version of Quire."""
+        return json_response({"version": version})
+
+
+def _resume_point(last_id: str, body: GenerationBody) -> ResumePoint:
+    """Where a stream goes on.
+
+    Raises
+    ------
+    InvalidRequest
+        The id is none, or the answer is not a stream.
+    """
+    if not body.stream:
+        raise InvalidRequest(
+            f"{LAST_EVENT_ID} resumes streams only: stream must be true, got {body.stream!r}",
+            field=LAST_EVENT_ID,
+        )
+    return resume.parse(last_id, LAST_EVENT_ID)
+
+
+# --------------------------------------------------------------------------------------------------
+# Bodies
+# --------------------------------------------------------------------------------------------------
+
+
+async def _read_json(request: Request, max_body_bytes: int) -> Any:
+    """The decoded body.
+
+    Raises
+    ------
+    BodyTooLarge
+        Also for a body that does not say its length.
+    UnsupportedEncoding
+        Compressed.
+    InvalidRequest
+        Not sent as JSON, not JSON, or with too many values.
+    """
+    body = await _read_body(request, max_body_bytes)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise UnsupportedEncoding(
+            f"content-encoding must be identity, got {encoding[:64]!r}: compressed bodies are not read",
+            field="content-encoding",
+        )
+    content_type = request.headers.get("content-type", "")
+    # A page in a browser may send any other type across origins without asking; JSON it may not.
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidRequest(
+            f"content-type must be application/json, got {content_type[:64]!r}",
+            field="content-type",
+        )
+    try:
+        await json_size.check(body)
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if len(body) > json_size.YIELD_BYTES:
+        await asyncio.sleep(0)
+    return value
+
+
+async def _read_body(request: Request, max_body_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes <= max_body_bytes:
+            chunks.append(chunk)
+        elif num_bytes > _DISCARDED_BODIES * max_body_bytes:
+            break
+        else:
+            chunks.clear()
+    if num_bytes > max_body_bytes:
+        raise BodyTooLarge(
+            f"the body must have at most {max_body_bytes} bytes, got {num_bytes} or more"
+        )
+    return b"".join(chunks)
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+# --------------------------------------------------------------------------------------------------
+
+
+class _Boundary:
+    """The outermost layer: labels the request; a defect becomes an answer without details."""
+
+    def __init__(self, app: ASGIApp, echo_request_id: bool):
+        self._app = app
+        self._echo_request_id = echo_request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+        request_id = ""
+
+        async def send_labelled(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if self._echo_request_id:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            # Serve gives every request one. One that cannot be logged is replaced, as `http_door` does.
+            given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+            request_id = given if is_label(given) else uuid.uuid4().hex
+            scope.setdefault("state", {})["request_id"] = request_id
+            await self._app(scope, receive, send_labelled)
+        except ClientDisconnect:
+            return  # while it sent its body: nobody is left to answer
+        except Exception as error:
+            answer = _error_response(
+                error if isinstance(error, QuireError) else internal_error(error)
+            )
+            if not started:
+                await answer(scope, receive, send_labelled)
+
+
+async def _on_quire_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, QuireError)
+    return _error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown routes and methods."""
+    assert isinstance(error, HTTPException)
+    served = ", ".join(_served(request.app, request.scope.get("root_path", "")))
+    asked = f"{request.method[:_MAX_SHOWN_CHARS]} {request.scope['path'][:_MAX_SHOWN_CHARS]}"
+    detail = {
+        "message": f"{asked} is not served; served are {served}",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": str(error.detail).lower().replace(" ", "_"),
+    }
+    return json_response(
+        {"error": detail}, status_code=error.status_code, headers=dict(error.headers or {})
+    )
+
+
+def _served(app: FastAPI, prefix: str) -> list[str]:
+    """Methods and path of every route below the application's prefix, pages at the end."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    routes.sort(key=lambda route: not route.include_in_schema)
+    return [
+        f"{' and '.join(sorted(route.methods - {'HEAD'}))} {prefix}{route.path_format}"
+        for route in routes
+    ]
+
+
+async def _on_bad_parameter(request: Request, error: Exception) -> Response:
+    """Of the query; FastAPI's own answer would be of another shape, with status 422."""
+    assert isinstance(error, RequestValidationError)
+    problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
+    return _error_response(refusal(problems))
+
+
+def _error_response(error: QuireError) -> Response:
+    return json_response(
+        error_answer(error), status_code=error.http_status, headers=error_headers(error)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# OpenAPI
+# --------------------------------------------------------------------------------------------------
+
+_REFERENCE = "#/components/schemas/{model}"
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer},
+    "5XX": {"model": ErrorAnswer},
+}
+
+
+def _generation_docs(
+    purpose: str, request: type[GenerationBody], answer: type[BaseModel], chunk: type[BaseModel]
+) -> dict[str, Any]:
+    """Route arguments that describe a body which the route reads by itself."""
+    schema = {"$ref": _REFERENCE.format(model=request.__name__)}
+    events = {"schema": {"$ref": _REFERENCE.format(model=chunk.__name__)}}
+    return {
+        "description": (
+            f"{purpose}\n\nAccepted and ignored: {', '.join(sorted(IGNORED_FIELDS))}. "
+            f"Refused unless null or neutral: {', '.join(sorted(request.refused))}. Any other field is refused."
+        ),
+        "response_model": answer,
+        "responses": {200: {"content": {"text/event-stream": events}}, **_ERRORS},
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+        },
+    }
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, with the models that it cannot see because the routes parse bodies."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        models = (CompletionRequest, ChatCompletionRequest, TextPart, ChatCompletionChunk)
+        _, definitions = models_json_schema(
+            [(model, "validation") for model in models], ref_template=_REFERENCE
+        )
+        document["components"]["schemas"].update(definitions["$defs"])
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,134 @@
+"""From the JSON body of a request to the model of its endpoint.
+
+Fields that are unknown, and known ones that are not served, are refused by name. Then pydantic checks types strictly:
+no "1" for 1, no true for 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from quire.cluster.http.http_chats import ChatCompletionRequest
+from quire.cluster.http.http_completions import CompletionRequest
+from quire.cluster.http.http_schema import IGNORED_FIELDS, GenerationBody
+from quire.protos.errors import InvalidRequest, UnsupportedField, described
+from quire.router import refused_fields
+from quire.router.request import params
+
+BODIES: tuple[type[GenerationBody], ...] = (CompletionRequest, ChatCompletionRequest)
+# Of a list or an object that is a field of the body, but not of token ids: so many that pydantic takes 20 ms for them,
+# also where each has an error of its own. The router has smaller bounds for most fields.
+MAX_ENTRIES = 4096
+_MAX_SHOWN_CHARS = 64  # of a client's name for a field
+
+_Body = TypeVar("_Body", bound=GenerationBody)
+
+
+def parse_body(model: type[_Body], body: Any) -> _Body:
+    """A decoded JSON body as `model`.
+
+    Raises
+    ------
+    UnsupportedField
+        A field that is not served or not known (with the closest known name).
+    InvalidRequest
+        A field that is missing or of the wrong type.
+    """
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body must be a JSON object, got {described(body)}")
+    served = {name: value for name, value in body.items() if _is_served(model, name, value)}
+    for name, value in served.items():
+        is_prompt_ids = (
+            name == "prompt" and isinstance(value, list) and value[:1] and type(value[0]) is int
+        )
+        if isinstance(value, (dict, list)) and not is_prompt_ids:
+            params.at_most(name, len(value), MAX_ENTRIES, "entries")
+    try:
+        parsed = model.model_validate(served)
+    except ValidationError as error:
+        raise refusal(error.errors(include_url=False)) from None
+    if parsed.stream_options is not None and not parsed.stream:
+        raise InvalidRequest(
+            "only a stream has options: stream_options must be null without stream true, got an object",
+            field="stream_options",
+        )
+    return parsed
+
+
+def _is_served(model: type[GenerationBody], name: str, value: Any) -> bool:
+    """Whether the field goes on to the model; False: it asks for nothing."""
+    if name in model.model_fields:
+        return value is not None
+    if name in IGNORED_FIELDS:
+        return False
+    if name in model.refused:
+        refused = model.refused[name]
+        if not refused.accepts(value):
+            raise refused.error(name, value)
+        return False
+    for other in BODIES:
+        if name in other.model_fields or name in other.refused:
+            _check_field_of_another(model, other, name, value)
+            return False
+    name = name[:_MAX_SHOWN_CHARS]
+    raise refused_fields.unknown(name, _hint(model, name))
+
+
+def _check_field_of_another(
+    model: type[GenerationBody], other: type[GenerationBody], name: str, value: Any
+) -> None:
+    """Refuse a field that only another endpoint knows, unless it asks for nothing there."""
+    if value is None or (name in other.refused and other.refused[name].accepts(value)):
+        return
+    raise UnsupportedField(
+        f"{model.path} has no such field, but {other.path}: {name} must be null, got {described(value)}",
+        field=name,
+    )
+
+
+def _hint(model: type[GenerationBody], name: str) -> str:
+    known = [*model.model_fields, *model.refused, *IGNORED_FIELDS]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def refusal(errors: Sequence[ErrorDetails]) -> InvalidRequest:
+    """The first problem, with the path to it in the client's spelling: ``messages[0].role``."""
+    first = errors[0]
+    name, *rest = first["loc"]
+    if name in _UNIONS and first["type"] != "missing":
+        return InvalidRequest(
+            f"{name} must be {_UNIONS[name]}, got {described(first['input'])}", field=str(name)
+        )
+    path = str(name) + "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_SHOWN_CHARS]}" for part in rest
+    )
+    if first["type"] == "missing":
+        return InvalidRequest(f"{path} is required", field=path)
+    if first["type"] == "extra_forbidden":
+        return refused_fields.unknown(path)
+    expected = _TYPES.get(first["type"], first["msg"])
+    return InvalidRequest(f"{path} must be {expected}, got {described(first['input'])}", field=path)
+
+
+# pydantic reports a union once per member; this says what the field may be instead.
+_UNIONS = {
+    "prompt": "a string, a list of token ids, or a list of either",
+    "stop": "a string or a list of strings",
+}
+_TYPES = {
+    "bool_type": "a boolean",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}

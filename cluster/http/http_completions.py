@@ -1,0 +1,117 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from pydantic import Field, JsonValue
+
+from quire.cluster.http.http_schema import GenerationBody, IdLists, Ids, Texts
+from quire.protos.errors import InvalidRequest
+from quire.router import refused_fields
+from quire.router.request.params import DEFAULT_LIMITS
+from quire.router.types import GenerationRequest
+
+# Most prompts of one request, and most choices of all of them.
+MAX_PROMPTS = DEFAULT_LIMITS.max_prompt_choices
+# What is served of a prompt; the router refuses the rest, with the number that it got.
+_PROMPTS: list[dict[str, JsonValue]] = [
+    {"type": "string"},
+    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+]
+
+
+class CompletionRequest(GenerationBody):
+    """Body of POST /v1/completions."""
+
+    path = "/v1/completions"
+    refused = refused_fields.OF_COMPLETIONS
+
+    prompt: str | Ids | Texts | IdLists = Field(
+        description=f"Text, or token ids; or a list of either, at most {MAX_PROMPTS} with all choices. Choice j of "
+        "prompt i has the index i * n + j.",
+        json_schema_extra={
+            "anyOf": [
+                *_PROMPTS,
+                *(
+                    {"type": "array", "items": p, "minItems": 1, "maxItems": MAX_PROMPTS}
+                    for p in _PROMPTS
+                ),
+            ]
+        },
+    )
+    echo: bool | None = Field(
+        None,
+        description="The prompt before the answer, with its tokens' log-probabilities if `logprobs` is given. With "
+        "`max_tokens` 0 the prompt alone.",
+    )
+    best_of: int | None = Field(
+        None,
+        description="So many choices of each prompt are generated, of which the `n` with the highest mean "
+        "log-probability are returned. At least `n`; above `n` not with `stream`.",
+    )
+
+    logprobs: int | None = Field(
+        None,
+        description="Log-probabilities of the tokens and of so many of the likeliest in their "
+        "place, at most 20; of the model's own distribution, before any parameter shapes it.",
+    )
+
+    def num_logprobs(self) -> int | None:
+        """As given; the best of several choices are found by theirs."""
+        return 0 if self.logprobs is None and self.num_dropped_choices() else self.logprobs
+
+    def num_dropped_choices(self) -> int:
+        """Choices of each prompt that are generated and not returned: `best_of` beyond `n`.
+
+        Raises
+        ------
+        InvalidRequest
+            `best_of` is out of its bounds, or above `n` with `stream`.
+        """
+        n = 1 if self.n is None else self.n
+        if self.best_of is None or self.best_of == n or not 1 <= n <= DEFAULT_LIMITS.max_choices:
+            return 0
+        if not n < self.best_of <= DEFAULT_LIMITS.max_choices:
+            raise InvalidRequest(
+                f"best_of must be an integer in [{n}, {DEFAULT_LIMITS.max_choices}], from n on, got {self.best_of}",
+                field="best_of",
+            )
+        if self.stream:
+            raise InvalidRequest(
+                f"the best choices are known when all have ended: with stream best_of must be {n}, as n, got "
+                f"{self.best_of}",
+                field="best_of",
+            )
+        return self.best_of - n
+
+    def num_prompt_logprobs(self) -> int | None:
+        """As many as `prompt_logprobs` or `echo` with `logprobs` ask for.
+
+        They come with the text of the tokens, so an echoed prompt of token ids needs them in any case.
+        """
+        asked = self.prompt_logprobs
+        if not self.echo or (asked is not None and asked < 0):
+            return asked
+        if self.logprobs is None:
+            return 0 if asked is None and self.has_ids() else asked
+        return max(self.logprobs, asked or 0)
+
+    def has_ids(self) -> bool:
+        """Whether the prompts are token ids, and not texts."""
+        given = self.prompt
+        while isinstance(given, list) and given:
+            given = given[0]
+        return not isinstance(given, str)
+
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        """All prompts."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        prompts = given if given and isinstance(given[0], (str, list)) else [given]
+        return [one if isinstance(one, str) else tuple(one) for one in prompts]
+
+    def to_request(self, request_id: str) -> GenerationRequest:
+        """The request for the router."""
+        prompts = self.prompts()
+        given = {"prompt": prompts[0]} if len(prompts) == 1 else {"prompts": tuple(prompts)}
+        return self.generation_request(request_id, echo=bool(self.echo), **given)

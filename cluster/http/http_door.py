@@ -1,0 +1,108 @@
+"""What stands in front of Ray Serve's own code in every process that takes HTTP requests.
+
+Ray Serve calls `middlewares` where `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it, and puts the result before its
+own handling of a request: in routers behind HAProxy, and in Ray's own proxy. Two things have to be right before that.
+
+- Serve decodes some headers as UTF-8 and answers 500 where that fails.
+- uvicorn sends chunks to HTTP/1.0 clients, which do not know them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.cluster.api.front_end import is_label
+from quire.cluster.http.http_answers import error_answer, error_headers, json_response
+from quire.protos.errors import InvalidRequest
+
+REQUEST_ID = b"x-request-id"
+
+
+def middlewares() -> list[Middleware]:
+    """For Ray Serve."""
+    return [Middleware(HttpDoor)]
+
+
+class HttpDoor:
+    """Replaces request ids that cannot be logged or sent, refuses other headers that Serve cannot read, and ends
+    streams to HTTP/1.0 clients by closing the connection."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["http_version"] == "1.0":
+            send = _unchunked(send)
+        scope["headers"] = _with_one_label(scope["headers"])
+        for name, value in scope["headers"]:
+            if _is_read_by_serve(name) and not value.isascii():
+                field = name.decode("latin-1")
+                error = InvalidRequest(
+                    f"{field} must be ASCII, got {value.decode('latin-1')[:32]!r}", field=field
+                )
+                answer = json_response(
+                    error_answer(error),
+                    status_code=error.http_status,
+                    headers={**error_headers(error), REQUEST_ID.decode(): uuid.uuid4().hex},
+                )
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _with_one_label(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers with the first request id only. Serve takes the first in one place, the last in another."""
+    headers = list(headers)
+    labels = [value for name, value in headers if name == REQUEST_ID]
+    if not labels:
+        return headers  # Serve adds one
+    is_good = is_label(labels[0].decode("latin-1"))
+    others = [(name, value) for name, value in headers if name != REQUEST_ID]
+    return [*others, (REQUEST_ID, labels[0] if is_good else uuid.uuid4().hex.encode())]
+
+
+def _is_read_by_serve(name: bytes) -> bool:
+    """Serve takes `-` for `_` in the names of these."""
+    return name.lower().replace(b"-", b"_") in _READ_BY_SERVE
+
+
+_READ_BY_SERVE = frozenset(
+    {
+        b"x_request_timeout_seconds",
+        b"x_request_disconnect_disabled",
+        b"serve_multiplexed_model_id",
+        b"traceparent",
+        b"tracestate",
+        b"x_session_id",
+    }
+)
+
+
+def _unchunked(send: Send) -> Send:
+    """`send` without chunks where uvicorn would use them.
+
+    uvicorn's `httptools` protocol has no way to say so. It keeps the encoding, and the bytes that are still to come, in
+    attributes of the object whose method `send` is; other protocols have no such attributes and know HTTP/1.0.
+    """
+    cycle = getattr(send, "__self__", None)
+    if not hasattr(cycle, "chunked_encoding") or not hasattr(cycle, "expected_content_length"):
+        return send
+
+    async def send_unchunked(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message["headers"]}
+            if b"content-length" not in names:
+                cycle.chunked_encoding = False
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        elif cycle.chunked_encoding is False and cycle.expected_content_length == 0:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_unchunked

@@ -1,0 +1,368 @@
+"""One generation request over HTTP, from the call of the router to the last byte of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.cluster.api.front_end import (
+    Answer,
+    Progress,
+    collect,
+    explain_headers,
+    internal_error,
+    renamed,
+)
+from quire.cluster.http.http_answers import (
+    chat_logprobs,
+    completion_logprobs,
+    json_response,
+    prompt_logprobs,
+    shifted,
+    usage_answer,
+    with_top,
+)
+from quire.cluster.http.http_chats import ChatCompletionRequest
+from quire.cluster.http.http_completions import CompletionRequest
+from quire.cluster.http.sse import DONE, KEEP_ALIVE, ChunkEncoder, error_event, with_id
+from quire.protos.errors import QuireError
+from quire.router.request.resume import EventIds
+from quire.router.types import (
+    GenerationRequest,
+    GenerationStream,
+    ModelInfo,
+    OutputDelta,
+    Service,
+    TokenScores,
+)
+
+CHAT_ID_PREFIX, COMPLETION_ID_PREFIX = ID_PREFIXES = ("chatcmpl-", "cmpl-")
+GenerationBody = CompletionRequest | ChatCompletionRequest
+
+
+class GenerationResponse(Response):
+    """Runs a request and sends its answer, as one JSON object or as events.
+
+    All of the request's life is in one task, so that a client that leaves at any moment, before
+    the first token, too, ends it through one `finally`.
+
+    Parameters
+    ----------
+    names
+        The router's names of fields that came in headers, to the headers'.
+    event_ids
+        Each event of a stream has an id.
+    keepalive_s
+        A stream sends a comment so often until its first token is there; 0: never.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        body: GenerationBody,
+        request: GenerationRequest,
+        names: Mapping[str, str] | None = None,
+        *,
+        event_ids: bool = False,
+        keepalive_s: float = 0.0,
+    ):
+        super().__init__()
+        self._service = service
+        self._body = body
+        self._request = request
+        self._chat = isinstance(body, ChatCompletionRequest)
+        self._event_ids = event_ids
+        self._keepalive_s = keepalive_s
+        self._has_begun = False  # status and headers are sent
+        self._fingerprint = ""
+        self._names = {**body.router_names(), **(names or {})}
+        self._unsent = b""  # the last delta's events: they go with those that end the stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _until_disconnect(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self._body.stream and self._keepalive_s:
+                stream = await self._kept_alive(send)
+            else:
+                stream = await self._service.generate(self._request)
+        except Exception as error:
+            if isinstance(error, QuireError):
+                error = renamed(error, self._names)
+            if not self._has_begun:
+                raise error
+            await self._send_last(_error_event(error), send)
+            return
+        try:
+            # Now, while the replica that answers is known: not after an answer that it may not survive.
+            self._fingerprint = _fingerprint(self._service.model_info())
+            if self._body.stream:
+                await self._send_events(stream, send)
+            else:
+                answers = await collect(stream, len(self._request.marks))
+                headers = explain_headers(stream.explain, complete=True)
+                await json_response(self._complete(stream, answers), headers=headers)(
+                    scope, receive, send
+                )
+        finally:
+            await stream.aclose()
+
+    async def _kept_alive(self, send: Send) -> GenerationStream:
+        """The stream with its first delta. Comments go out as long as that takes."""
+        generating = asyncio.ensure_future(self._service.generate(self._request))
+        try:
+            while not (await asyncio.wait((generating,), timeout=self._keepalive_s))[0]:
+                await self._begin({}, send)
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            return generating.result()
+        except BaseException:
+            await _undo(generating)
+            raise
+
+    async def _begin(self, headers: dict[str, str], send: Send) -> None:
+        """Send status and headers, once."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # nginx would hold tokens back
+            **headers,
+        }
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers.items()],
+            }
+        )
+
+    async def _send_last(self, events: bytes, send: Send) -> None:
+        await send({"type": "http.response.body", "body": events, "more_body": False})
+
+    async def _send_events(self, stream: GenerationStream, send: Send) -> None:
+        """Status and headers go out with the first delta, which `generate` has waited for."""
+        encoders = self._encoders(stream)
+        await self._begin(explain_headers(stream.explain, complete=False), send)
+        try:
+            await self._send_deltas(stream, encoders, send)
+            last = DONE
+            if self._includes_usage():
+                last = encoders[0].usage(stream.usage) + DONE
+        except Exception as error:
+            last = _error_event(error)
+        await self._send_last(self._unsent + last, send)
+
+    async def _send_deltas(
+        self, stream: GenerationStream, encoders: list[ChunkEncoder], send: Send
+    ) -> None:
+        marks = self._request.marks
+        ids = EventIds(stream.origin, marks) if self._event_ids else None
+        sent = [Progress() for _ in encoders]
+        silent = {choice for choice, mark in enumerate(marks) if not mark.finished}
+        unfinished = len(silent)
+        async for delta in stream:
+            choice = delta.choice
+            encoder = encoders[choice]
+            chunk = b""
+            if choice in silent:
+                silent.remove(choice)
+                first = self._first_chunk(encoder, choice // self._request.n, stream)
+                if not marks[choice].begun:  # else the client has it
+                    chunk = first if ids is None else with_id(ids.begin(choice), first)
+            sent[choice].add(delta)
+            event = encoder.delta(delta, stream.usage)
+            chunk += event if ids is None else with_id(ids.after(delta), event)
+            unfinished -= delta.finish_reason is not None
+            # The end of the stream is there with its last delta, and each message costs as much as a token.
+            if not unfinished:
+                self._unsent += chunk
+            elif chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        for progress, mark in zip(sent, marks, strict=True):
+            if not mark.finished:
+                progress.end()
+
+    def _first_chunk(self, encoder: ChunkEncoder, prompt: int, stream: GenerationStream) -> bytes:
+        """The chunk about a prompt, before the first token."""
+        scores = stream.scores_of_prompt(prompt)
+        asked = self._prompt_logprobs(scores)
+        if self._chat:
+            return encoder.role(asked)
+        echoed = self._echoed_scores(scores)
+        text = self._echo(prompt, scores)
+        chunk = b""
+        if text or echoed is not None or asked is not None:
+            chunk = encoder.delta(OutputDelta(text, [], logprobs=echoed), stream.usage, asked)
+        encoder.echoed(len(text))
+        return chunk
+
+    def _prompt_logprobs(
+        self, scores: list[TokenScores] | None
+    ) -> list[dict[str, Any] | None] | None:
+        num_top = self._body.prompt_logprobs
+        return None if num_top is None or scores is None else prompt_logprobs(scores, num_top)
+
+    def _echoed_scores(self, scores: list[TokenScores] | None) -> list[TokenScores] | None:
+        """Of the prompt, where they go before those of the answer."""
+        body = self._body
+        if not isinstance(body, CompletionRequest) or not body.echo or body.logprobs is None:
+            return None
+        return None if scores is None else with_top(scores, body.logprobs)
+
+    def _encoders(self, stream: GenerationStream) -> list[ChunkEncoder]:
+        """One for each choice."""
+        options = self._body.stream_options
+        envelope = self._envelope(
+            stream, "chat.completion.chunk" if self._chat else "text_completion"
+        )
+        return [
+            ChunkEncoder(
+                envelope,
+                index=index,
+                chat=self._chat,
+                include_usage=self._includes_usage(),
+                continuous_usage=bool(options and options.continuous_usage_stats),
+                token_ids=bool(self._body.return_token_ids),
+            )
+            for index in range(len(self._request.marks))
+        ]
+
+    def _complete(self, stream: GenerationStream, answers: list[Answer]) -> dict[str, Any]:
+        """A `Completion` or `ChatCompletion`."""
+        choices: list[dict[str, Any]] = []
+        num_generated = self._request.n
+        num_dropped = self._body.num_dropped_choices()
+        for prompt in range(len(answers) // num_generated):
+            scores = stream.scores_of_prompt(prompt)
+            of_prompt = answers[prompt * num_generated :][:num_generated]
+            if num_dropped:
+                of_prompt = _best(of_prompt, num_generated - num_dropped, self._body.logprobs)
+            for answer in of_prompt:
+                choices.append(self._choice(len(choices), answer, prompt, scores))
+        whole = {
+            **self._envelope(stream, "chat.completion" if self._chat else "text_completion"),
+            "choices": choices,
+            "usage": usage_answer(stream.usage),
+        }
+        if self._chat and (asked := self._prompt_logprobs(stream.prompt_scores)) is not None:
+            whole["prompt_logprobs"] = asked
+        return whole
+
+    def _choice(
+        self, index: int, answer: Answer, prompt: int, scores: list[TokenScores] | None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": answer.text}
+            choice["logprobs"] = chat_logprobs(answer.logprobs)
+        else:
+            echo = self._echo(prompt, scores)
+            choice["text"] = echo + answer.text
+            of_answer = answer.logprobs
+            if of_answer is not None:
+                of_answer = shifted(of_answer, len(echo))
+                of_answer = [*(self._echoed_scores(scores) or ()), *of_answer]
+            choice["logprobs"] = completion_logprobs(of_answer)
+            if (asked := self._prompt_logprobs(scores)) is not None:
+                choice["prompt_logprobs"] = asked
+        choice["finish_reason"] = answer.finish_reason
+        choice["stop_reason"] = answer.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    def _envelope(self, stream: GenerationStream, kind: str) -> dict[str, Any]:
+        prefix = CHAT_ID_PREFIX if self._chat else COMPLETION_ID_PREFIX
+        return {
+            "id": prefix + stream.origin.answer_id,
+            "object": kind,
+            "created": stream.origin.created_s,
+            "model": stream.model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+    def _includes_usage(self) -> bool:
+        options = self._body.stream_options
+        return bool(options and options.include_usage)
+
+    def _echo(self, prompt: int, scores: list[TokenScores] | None) -> str:
+        """A prompt's text if the client wants it in front of the answer."""
+        if not isinstance(self._body, CompletionRequest) or not self._body.echo:
+            return ""
+        given = self._request.prompts[prompt] if self._request.prompts else self._request.prompt
+        if isinstance(given, str):
+            return given
+        utf8 = b"".join(of_token.token.utf8 for of_token in scores or ())
+        return utf8.decode(errors="replace")
+
+
+def _best(answers: list[Answer], num: int, num_logprobs: int | None) -> list[Answer]:
+    """The answers with the highest mean log-probability, best first, with log-probabilities if the client asked."""
+
+    def mean_logprob(answer: Answer) -> float:
+        scores = [of_token.token.logprob for of_token in answer.logprobs or ()]
+        return sum(scores) / len(scores) if scores else -math.inf
+
+    best = sorted(answers, key=mean_logprob, reverse=True)[:num]
+    if num_logprobs is None:
+        for answer in best:
+            answer.logprobs = None
+    return best
+
+
+def _error_event(error: Exception) -> bytes:
+    return error_event(error if isinstance(error, QuireError) else internal_error(error))
+
+
+async def _undo(generating: asyncio.Future[GenerationStream]) -> None:
+    """End a call of `generate`, and its stream if there is one already."""
+    generating.cancel()
+    await asyncio.wait((generating,))
+    if not generating.cancelled() and generating.exception() is None:
+        await generating.result().aclose()
+
+
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, or cancel it when the client leaves."""
+    task = asyncio.current_task()
+    watcher = asyncio.create_task(_disconnect(receive))
+    is_at_work, has_left = True, False
+
+    def leave(watched: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        if not watched.cancelled():
+            watched.exception()  # seen: whatever it was, nobody is there any more
+        if is_at_work:
+            has_left = True
+            task.cancel()
+
+    watcher.add_done_callback(leave)
+    try:
+        await work
+    except asyncio.CancelledError:
+        # Others may have cancelled it too, and then expect it to end so.
+        if not has_left or task.uncancel() > 0:
+            raise
+    finally:
+        is_at_work = False
+        watcher.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _fingerprint(info: ModelInfo) -> str:
+    """Equal for answers of the same weights in the same number format."""
+    key = "\x00".join((info.name, info.revision, info.dtype)).encode()
+    return "fp_" + hashlib.blake2b(key, digest_size=5).hexdigest()

@@ -1,0 +1,1 @@
+"""`quire serve`: a Ray of its own on this machine."""

@@ -1,0 +1,301 @@
+"""`quire serve`: one Serve config on a Ray cluster of its own, watched until it answers.
+
+Ray's own `serve run` does the work in a child process; it never ends when a deployment fails and
+writes everything to the terminal. So its output goes to a log file, and this module watches the
+child process, Ray's status API and `/ready` of each Quire application (of any other, the proxy's
+routes):
+
+    start child ──▶ dashboard URL in log ──▶ status API, /ready ──▶ "ready" ──▶ signal, exit 0
+         │                   │                       │                 │
+         └── child ended ────┴── timeout ────────────┴─ DEPLOY_FAILED ─┴──▶ reason or log's tail, exit 1
+                                                                       │
+                                    Ray's daemon ended, `serve shutdown`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from ray._private.resource_and_label_spec import ResourceAndLabelSpec
+
+from quire.cluster.config.app_config import ConfigError, Problem
+from quire.cluster.config.resources import device_of, lacking, reservations
+from quire.cluster.config.serve_config import Application, ServeConfig
+from quire.cluster.local import start_report
+from quire.cluster.local.ports import Endpoint, listeners
+from quire.cluster.local.process_session import session_daemons, session_pids
+from quire.cluster.local.serve_api import ApplicationStatus, application_status, fetch_ready
+from quire.replica.serving.final_errors import reason_of
+
+LOG_TAIL_LINES = 40
+POLL_S = 0.25
+TERMINATE_S = 15.0
+# Once ready: Ray's API is asked so often, and has to say so many times in a row that every application is gone.
+WATCH_S = 2.0
+WATCH_TIMES = 2
+
+# Ray's name for "a node without other nodes": the node's address is then the loopback's, and Ray's own servers listen
+# there. This Ray is of this machine alone (`serve_command`).
+_LOOPBACK_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_DASHBOARD = re.compile(r"View the dashboard at \W*(?:\x1b\[\d+m)*(https?://[^\s\x1b]+)")
+
+
+class ServeFailed(Exception):
+    """The cluster cannot become ready, or ended; the message says why.
+
+    Parameters
+    ----------
+    is_clear
+        The message is the whole reason; nothing in the log adds to it.
+    """
+
+    def __init__(self, message: str, *, is_clear: bool = False):
+        super().__init__(message)
+        self.is_clear = is_clear
+
+
+def check_room(config: ServeConfig) -> None:
+    """Refuse what this machine has not the GPUs, cores or memory for, before Ray and Serve take their time to start.
+
+    Raises
+    ------
+    ConfigError
+        With each application that cannot be placed.
+    """
+    spec = ResourceAndLabelSpec()
+    # What Ray will find; it is asked in the same way by `ray.init`.
+    machine = spec.resolve(is_head=True, node_ip_address="127.0.0.1").to_resource_dict()
+    problems = []
+    for app in config.applications:
+        if app.config is not None:
+            device = device_of(app.config, [machine])
+            if lack := lacking(reservations(app.config, device), [machine]):
+                problems.append(Problem(app.name, f"{lack}; `quire serve` runs on this machine"))
+    if problems:
+        raise ConfigError(problems)
+
+
+@dataclass(slots=True)
+class LocalServe:
+    """One `serve run` child process, from its start to its end.
+
+    Parameters
+    ----------
+    config
+        What it runs, checked.
+    command
+        The child's command line.
+    log_path
+        File that takes the child's output.
+    status
+        Maps the dashboard's URL to each application's status and message, or to None while Ray's API does not answer.
+    """
+
+    config: ServeConfig
+    command: list[str]
+    log_path: Path
+    status: Callable[[str], dict[str, ApplicationStatus] | None] = application_status
+    _child: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
+
+    def run(self, out: TextIO, ready_timeout_s: float) -> int:
+        """Serve until SIGINT or SIGTERM.
+
+        Parameters
+        ----------
+        out
+            Takes the few lines for the user.
+        ready_timeout_s
+            Seconds from the start after which an application that is not ready counts as failed.
+
+        Returns
+        -------
+        Exit status: 0 after a signal, 1 if the cluster failed.
+        """
+        # Handlers before the child: a shell starts background jobs with SIGINT ignored, and what is
+        # ignored here would be ignored by the child too.
+        previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            self._start()
+            print(f"starting; the log is {self.log_path}", file=out, flush=True)
+            self._until_ready(out, ready_timeout_s)
+            self._watch()
+            print("stopping", file=out, flush=True)
+            return 0
+        except ServeFailed as error:
+            if not error.is_clear:
+                print(self._log_tail(), file=out)
+            print(f"failed: {error}", file=out, flush=True)
+            print(f"the whole log is {self.log_path}", file=out, flush=True)
+            return 1
+        finally:
+            self._end_child()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _start(self) -> None:
+        with self.log_path.open("wb") as log:
+            # Its own session, so that Ctrl-C reaches this process only, which stops the child in
+            # order.
+            self._child = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_LOOPBACK_NODE | os.environ,
+                start_new_session=True,
+            )
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._stop.set()
+
+    def _until_ready(self, out: TextIO, ready_timeout_s: float) -> None:
+        """Return when every application is ready, or when a signal came."""
+        started_s = time.monotonic()
+        ray_s = None
+        bodies: dict[str, dict[str, Any]] = {}
+        dashboard_url = None
+        while len(bodies) < len(self.config.applications):
+            if self._stop.wait(POLL_S):
+                return
+            self._check_child()
+            elapsed_s = time.monotonic() - started_s
+            if elapsed_s > ready_timeout_s:
+                waiting = [a.name for a in self.config.applications if a.name not in bodies]
+                raise ServeFailed(f"not ready after {ready_timeout_s:.0f} s: {', '.join(waiting)}")
+            dashboard_url = dashboard_url or self._dashboard_url()
+            if dashboard_url is None:
+                continue
+            if ray_s is None:
+                ray_s = elapsed_s
+                for line in start_report.dashboard_lines(dashboard_url):
+                    print(line, file=out, flush=True)
+            self._poll(dashboard_url, bodies)
+        seconds = {"Ray": ray_s or 0.0, "total": time.monotonic() - started_s}
+        found = listeners(self._child.pid)
+        for line in start_report.ready_lines(self.config, bodies, seconds, found):
+            print(line, file=out, flush=True)
+
+    def _poll(self, dashboard_url: str, bodies: dict[str, dict[str, Any]]) -> None:
+        """Add what `/ready` says of each application that became ready."""
+        status = self.status(dashboard_url) or {}
+        for app in self.config.applications:
+            told = status.get(app.name, ApplicationStatus("NOT_STARTED"))
+            if told.state == "DEPLOY_FAILED":
+                raise _deploy_failure(app, told.message)
+            if app.name in bodies or told.state not in ("RUNNING", "DEPLOYING"):
+                continue
+            if app.config is None or app.route_prefix is None:
+                if told.state == "RUNNING" and self._is_routed(app):
+                    bodies[app.name] = {}
+                continue
+            # Before that Ray's proxy would answer, by keeping the request until there is a router.
+            if told.has_router:
+                body = fetch_ready(Endpoint.of(self.config).url(app.route_prefix, "/ready"))
+                if body is not None:
+                    bodies[app.name] = body
+
+    def _watch(self) -> None:
+        """Return on a signal.
+
+        Raises
+        ------
+        ServeFailed
+            The child, Ray or every application has ended without this process.
+        """
+        daemons = session_daemons(self._child.pid)
+        dashboard_url = self._dashboard_url()
+        names = {app.name for app in self.config.applications}
+        asked_s, times_gone = time.monotonic(), 0
+        while not self._stop.wait(POLL_S):
+            self._check_child()
+            ended = daemons.keys() - session_daemons(self._child.pid).keys()
+            if ended:
+                names_ended = ", ".join(sorted(daemons[pid] for pid in ended))
+                raise ServeFailed(f"Ray's node has ended: its process {names_ended} is gone")
+            if dashboard_url is None or time.monotonic() - asked_s < WATCH_S:
+                continue
+            asked_s = time.monotonic()
+            status = self.status(dashboard_url)
+            is_gone = status is not None and not names & status.keys()
+            times_gone = times_gone + 1 if is_gone else 0
+            if times_gone == WATCH_TIMES:
+                gone = ", ".join(sorted(names))
+                raise ServeFailed(
+                    f"Ray Serve has no application {gone} any more: `serve shutdown`?"
+                )
+
+    def _is_routed(self, app: Application) -> bool:
+        """Whether a request would find the application: RUNNING speaks of its replicas only, and the
+        proxy hears of the route by a way of its own."""
+        if app.route_prefix is None or self.config.schema.proxy_location == "Disabled":
+            return True
+        routes = fetch_ready(Endpoint.of(self.config).url("/", "/-/routes"))
+        return routes is not None and app.route_prefix in routes
+
+    def _dashboard_url(self) -> str | None:
+        match = _DASHBOARD.search(self.log_path.read_text(errors="replace"))
+        return match and match[1]
+
+    def _check_child(self) -> None:
+        code = self._child.poll()
+        if code is not None:
+            raise ServeFailed(f"`serve run` ended with exit status {code}")
+
+    def _log_tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def _end_child(self) -> None:
+        """SIGTERM ends Ray and all its processes within seconds; what is left after `TERMINATE_S` is killed.
+
+        SIGINT would drain first, and Serve keeps an ingress replica for 30 s after its last
+        request, so that load balancers notice: nothing that a local run needs. Impatient further
+        signals change nothing: SIGKILL would leave Ray's daemons and HAProxy behind, holding the ports.
+
+        Ray gives a daemon one second to end and then kills it, so on a loaded machine its workers may
+        outlive the driver. They share the child's session whatever their process groups are.
+        """
+        if self._child is None:
+            return
+        self._child.terminate()
+        kill_s = time.monotonic() + TERMINATE_S
+        while self._child.poll() is None or session_pids(self._child.pid):
+            if time.monotonic() >= kill_s:
+                self._kill_session()
+            time.sleep(POLL_S)
+
+    def _kill_session(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)  # all there is to do without /proc
+        for pid in session_pids(self._child.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _deploy_failure(app: Application, message: str) -> ServeFailed:
+    """The reason alone where it is ours, else all that Serve says."""
+    reason = reason_of(message)
+    return ServeFailed(f"application {app.name!r}: {reason or message}", is_clear=bool(reason))
+
+
+def serve_command(path: Path) -> list[str]:
+    """`serve run` in this interpreter's environment.
+
+    `--address local` starts a Ray of its own even where another one runs on the machine.
+    """
+    return [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(path)]

@@ -1,0 +1,76 @@
+"""What `quire serve` prints once everything answers: time, engines, who can reach which port, a request to paste."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from quire.cluster.local.ports import Endpoint, listening_lines
+from quire.cluster.local.serve_api import answers, asks_for_token
+from quire.protos.engine_facts import describe, describe_phases
+
+if TYPE_CHECKING:
+    from quire.cluster.config.serve_config import Application, ServeConfig
+
+
+def dashboard_lines(url: str) -> Iterator[str]:
+    """Where Ray's dashboard is, and what it and Ray's own commands ask for."""
+    yield f"Ray dashboard: {url}"
+    if asks_for_token():
+        yield (
+            "it asks for a token: `ray get-auth-token` prints it; Ray's commands (`serve status`) read it with "
+            "`export RAY_AUTH_MODE=token`"
+        )
+
+
+def ready_lines(
+    config: ServeConfig,
+    bodies: Mapping[str, Mapping[str, Any]],
+    seconds: Mapping[str, float],
+    listeners: Iterable[tuple[str, int]],
+) -> Iterator[str]:
+    """Everything that matters, the request to paste last.
+
+    Parameters
+    ----------
+    bodies
+        What `/ready` said of each application; empty for one that is not Quire's.
+    seconds
+        `total` since the start, and `Ray` of these until Ray ran.
+    """
+    phases = [f"Ray {seconds['Ray']:.1f} s"]
+    phases.append(f"Serve and applications {seconds['total'] - seconds['Ray']:.1f} s")
+    for name, body in bodies.items():
+        if startup := body.get("startup"):
+            phases.append(f"of these in {name!r}: {describe_phases(startup)}")
+    yield f"start-up {seconds['total']:.1f} s: {'; '.join(phases)}"
+    endpoint = Endpoint.of(config)
+    for app in config.applications:
+        if engine := bodies.get(app.name, {}).get("engine"):
+            replicas = f"{app.config.replicas} x " if app.config.replicas > 1 else ""
+            yield f"{app.name}: {replicas}{describe(engine)}"
+    yield from listening_lines(listeners)
+    for app in config.applications:
+        if app.config is not None and app.route_prefix is not None:
+            metrics = endpoint.url(app.route_prefix, "/metrics")
+            if answers(metrics):
+                yield f"metrics: {metrics}"
+    for app in config.applications:
+        yield f"ready: {_try_it(endpoint, app)}"
+
+
+def _try_it(endpoint: Endpoint, app: Application) -> str:
+    """A command to paste that streams a chat."""
+    if app.config is None or app.route_prefix is None:
+        return app.name
+    body = {
+        "model": app.config.model_name,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Tell me a story about a lighthouse."}],
+    }
+    options = ["-N", "-k"] if endpoint.scheme == "https" else ["-N"]
+    url = endpoint.url(app.route_prefix, "/v1/chat/completions")
+    header = "content-type: application/json"
+    return shlex.join(["curl", *options, url, "-H", header, "-d", json.dumps(body)])

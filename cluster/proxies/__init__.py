@@ -1,0 +1,1 @@
+"""What is changed in the processes of Ray Serve's proxies."""

@@ -1,0 +1,1 @@
+"""Paged attention: work lists, decode, prefill."""

@@ -1,0 +1,180 @@
+"""One call of an attention kernel: its operands and options, checked, in the form in which the kernels take them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+import triton
+
+from quire.kernels import checks
+from quire.kernels.attention.attention_math import FP8_BITS, fp8_form, score_scale
+from quire.kernels.rows.forms import KEPT_FORMS, Form, form_of
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads, and which keys a query sees: what a plan and the call that uses it agree on.
+
+    Raises
+    ------
+    ValueError
+        A number outside its bounds, or both a window and a chunk.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None  # keys that a query sees, itself included
+    chunk: int | None = None  # size of local attention's chunks
+
+    def __post_init__(self) -> None:
+        checks.check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        checks.check_local(self.window, self.chunk)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def group_pad(self) -> int:
+        """Lanes of a decode tile for the heads of a group, a power of two."""
+        return 1 << (self.group - 1).bit_length()
+
+    def constants(self) -> dict[str, int]:
+        """Compile-time arguments of the decode and prefill kernels."""
+        return dict(
+            KV_HEADS=self.num_kv_heads,
+            GROUP=self.group,
+            HEAD_DIM=self.head_dim,
+            HEAD_PAD=triton.next_power_of_2(self.head_dim),
+            WINDOW=self.window or 0,
+            CHUNK=self.chunk or 0,
+        )
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keyword arguments of `decode_attention` and `prefill_attention`, all optional."""
+
+    softcap: float | None  # s becomes softcap * tanh(s / softcap)
+    sinks: torch.Tensor | None  # [heads] float32 logits that join the denominator only
+    k_scale: torch.Tensor | None  # [kv_heads] float32 factor of a float8_e4m3fn cache
+    v_scale: torch.Tensor | None  # as k_scale, and given with it
+    out: torch.Tensor | None  # [tokens, heads, head_dim] as q; allocated (uninitialised) where None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchForm:
+    """What a call's forms fix of its launch."""
+
+    strides: tuple[
+        int, ...
+    ]  # of q, out, the block tables, and a block and a head of the caches, in elements
+    constants: dict[str, int | float]  # compile-time arguments of the decode and prefill kernels
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Operands of one launch; `prepare_call` makes it."""
+
+    out: torch.Tensor  # [tokens, heads, head_dim]
+    q: torch.Tensor  # [tokens, heads, head_dim]
+    k_cache: torch.Tensor  # [num_blocks, kv_heads, block_size, head_dim]
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor  # [>= rows, max_blocks] int32
+    sinks: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    qk_scale: float  # `quire.kernels.attention.attention_math.score_scale`
+    form: LaunchForm
+
+
+def prepare_call(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    shape: AttentionShape,
+    kv_len: torch.Tensor,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> AttentionCall:
+    """Check a call against the plan it was made for.
+
+    Parameters
+    ----------
+    q
+        [tokens, heads, head_dim] bfloat16, float16 or float32; tokens may be strided.
+    k_cache, v_cache
+        [num_blocks, kv_heads, block_size, head_dim] in the dtype of q or float8_e4m3fn, pages contiguous. The
+        keys of this step are already written. Slots that hold no key may hold anything.
+    block_tables
+        [>= rows, max_blocks] int32; entries without a key that the row sees are not read.
+    scale
+        Factor on q.k, > 0.
+    shape, kv_len
+        Of the plan; kv_len [rows] int32.
+    softcap, sinks, k_scale, v_scale, out
+        `AttentionOptions`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride, device or option that does not fit, with its bound.
+    """
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    operands = (q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale, out, kv_len)
+    form = _checked(shape, scale, softcap, *map(form_of, operands))
+    if form.constants["FP8"] == FP8_BITS:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    qk_scale = score_scale(scale, softcap)
+    return AttentionCall(
+        out, q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale, qk_scale, form
+    )
+
+
+@functools.lru_cache(KEPT_FORMS)
+def _checked(
+    shape: AttentionShape,
+    scale: float,
+    softcap: float | None,
+    q: Form,
+    k_cache: Form,
+    v_cache: Form,
+    block_tables: Form,
+    sinks: Form | None,
+    k_scale: Form | None,
+    v_scale: Form | None,
+    out: Form,
+    kv_len: Form,
+) -> LaunchForm:
+    """Check the operands' forms against the plan's shape."""
+    checks.check_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        kv_len.shape[0],
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+    )
+    checks.check_options(q, k_cache, scale, softcap, sinks, k_scale, v_scale)
+    checks.check_device("plan", kv_len, q.device)
+    checks.check_out(out, q)
+    strides = (*(x.stride(0) for x in (q, out, block_tables)), *k_cache.strides[:2])
+    own = dict(
+        BLOCK_SIZE=k_cache.shape[2],
+        SOFTCAP=softcap or 0.0,
+        FP8=fp8_form(k_cache.dtype, k_cache.device),
+    )
+    return LaunchForm(strides, shape.constants() | own)

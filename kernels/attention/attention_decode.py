@@ -1,0 +1,314 @@
+"""Paged decode attention: one query token a row, keys and values read once at the speed of the memory.
+
+For row r with n keys, query head h of KV head g (``group`` heads each), f = scale * log2(e)::
+
+    o_h = sum_j 2^(f q_h.k_gj - m_h) v_gj / sum_j 2^(f q_h.k_gj - m_h)          j in the keys that r sees
+
+Work. Keys are cut into splits of a fixed number of tokens from position 0. An item is (rows, split); the list
+lies on the device (`quire.kernels.attention.decode_plan`) and a persistent grid walks it for each KV head, so there is
+no host heuristic, no step at some batch size, and one CUDA graph fits every length. The heads of a group are the rows
+of one 16-row matrix tile. A second small kernel merges a row's partial results::
+
+    item list   r0 s0 | r0 s1 | r0 s2 | r1 s0 | r2 s0 | ...      x KV heads, walked by num_programs programs
+                  |       |       |       |
+    partials    slot 0  slot 1  slot 2    out    (a single split is finished in place)
+                  +---m0, l0, o0 -> merge -> out
+
+The merge is a tree of two levels that the row's number of splits alone fixes: `MERGE_SPLITS` splits in order make a
+partial result, and these in order the row's::
+
+    splits      0 1 2 ... 31 | 32 33 ... 63 | 64 ... 70
+    level 1     in order       in order       in order       of one head, side by side in one program
+    level 2     +--------------+--------------+---> out
+
+A row's bits depend on its own keys only: not on the batch, the grid, the order of completion or the slots.
+
+Shared prefixes (cascade). Rows whose tables begin with the same blocks share the items of the splits there: up to
+16 // group rows fill the tile that one row leaves empty, and the keys are loaded once for all of them. A lane of the
+tile does the same arithmetic whatever the others hold, and the partial results go to the same slots: equal bits.
+
+Layout. q, out [tokens, heads, head_dim]; pages [num_blocks, kv_heads, block_size, head_dim], any block stride.
+
+Bytes: 2 n kv_heads head_dim itemsize a row (shared splits: once for 16 // group rows, and these reads come from L2
+where the shared part fits it), plus 8 (head_dim + 2) heads for each split of a row that has several: 1.6% of the KV
+bytes at split 256, group 4, bf16. Flops: 4 n heads head_dim a row (16 / group times as many in the padded tiles).
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.attention.attention_call import AttentionOptions, prepare_call
+from quire.kernels.attention.attention_math import (
+    attend_tile,
+    finish,
+    first_key,
+    head_scales,
+    load_tile,
+    merge,
+    position_seen,
+    split_range,
+    tile_offsets,
+)
+from quire.kernels.attention.decode_plan import DecodePlan
+from quire.kernels.tuning import launch_options
+
+SUBTILE = tl.constexpr(16)  # rows of the smallest matrix instruction
+MERGE_ELEMENTS = 1024  # of the accumulators in one program of the merge: 8 a thread
+MERGE_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["tables_ptr"])
+def _decode_kernel(
+    out_ptr, partial_acc_ptr, partial_ml_ptr,
+    q_ptr, k_ptr, v_ptr, tables_ptr, cu_q_ptr, kv_len_ptr,
+    items_ptr, num_items_ptr, row_slot_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr,
+    scale, stride_q, stride_out, stride_table, stride_block, stride_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr, TILE: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Walk the items: lane i of a tile holds head i % GROUP_PAD of the item's i // GROUP_PAD-th row."""
+    LOCAL: tl.constexpr = WINDOW > 0 or CHUNK > 0
+    ITEM_WIDTH: tl.constexpr = 2 + SUBTILE // GROUP_PAD
+    lane = tl.arange(0, SUBTILE)
+    dim = tl.arange(0, HEAD_PAD)
+    total = tl.load(num_items_ptr) * KV_HEADS
+    for index in range(tl.program_id(0), total, tl.num_programs(0)):
+        head = index % KV_HEADS
+        heads = head * GROUP + lane % GROUP_PAD
+        item_ptr = items_ptr + index // KV_HEADS * ITEM_WIDTH
+        first_split = tl.load(item_ptr)
+        end_split = tl.load(item_ptr + 1)
+        # Where there are several rows, they share every key of the item: any of them leads.
+        lead = tl.load(item_ptr + 2)
+        row = tl.load(item_ptr + 2 + lane // GROUP_PAD)
+        valid = row >= 0
+        if GROUP != GROUP_PAD:
+            valid = valid & (lane % GROUP_PAD < GROUP)
+        end = tl.load(kv_len_ptr + lead)
+        begin = first_key(end - 1, WINDOW, CHUNK)
+        table_ptr = tables_ptr + tl.cast(lead, tl.int64) * stride_table
+        k_head_ptr = k_ptr + tl.cast(head, tl.int64) * stride_head
+        v_head_ptr = v_ptr + tl.cast(head, tl.int64) * stride_head
+        qk_scale, v_scale = head_scales(k_scale_ptr, v_scale_ptr, head, scale)
+        token = tl.load(cu_q_ptr + row, mask=valid, other=0).to(tl.int64)
+        held = valid[:, None] & (dim < HEAD_DIM)[None, :]
+        q = tl.load(
+            q_ptr + (token * stride_q + heads * HEAD_DIM)[:, None] + dim[None, :],
+            mask=held,
+            other=0.0,
+        )
+
+        total_m, total_l, total_acc = _nothing(SUBTILE, HEAD_PAD)
+        for first in range(first_split, end_split, MERGE_SPLITS):
+            group_m, group_l, group_acc = _nothing(SUBTILE, HEAD_PAD)
+            for split in range(first, tl.minimum(first + MERGE_SPLITS, end_split)):
+                m, l, acc = _nothing(SUBTILE, HEAD_PAD)
+                low = tl.maximum(split * SPLIT, begin // TILE * TILE)
+                high = tl.minimum(split * SPLIT + SPLIT, end)
+                for start in range(low, high, TILE):
+                    base, rows = tile_offsets(
+                        table_ptr, start, begin, end, stride_block, HEAD_DIM, BLOCK_SIZE, TILE, True, LOCAL
+                    )  # fmt: skip
+                    k = load_tile(
+                        k_head_ptr, base, rows, start, begin, end, q_ptr.dtype.element_ty,
+                        HEAD_DIM, HEAD_PAD, FP8, True, LOCAL,
+                    )  # fmt: skip
+                    v = load_tile(
+                        v_head_ptr, base, rows, start, begin, end, q_ptr.dtype.element_ty,
+                        HEAD_DIM, HEAD_PAD, FP8, True, LOCAL,
+                    )  # fmt: skip
+                    seen = position_seen(start + tl.arange(0, TILE), begin, end, LOCAL)[None, :]
+                    m, l, acc = attend_tile(q, k, v, m, l, acc, seen, qk_scale, SOFTCAP, True)
+                group_m, group_l, group_acc = merge(group_m, group_l, group_acc, m, l, acc)
+            total_m, total_l, total_acc = merge(
+                total_m, total_l, total_acc, group_m, group_l, group_acc
+            )
+
+        slot = tl.load(row_slot_ptr + row, mask=valid, other=0)
+        sink = None
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + heads, mask=valid, other=0.0)
+        result = finish(total_m, total_l, total_acc, sink, v_scale)
+        offsets = (token * stride_out + heads * HEAD_DIM)[:, None] + dim[None, :]
+        tl.store(
+            out_ptr + offsets,
+            result.to(out_ptr.dtype.element_ty),
+            mask=held & (slot < 0)[:, None],
+        )
+        has_slot = valid & (slot >= 0)
+        slot = slot + first_split - begin // SPLIT
+        at = slot.to(tl.int64) * (KV_HEADS * GROUP) + heads
+        tl.store(
+            partial_acc_ptr + (at * HEAD_DIM)[:, None] + dim[None, :],
+            total_acc,
+            mask=held & has_slot[:, None],
+        )
+        tl.store(partial_ml_ptr + at * 2, total_m, mask=has_slot)
+        tl.store(partial_ml_ptr + at * 2 + 1, total_l, mask=has_slot)
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(m, l, acc) of no key."""
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    return m, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def _merge_slots(
+    partial_acc_ptr, partial_ml_ptr, slot, step, count, most, head, dim,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr, DIMS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Merge in order the partial results of `head` in slots slot, slot + step, ...
+
+    `slot`, `count` (at most `most`) and `head` are [LANES] each: the lanes have nothing to do with each other.
+    """
+    m, l, acc = _nothing(LANES, DIMS)
+    for begin in range(0, most, UNROLL):
+        # All loads of a round before its first merge: they are in flight together.
+        m_next = ()
+        l_next = ()
+        acc_next = ()
+        for i in tl.static_range(UNROLL):
+            listed = begin + i < count
+            at = (slot + (begin + i) * step).to(tl.int64) * HEADS + head
+            m_next += (tl.load(partial_ml_ptr + at * 2, mask=listed, other=float("-inf")),)
+            l_next += (tl.load(partial_ml_ptr + at * 2 + 1, mask=listed, other=0.0),)
+            offsets = (at * HEAD_DIM)[:, None] + dim[None, :]
+            held = listed[:, None] & (dim < HEAD_DIM)[None, :]
+            acc_next += (tl.load(partial_acc_ptr + offsets, mask=held, other=0.0),)
+        for i in tl.static_range(UNROLL):
+            m, l, acc = merge(m, l, acc, m_next[i], l_next[i], acc_next[i])
+    return m, l, acc
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr, partial_acc_ptr, partial_ml_ptr, cu_q_ptr, kv_len_ptr,
+    merge_rows_ptr, num_rows_ptr, row_slot_ptr, sinks_ptr, v_scale_ptr, stride_out,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr, DIMS: tl.constexpr,
+    SPLIT: tl.constexpr, MERGE_SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Merge partial results; rows without keys get zeros.
+
+    The list begins with the long rows, of more than MERGE_SPLITS splits. A long row has a program for each head, whose
+    lanes do level 1 for LANES runs of splits at a time; of other rows a program has LANES heads.
+    """
+    lane = tl.arange(0, LANES)
+    dim = tl.arange(0, DIMS)
+    parts: tl.constexpr = (HEADS + LANES - 1) // LANES
+    num_long = tl.load(num_rows_ptr + 1)
+    total = num_long * HEADS + (tl.load(num_rows_ptr) - num_long) * parts
+    for index in range(tl.program_id(0), total, tl.num_programs(0)):
+        is_long = index < num_long * HEADS
+        short = index - num_long * HEADS
+        row = tl.load(merge_rows_ptr + tl.where(is_long, index // HEADS, num_long + short // parts))
+        # Lanes of a long row all have its head in level 1, and lane 0 alone goes on with level 2.
+        head = tl.where(is_long, index % HEADS, short % parts * LANES + lane)
+        used = tl.where(is_long, lane < 1, head < HEADS)
+        slot = tl.load(row_slot_ptr + row)
+        _, num_splits = split_range(tl.load(kv_len_ptr + row), SPLIT, WINDOW, CHUNK)
+        num_splits = tl.where(slot >= 0, num_splits, 0)
+        step = tl.where(is_long, MERGE_SPLITS, 1)
+        count = (num_splits + step - 1) // step
+        if is_long:
+            for done in range(0, num_splits, LANES * MERGE_SPLITS):
+                first = done + lane * MERGE_SPLITS
+                own = tl.minimum(tl.maximum(num_splits - first, 0), MERGE_SPLITS)
+                m, l, acc = _merge_slots(
+                    partial_acc_ptr, partial_ml_ptr, slot + first, 1, own, MERGE_SPLITS, head, dim,
+                    HEADS, HEAD_DIM, LANES, DIMS, UNROLL,
+                )  # fmt: skip
+                # The result takes the place of its first split, which other threads may still have to load.
+                tl.debug_barrier()
+                at = (slot + first).to(tl.int64) * HEADS + head
+                held = (own > 0)[:, None] & (dim < HEAD_DIM)[None, :]
+                tl.store(partial_acc_ptr + (at * HEAD_DIM)[:, None] + dim[None, :], acc, mask=held)
+                tl.store(partial_ml_ptr + at * 2, m, mask=own > 0)
+                tl.store(partial_ml_ptr + at * 2 + 1, l, mask=own > 0)
+            tl.debug_barrier()
+        m, l, acc = _merge_slots(
+            partial_acc_ptr, partial_ml_ptr, slot + lane * 0, step, tl.where(used, count, 0), count, head, dim,
+            HEADS, HEAD_DIM, LANES, DIMS, UNROLL,
+        )  # fmt: skip
+        sink = None
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head, mask=used, other=0.0)
+        v_scale = 1.0
+        if v_scale_ptr is not None:
+            v_scale = tl.load(v_scale_ptr + head // GROUP, mask=used, other=1.0)[:, None]
+        result = finish(m, l, acc, sink, v_scale)
+        token = tl.load(cu_q_ptr + row).to(tl.int64)
+        offsets = (token * stride_out + head * HEAD_DIM)[:, None] + dim[None, :]
+        held = used[:, None] & (dim < HEAD_DIM)[None, :]
+        tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=held)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    plan: DecodePlan,
+    **options: Unpack[AttentionOptions],
+) -> torch.Tensor:
+    """Attention of the rows with one query token; the output of other tokens is left as it is.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, block_tables, scale
+        As in `quire.kernels.attention.attention_call.prepare_call`.
+    plan
+        `plan_decode` of this batch.
+    options
+        `softcap`, `sinks`, `k_scale`, `v_scale`, `out`: `quire.kernels.attention.attention_call.AttentionOptions`.
+
+    Returns
+    -------
+    `out`. The bits of a row depend on that row's keys only.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride, device or option that does not fit, with its bound.
+    """
+    ws = plan.workspace
+    call = prepare_call(q, k_cache, v_cache, block_tables, scale, ws.shape, plan.kv_len, **options)
+    if not q.shape[0]:
+        return call.out
+    shape, config = ws.shape, ws.config
+    # fmt: off
+    _decode_kernel[(ws.num_programs,)](
+        call.out, ws.partial_acc, ws.partial_ml,
+        call.q, call.k_cache, call.v_cache, call.block_tables, plan.cu_q, plan.kv_len,
+        ws.items, ws.counts, ws.row_slot, call.sinks, call.k_scale, call.v_scale,
+        call.qk_scale, *call.form.strides,
+        GROUP_PAD=shape.group_pad, SPLIT=config.split_tokens, TILE=config.tile_tokens,
+        MERGE_SPLITS=config.merge_splits, **call.form.constants,
+        **launch_options(ws.arch, config.num_warps, config.num_stages, config.programs_per_processor),
+    )
+    _merge_kernel[(ws.num_merge_programs,)](
+        call.out, ws.partial_acc, ws.partial_ml, plan.cu_q, plan.kv_len,
+        ws.merge_rows, ws.merge_counts, ws.row_slot, call.sinks, call.v_scale, call.out.stride(0),
+        HEADS=shape.num_heads, GROUP=shape.group, HEAD_DIM=shape.head_dim,
+        SPLIT=config.split_tokens, MERGE_SPLITS=config.merge_splits,
+        WINDOW=shape.window or 0, CHUNK=shape.chunk or 0, UNROLL=config.merge_unroll,
+        **merge_layout(shape.head_dim),
+        **launch_options(ws.arch, MERGE_WARPS, programs_per_processor=config.merge_programs_per_processor),
+    )
+    # fmt: on
+    return call.out
+
+
+def merge_layout(head_dim: int) -> dict[str, int]:
+    """The merge kernel's accumulators: lanes and their dimensions."""
+    dims = 1 << (head_dim - 1).bit_length()
+    return dict(LANES=MERGE_ELEMENTS // dims, DIMS=dims)

@@ -1,0 +1,195 @@
+"""Paged prefill attention: ragged new tokens over the keys of earlier chunks and their own, causal.
+
+Query tokens at positions p = kv_len - q_len ... kv_len - 1 of row r, keys 0 ... p of the same row, heads as in
+`quire.kernels.attention.attention_decode`. A work item is (query tile, KV head): BLOCK_M = queries x heads of the KV
+group packed into the rows of one matrix tile (64 rows and more: Hopper's wgmma), so the keys of a KV head are loaded
+once for its whole group. The loop over tiles of keys has three parts, so that masks are paid at the edges only::
+
+    keys      0 ...        [ edge | full | full | full | edge ]      ... kv_len
+              not visited   window         unmasked       diagonal
+
+Without a window the first part does not exist; with one (or with chunked attention) the loop starts at the first
+tile that any query of the item sees. Tiles lie at absolute multiples of `tile_tokens` and a key that a query does not
+see adds an exact zero, so the bits of a token depend neither on the chunk it came in nor on the batch.
+
+Items are listed on the device (`plan_prefill`), within a row the last tile, which has most keys, first; KV heads
+are the fastest index, so all heads' long items start first.
+
+Layout. q, out [tokens, heads, head_dim]; pages [num_blocks, kv_heads, block_size, head_dim], any block stride.
+
+Flops: 4 heads head_dim (q_len kv_len - q_len (q_len - 1) / 2) a row, plus at most one tile a query tile at each edge.
+Bytes: q and out once; K and V once a query tile, from L2 where the items of a KV head run together.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.attention.attention_call import AttentionOptions, prepare_call
+from quire.kernels.attention.attention_math import (
+    attend_tile,
+    finish,
+    first_key,
+    head_scales,
+    load_tile,
+    tile_offsets,
+)
+from quire.kernels.attention.prefill_plan import PrefillPlan
+from quire.kernels.tuning import device_arch, launch_options
+
+
+@triton.jit
+def _walk_keys(
+    m, l, acc, q, position, k_ptr, v_ptr, table_ptr, low, high, begin, end, qk_scale, stride_block,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Tiles [low, high); any query of the item sees keys in [begin, end) only."""
+    LOCAL: tl.constexpr = WINDOW > 0 or CHUNK > 0
+    for start in range(low, high, TILE):
+        base, rows = tile_offsets(
+            table_ptr, start, begin, end, stride_block, HEAD_DIM, BLOCK_SIZE, TILE, MASKED, LOCAL
+        )
+        k = load_tile(
+            k_ptr, base, rows, start, begin, end, q.dtype, HEAD_DIM, HEAD_PAD, FP8, MASKED, LOCAL
+        )
+        v = load_tile(
+            v_ptr, base, rows, start, begin, end, q.dtype, HEAD_DIM, HEAD_PAD, FP8, MASKED, LOCAL
+        )
+        key = (start + tl.arange(0, TILE))[None, :]
+        seen = key <= position[:, None]
+        if LOCAL:
+            seen = seen & (key >= first_key(position, WINDOW, CHUNK)[:, None])
+        m, l, acc = attend_tile(q, k, v, m, l, acc, seen, qk_scale, SOFTCAP, MASKED)
+    return m, l, acc
+
+
+@triton.jit(
+    do_not_specialize=["stride_table"],
+    do_not_specialize_on_alignment=["tables_ptr", "num_tiles_ptr"],
+)
+def _prefill_kernel(
+    out_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, cu_q_ptr, kv_len_ptr, tiles_ptr, num_tiles_ptr,
+    sinks_ptr, k_scale_ptr, v_scale_ptr,
+    scale, stride_q, stride_out, stride_table, stride_block, stride_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """One query tile of one KV head; programs beyond the list do nothing."""
+    index = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    if index < tl.load(num_tiles_ptr):
+        row = tl.load(tiles_ptr + index * 2)
+        first_query = tl.load(tiles_ptr + index * 2 + 1)
+        first_token = tl.load(cu_q_ptr + row)
+        q_len = tl.load(cu_q_ptr + row + 1) - first_token
+        context = tl.load(kv_len_ptr + row) - q_len
+
+        lane = tl.arange(0, BLOCK_M)
+        dim = tl.arange(0, HEAD_PAD)
+        queries: tl.constexpr = BLOCK_M // GROUP
+        end_query = tl.minimum(first_query + queries, q_len)
+        query = first_query + lane // GROUP
+        valid = (lane < queries * GROUP) & (query < q_len)
+        # Lanes without a query repeat the last one: they see keys, and are not stored.
+        query = tl.minimum(query, end_query - 1)
+        position = context + query
+        heads = head * GROUP + lane % GROUP
+        token = (first_token + query).to(tl.int64)
+        held = valid[:, None] & (dim < HEAD_DIM)[None, :]
+        q = tl.load(
+            q_ptr + (token * stride_q + heads * HEAD_DIM)[:, None] + dim[None, :],
+            mask=held,
+            other=0.0,
+        )
+
+        first = context + first_query
+        last = context + end_query - 1
+        begin = first_key(first, WINDOW, CHUNK)
+        end = last + 1
+        # Every query sees [full_low, full_high); chunks: none of it where the tile spans two of them.
+        low = begin // TILE * TILE
+        full_high = (first + 1) // TILE * TILE
+        full_low = low
+        if WINDOW > 0 or CHUNK > 0:
+            full_low = (first_key(last, WINDOW, CHUNK) + TILE - 1) // TILE * TILE
+            full_low = tl.minimum(full_low, (end + TILE - 1) // TILE * TILE)
+        full_high = tl.maximum(full_high, full_low)
+
+        table_ptr = tables_ptr + tl.cast(row, tl.int64) * stride_table
+        k_head_ptr = k_ptr + tl.cast(head, tl.int64) * stride_head
+        v_head_ptr = v_ptr + tl.cast(head, tl.int64) * stride_head
+        qk_scale, v_scale = head_scales(k_scale_ptr, v_scale_ptr, head, scale)
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+        if WINDOW > 0 or CHUNK > 0:
+            m, l, acc = _walk_keys(
+                m, l, acc, q, position, k_head_ptr, v_head_ptr, table_ptr, low, full_low, begin, end, qk_scale,
+                stride_block, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, TILE, WINDOW, CHUNK, SOFTCAP, FP8, True,
+            )  # fmt: skip
+        m, l, acc = _walk_keys(
+            m, l, acc, q, position, k_head_ptr, v_head_ptr, table_ptr, full_low, full_high, begin, end, qk_scale,
+            stride_block, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, TILE, WINDOW, CHUNK, SOFTCAP, FP8, False,
+        )  # fmt: skip
+        m, l, acc = _walk_keys(
+            m, l, acc, q, position, k_head_ptr, v_head_ptr, table_ptr, full_high, end, begin, end, qk_scale,
+            stride_block, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, TILE, WINDOW, CHUNK, SOFTCAP, FP8, True,
+        )  # fmt: skip
+        sink = None
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + heads)
+        result = finish(m, l, acc, sink, v_scale)
+        offsets = (token * stride_out + heads * HEAD_DIM)[:, None] + dim[None, :]
+        tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=held)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    plan: PrefillPlan,
+    **options: Unpack[AttentionOptions],
+) -> torch.Tensor:
+    """Causal attention of the rows that the plan lists; the output of other tokens is left as it is.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, block_tables, scale
+        As in `quire.kernels.attention.attention_call.prepare_call`.
+    plan
+        `plan_prefill` of this batch.
+    options
+        `softcap`, `sinks`, `k_scale`, `v_scale`, `out`: `quire.kernels.attention.attention_call.AttentionOptions`.
+
+    Returns
+    -------
+    `out`. The bits of a token depend on its row's keys only, not on the chunk or the batch.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride, device or option that does not fit, with its bound.
+    """
+    shape, config = plan.shape, plan.config
+    call = prepare_call(q, k_cache, v_cache, block_tables, scale, shape, plan.kv_len, **options)
+    max_tiles = plan.tiles.shape[0]
+    if not q.shape[0] or not max_tiles:
+        return call.out
+    # fmt: off
+    _prefill_kernel[(max_tiles * shape.num_kv_heads,)](
+        call.out, call.q, call.k_cache, call.v_cache, call.block_tables,
+        plan.cu_q, plan.kv_len, plan.tiles, plan.num_tiles, call.sinks, call.k_scale, call.v_scale,
+        call.qk_scale, *call.form.strides, BLOCK_M=config.block_m, TILE=config.tile_tokens,
+        **call.form.constants,
+        **launch_options(device_arch(q.device), config.num_warps, config.num_stages),
+    )
+    # fmt: on
+    return call.out

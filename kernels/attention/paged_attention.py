@@ -1,0 +1,270 @@
+"""Paged attention where the cache lies: the Triton kernels on a GPU, `cpu_attention` on the CPU.
+
+One `PagedAttention` for the layers that share heads, head size, window or chunk; one plan a step for all of them::
+
+    attention = PagedAttention(k_cache, num_heads, max_rows=256)        # once
+    plan = attention.plan(cu_q, kv_len, block_tables)                   # once a step, numpy arrays
+    attention(q, k_cache, v_cache, scale, plan, out=out)                # each layer
+
+On a GPU rows of one query token go through the decode kernel and the others through the prefill kernel, into the
+same output. With `uniform` all go through the prefill kernel: then a token has the same bits whether it was decoded
+or prefilled again, for which the decode kernel's splits are given up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from quire.kernels.attention.decode_slots import decode_slots
+from quire.kernels.cpu import cpu_attention
+
+if TYPE_CHECKING:  # a CPU needs no Triton
+    from quire.kernels.attention.decode_plan import DecodePlan
+    from quire.kernels.attention.prefill_plan import PrefillPlan
+
+Backend = Literal["cpu", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """Work of one step on a GPU."""
+
+    decode: DecodePlan | None  # None: no row has exactly one query token
+    prefill: PrefillPlan | None  # None: no row has more
+    block_tables: torch.Tensor  # [rows, max blocks] int32
+
+
+Plan = TritonPlan | cpu_attention.AttentionPlan
+
+
+class PagedAttention:
+    """Causal attention over a paged cache, for layers of one kind.
+
+    Parameters
+    ----------
+    k_cache
+        [blocks, kv_heads, block_size, head_dim] of one of the layers; only its shape, strides, dtype and device
+        are read.
+    num_heads
+        Query heads, a multiple of the KV heads.
+    max_rows
+        Most rows of a batch.
+    max_len
+        Most tokens of a row; None for what the cache holds.
+    window, chunk
+        Keys a query sees, itself included, or the size of local attention's chunks; None for all.
+    share_prefixes
+        On a GPU, without window and chunk: decode rows whose tables begin with the same blocks read them together.
+        On the CPU they always do. The bits are the same.
+    uniform
+        On a GPU: the same bits for decoded and prefilled tokens. On the CPU they always are.
+    query_tokens
+        For the CPU without the compiled library, see `cpu_attention.plan_attention`.
+    dtype
+        Of q; None for the cache's. Another than the cache's only where that is float8_e4m3fn, which Triton serves.
+    backend
+        "triton" on a GPU, and in its interpreter; "cpu" on the CPU. None chooses by the cache's device.
+
+    Raises
+    ------
+    ValueError
+        The kernels do not serve such heads or such a cache; the message says what they do.
+    """
+
+    def __init__(
+        self,
+        k_cache: torch.Tensor,
+        num_heads: int,
+        *,
+        max_rows: int,
+        max_len: int | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        share_prefixes: bool = False,
+        uniform: bool = False,
+        query_tokens: int | None = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend | None = None,
+    ):
+        if backend not in (None, "cpu", "triton"):
+            raise ValueError(f"backend must be 'cpu', 'triton' or None, got {backend!r}")
+        self.backend: Backend = backend or ("cpu" if k_cache.device.type == "cpu" else "triton")
+        self._dtype = dtype or k_cache.dtype
+        if self._dtype != k_cache.dtype and (
+            self.backend == "cpu" or k_cache.dtype != torch.float8_e4m3fn
+        ):
+            raise ValueError(
+                f"k_cache: must be {self._dtype} as q, or float8_e4m3fn with backend 'triton', got "
+                f"{k_cache.dtype} with {self.backend!r}"
+            )
+        self._k_cache = k_cache
+        self._num_heads = num_heads
+        self._max_rows = max_rows
+        self._window = window
+        self._chunk = chunk
+        self._uniform = uniform
+        self._query_tokens = query_tokens
+        self._workspace = None
+        self._last: cpu_attention.AttentionPlan | None = None  # on the CPU
+        if self.backend == "triton" and not uniform:
+            from quire.kernels.attention.decode_plan import allocate_decode_workspace
+
+            num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
+            is_full = window is None and chunk is None
+            kind = dict(window=window, chunk=chunk, share_prefixes=share_prefixes and is_full)
+            cache_tokens = num_blocks * block_size
+            self._workspace = allocate_decode_workspace(
+                max_rows,
+                decode_slots(cache_tokens, max_rows, max_len or cache_tokens, **kind),
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                k_cache.device,
+                dtype=self._dtype,
+                **kind,
+            )
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Device memory of its own, by name; it stays where it is."""
+        return {} if self._workspace is None else self._workspace.buffers()
+
+    def plan(
+        self,
+        cu_q: np.ndarray | torch.Tensor,
+        kv_len: np.ndarray | torch.Tensor,
+        block_tables: np.ndarray | torch.Tensor,
+        num_query: np.ndarray | None = None,
+    ) -> Plan:
+        """Lay out the work of a ragged batch. On the CPU plans work in the same memory, one call at a time.
+
+        Parameters
+        ----------
+        cu_q
+            [rows + 1] int, row i owns the query tokens [cu_q[i], cu_q[i + 1]).
+        kv_len
+            [rows] int, tokens in the cache, those of this step included; the queries are the last ones.
+        block_tables
+            [rows, max blocks] int, entries that hold no key of a query's are not read.
+        num_query
+            [rows] query tokens of each row; needed where the others are int32 tensors, which for Triton they may
+            be: then nothing is copied to the device.
+        """
+        if self.backend == "cpu":
+            self._last = cpu_attention.plan_attention(
+                cu_q,
+                kv_len,
+                block_tables,
+                self._k_cache,
+                self._num_heads,
+                window=self._window,
+                chunk=self._chunk,
+                query_tokens=self._query_tokens,
+                before=self._last,
+            )
+            return self._last
+        return self._triton_plan(cu_q, kv_len, block_tables, num_query)
+
+    def _triton_plan(
+        self,
+        cu_q: np.ndarray | torch.Tensor,
+        kv_len: np.ndarray | torch.Tensor,
+        block_tables: np.ndarray | torch.Tensor,
+        num_query: np.ndarray | None,
+    ) -> TritonPlan:
+        from quire.kernels.attention.decode_plan import plan_decode
+        from quire.kernels.attention.prefill_plan import plan_prefill
+        from quire.kernels.tuning import device_arch, low_prefill_config
+
+        device = self._k_cache.device
+        starts, lengths, tables = (
+            x
+            if isinstance(x, torch.Tensor)
+            else torch.from_numpy(np.ascontiguousarray(x, np.int32)).to(device, non_blocking=True)
+            for x in (cu_q, kv_len, block_tables)
+        )
+        if num_query is None:
+            num_query = np.diff(cu_q)
+        decode = prefill = None
+        if not self._uniform and (num_query == 1).any():
+            block_size = self._k_cache.shape[2]
+            decode = plan_decode(self._workspace, starts, lengths, tables, block_size)
+        least = 1 if self._uniform else 2
+        if (num_query >= least).any():
+            _, num_kv_heads, _, head_dim = self._k_cache.shape
+            only_decodes = (num_query == 1).all()
+            prefill = plan_prefill(
+                starts,
+                lengths,
+                int(num_query.sum()),
+                self._num_heads,
+                num_kv_heads,
+                head_dim,
+                dtype=self._dtype,
+                window=self._window,
+                chunk=self._chunk,
+                min_query_tokens=least,
+                max_rows=self._max_rows,
+                config=low_prefill_config(device_arch(device), head_dim, self._dtype)
+                if only_decodes
+                else None,
+            )
+        return TritonPlan(decode, prefill, tables)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        scale: float,
+        plan: Plan,
+        *,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Parameters
+        ----------
+        q
+            [tokens, heads, head_dim].
+        k_cache, v_cache
+            [blocks, kv_heads, block_size, head_dim] of the layer; the keys of this step are already written.
+        scale
+            Factor on q . k.
+        plan
+            `plan` of this batch.
+        softcap
+            s becomes softcap * tanh(s / softcap).
+        sinks
+            [heads] logits that join the denominator only.
+        k_scale, v_scale
+            [kv_heads] float32 factors of a float8_e4m3fn cache.
+
+        Returns
+        -------
+        [tokens, heads, head_dim], in `out` if it is given.
+        """
+        if not isinstance(plan, TritonPlan):
+            return cpu_attention.paged_attention(
+                q, k_cache, v_cache, None, None, None, scale,
+                softcap=softcap, sinks=sinks, out=out, plan=plan,
+            )  # fmt: skip
+        from quire.kernels.attention.attention_decode import decode_attention
+        from quire.kernels.attention.attention_prefill import prefill_attention
+
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        call = (q, k_cache, v_cache, plan.block_tables, scale)
+        sinks = None if sinks is None else sinks.float()
+        options = dict(softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out)
+        if plan.prefill is not None:
+            prefill_attention(*call, plan.prefill, **options)
+        if plan.decode is not None:
+            decode_attention(*call, plan.decode, **options)
+        return out

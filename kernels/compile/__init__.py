@@ -1,0 +1,1 @@
+"""Compiling kernels without a GPU, and Triton's interpreter."""

@@ -1,0 +1,194 @@
+"""Paged attention on the CPU: ragged prefill and decode in one call, the same bits in any batch.
+
+Two implementations behind one interface: C that reads the pages in place (`cpu_attention_native.py`), where the
+installation had a compiler and the shapes fit it, and torch operations on gathered pages (`cpu_attention_torch.py`)
+everywhere else. `plan_attention` chooses, once a step; `paged_attention` follows the plan.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from quire.kernels.cpu import cpu_attention_native, cpu_attention_torch, native_library
+from quire.kernels.cpu.cpu_attention_native import NativePlan
+from quire.kernels.cpu.cpu_attention_torch import TorchPlan
+
+AttentionPlan = NativePlan | TorchPlan
+Backend = Literal["native", "torch"]
+
+
+def has_native() -> bool:
+    """Whether the compiled library is installed."""
+    return native_library.load() is not None
+
+
+def plan_attention(
+    cu_q: np.ndarray,
+    kv_len: np.ndarray,
+    block_tables: np.ndarray,
+    k_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    query_tokens: int | None = None,
+    backend: Backend | None = None,
+    before: AttentionPlan | None = None,
+) -> AttentionPlan:
+    """Lay out the work of a ragged batch.
+
+    Parameters
+    ----------
+    cu_q
+        [rows + 1] int, row i owns the query tokens [cu_q[i], cu_q[i + 1]).
+    kv_len
+        [rows] int, tokens in the cache, those of this step included; the queries are the last ones.
+    block_tables
+        [rows, max blocks] int, entries that hold no key of a query's are ignored.
+    k_cache
+        [blocks, kv_heads, block_size, head_dim]; only its shape, strides, dtype and device are read.
+    num_heads
+        Query heads, a multiple of the KV heads.
+    window
+        Keys a query sees, itself included; None for all.
+    chunk
+        A query sees the keys of its own chunk of so many positions only; None for all.
+    query_tokens
+        For the torch path: query tokens of a prefill tile, see `cpu_attention_torch.choose_query_tokens`; None for
+        as many as are fast.
+    backend
+        "native" or "torch" to force one; None for native where it can.
+    before
+        A plan made with the same cache, heads and options, whose memory is used again: calls of both must not run at
+        the same time. Where each of its rows has decoded one token since, going on from it takes a third of the time.
+
+    Raises
+    ------
+    ValueError
+        Native was asked for and cannot, or it would read outside the cache.
+    """
+    if backend not in (None, "native", "torch"):
+        raise ValueError(f"backend must be 'native', 'torch' or None, got {backend!r}")
+    if isinstance(before, NativePlan):
+        following = before.following(cu_q, kv_len, block_tables)
+        if following is not None:
+            return following
+    arguments = (cu_q, kv_len, block_tables, k_cache, num_heads)
+    if backend == "torch" or not cpu_attention_native.supports(k_cache, num_heads):
+        if backend == "native":
+            raise ValueError(
+                f"backend 'native' needs the compiled library (installed: {has_native()}) and "
+                f"{cpu_attention_native.LIMITS}; the cache is {tuple(k_cache.shape)} {k_cache.dtype} on "
+                f"{k_cache.device}, for {num_heads} query heads"
+            )
+        return cpu_attention_torch.plan(
+            *arguments, window=window, chunk=chunk, query_tokens=query_tokens
+        )
+    before = before if isinstance(before, NativePlan) else None
+    return cpu_attention_native.plan(*arguments, window=window, chunk=chunk, before=before)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_q: torch.Tensor,
+    kv_len: torch.Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    plan: AttentionPlan | None = None,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Causal attention of the last tokens of each row over its paged keys and values.
+
+    Parameters
+    ----------
+    q
+        [tokens, heads, head_dim], float32, bfloat16 or float16.
+    k_cache, v_cache
+        [blocks, kv_heads, block_size, head_dim], the dtype of q, pages contiguous; the keys of this step are
+        already written.
+    block_tables, cu_q, kv_len
+        As in `plan_attention`, as integer tensors or arrays; not read where `plan` is given.
+    scale
+        Factor on q . k.
+    window, chunk, backend
+        As in `plan_attention`; not read where `plan` is given.
+    softcap
+        s becomes softcap * tanh(s / softcap).
+    sinks
+        [heads] logits that join the denominator only (gpt-oss).
+    out
+        [tokens, heads, head_dim] to write into.
+    plan
+        `plan_attention` of the same arguments, to share it between layers.
+
+    Returns
+    -------
+    [tokens, heads, head_dim] in the dtype of q. float32, and native of any dtype: a row's bits do not depend on
+    the other rows, nor on which of its tokens are queried together, nor on the number of threads.
+
+    Raises
+    ------
+    ValueError
+        Shapes, strides or dtypes that do not fit.
+    """
+    check(q, k_cache, v_cache)
+    if plan is None:
+        plan = plan_attention(
+            _as_numpy(cu_q),
+            _as_numpy(kv_len),
+            _as_numpy(block_tables),
+            k_cache,
+            q.shape[1],
+            window=window,
+            chunk=chunk,
+            backend=backend,
+        )
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if isinstance(plan, NativePlan):
+        attend = cpu_attention_native.attend
+    else:
+        attend = cpu_attention_torch.attend
+    attend(q, k_cache, v_cache, scale, plan, softcap=softcap, sinks=sinks, out=out)
+    return out
+
+
+def check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Raise ValueError unless they fit each other, as `paged_attention` takes them."""
+    if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
+        raise ValueError(
+            "q must be [tokens, heads, head_dim] and k_cache, v_cache [blocks, kv_heads, block_size, head_dim], "
+            f"got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
+        )
+    _, kv_heads, block_size, head_dim = k_cache.shape
+    if q.shape[2] != head_dim or q.shape[1] % kv_heads:
+        raise ValueError(
+            f"q has {q.shape[1]} heads of {q.shape[2]}, the cache {kv_heads} heads of {head_dim}: the head sizes "
+            "must be equal and the query heads a multiple of the KV heads"
+        )
+    page = block_size * head_dim
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        stride = cache.stride()
+        if stride[1:] != (page, head_dim, 1) or stride[0] % page or stride[0] != k_cache.stride(0):
+            raise ValueError(f"{name}: pages of a head must be contiguous, got strides {stride}")
+        if cache.dtype != q.dtype or cache.device != q.device:
+            raise ValueError(
+                f"{name} is {cache.dtype} on {cache.device}, q is {q.dtype} on {q.device}: must be equal"
+            )
+
+
+def _as_numpy(array: torch.Tensor | np.ndarray) -> np.ndarray:
+    if isinstance(array, torch.Tensor):
+        array = array.cpu().numpy()
+    return array.astype(np.int64)

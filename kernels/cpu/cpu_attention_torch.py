@@ -1,0 +1,391 @@
+"""Paged attention from torch operations: ragged prefill and decode, the same bits in any batch.
+
+For a query at position p over keys 0..p (or the last `window` of them, or those of p's own `chunk`)::
+
+    s_j = scale * q . k_j      m = max_j s_j      o = sum_j exp(s_j - m) v_j / sum_j exp(s_j - m)
+
+The sequence is cut into tiles of `tile` tokens at absolute multiples of `tile`. A pair of a query tile and a
+KV tile is a *job*: two matrix products of one fixed shape. Jobs lie tile-major, query tiles by falling number
+of KV tiles, so that KV tile t of every query tile that has one is a contiguous run and the reduction over
+tiles is a short loop of prefix additions::
+
+    query tile    A    B    C          jobs   A0 B0 C0 | A1 B1 | A2
+    KV tiles      3    2    1          acc   [A  B  C] += jobs 0..2;  [A B] += jobs 3..4;  [A] += job 5
+
+Why one row's result does not depend on the batch: the products have a fixed shape, whose height is a multiple
+of four (with another height MKL takes another kernel, with another order of addition); the maximum is exact;
+the sums over tiles run in absolute order and a tile that a query does not see adds an exact zero; everything
+else is element-wise. What the library alone decides, whether the product of a row is the same in a tile of
+`group` and of 64 rows, `choose_query_tokens` checks on the machine; where it is not, prefill runs through the
+decode tiles, slower.
+
+Bytes: for decode K and V are read once, written once to the gathered copy, which is sized to stay near
+(`_GATHER_BYTES`), and read from it; for prefill once a query tile. No KV head is repeated, no q x kv mask exists
+beyond one query tile.
+float32 throughout; bfloat16 and float16 pages are widened after the gather.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.kernels.cpu.attention_span import first_key, query_rows
+
+TILE_TOKENS = 128  # least tokens of a KV tile
+PREFILL_ROWS = 64  # height of a prefill query tile: query tokens x heads of a KV group
+_GATHER_BYTES = 2 << 20  # gathered K, and V, of one group of decode rows: near enough to stay in L2
+_HEIGHT_STEP = 4  # heights of products are multiples of this
+
+
+def tile_tokens(block_size: int) -> int:
+    """Tokens of a KV tile: the least multiple of `block_size` that reaches `TILE_TOKENS`."""
+    return -(-TILE_TOKENS // block_size) * block_size
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Query tiles that are computed together, and the jobs they need. Q query tiles of q tokens, J jobs."""
+
+    token_index: torch.Tensor  # [Q * q] int64, flat query tokens; q > 1 only where Q = 1
+    num_query_tiles: int
+    num_tile_queries: tuple[int, ...]  # entry t: how many query tiles have a KV tile t
+    job_query: torch.Tensor  # [J] int64, query tile of each job
+    kv_rows: torch.Tensor  # [J * kv_heads * blocks of a tile] int64, rows of the flat cache
+    num_queries: int  # q
+    edge: torch.Tensor  # [E] int64, jobs with a key that some query does not see
+    hidden: torch.Tensor  # [E, 1 or height of the query tile, tile] bool, those keys
+    blank_rows: (
+        torch.Tensor
+    )  # [B] int64, rows of V [J * kv_heads * tile, head_dim] that hold no key
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """Index arithmetic of one step, shared by all layers with the same blocks. See `plan`."""
+
+    groups: tuple[_Group, ...]
+    tile: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    block_size: int
+    num_kv_heads: int
+    group_heads: int  # query heads a KV head
+    head_dim: int
+    heads_stride: int  # rows of [block_size * head_dim] from one block to the next
+    window: int | None
+    chunk: int | None
+    device: torch.device
+
+    @property
+    def tile(self) -> int:
+        return tile_tokens(self.block_size)
+
+
+def plan(
+    cu_q: np.ndarray,
+    kv_len: np.ndarray,
+    block_tables: np.ndarray,
+    k_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    query_tokens: int | None = None,
+) -> TorchPlan:
+    """Lay out the jobs of a ragged batch; arguments as in `cpu_attention.plan_attention`.
+
+    Parameters
+    ----------
+    query_tokens
+        Query tokens of a prefill tile; None for as many as make `PREFILL_ROWS` rows.
+    """
+    _, kv_heads, block_size, head_dim = k_cache.shape
+    stride = k_cache.stride(0) // k_cache.stride(1)
+    geometry = _Geometry(
+        block_size, kv_heads, num_heads // kv_heads, head_dim, stride, window, chunk, k_cache.device
+    )
+    q_len = np.diff(cu_q)
+    if query_tokens is None:
+        query_tokens = default_query_tokens(num_heads // kv_heads)
+    short = (q_len == 1) if query_tokens > 1 else (q_len >= 1)
+    row, position = query_rows(cu_q, kv_len)
+    decode = np.flatnonzero(np.repeat(short, q_len))
+    groups = _decode_groups(geometry, decode, row, position, block_tables)
+    for r in np.flatnonzero((q_len > 0) & ~short):
+        for start in range(cu_q[r], cu_q[r + 1], query_tokens):
+            tokens = np.arange(start, min(start + query_tokens, cu_q[r + 1]))
+            table = block_tables[r : r + 1]
+            groups.append(_group(geometry, tokens[None], position[tokens][None], table))
+    return TorchPlan(tuple(groups), geometry.tile, kv_heads)
+
+
+def default_query_tokens(group: int) -> int:
+    """Query tokens of a full prefill tile for `group` query heads a KV head."""
+    return max(PREFILL_ROWS // group, 2)
+
+
+def _decode_groups(
+    geometry: _Geometry,
+    tokens: np.ndarray,
+    row: np.ndarray,
+    position: np.ndarray,
+    block_tables: np.ndarray,
+) -> list[_Group]:
+    """Single tokens, longest first, cut into groups whose gathered K fits `_GATHER_BYTES`."""
+    if not len(tokens):
+        return []
+    first, last = _kv_tiles(geometry, position[tokens], position[tokens])
+    num_tiles = last - first
+    order = np.argsort(-num_tiles, kind="stable")
+    tile_bytes = geometry.num_kv_heads * geometry.tile * geometry.head_dim * 4
+    share = np.cumsum(num_tiles[order]) * tile_bytes // _GATHER_BYTES
+    cuts = np.flatnonzero(np.diff(share)) + 1
+    return [
+        _group(geometry, part[:, None], position[part][:, None], block_tables[row[part]])
+        for part in (tokens[chunk] for chunk in np.split(order, cuts))
+    ]
+
+
+def _kv_tiles(
+    geometry: _Geometry, first_position: np.ndarray, last_position: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Half-open range of KV tiles that queries at these positions see."""
+    first_key = _first_key(geometry, first_position)
+    return first_key // geometry.tile, last_position // geometry.tile + 1
+
+
+def _first_key(geometry: _Geometry, position: np.ndarray) -> np.ndarray:
+    """Position of the first key that a query at `position` sees."""
+    return first_key(position, geometry.window, geometry.chunk)
+
+
+def _group(
+    geometry: _Geometry, tokens: np.ndarray, position: np.ndarray, block_tables: np.ndarray
+) -> _Group:
+    """Jobs of query tiles `tokens` [Q, q] at `position` [Q, q]; block_tables [Q, max blocks]."""
+    tile, device = geometry.tile, geometry.device
+    first, last = _kv_tiles(geometry, position[:, 0], position[:, -1])
+    num_tiles = last - first
+    counts = [int((num_tiles > t).sum()) for t in range(int(num_tiles.max()))]
+    job_query = np.concatenate([np.arange(count) for count in counts])
+    job_tile = np.repeat(np.arange(len(counts)), counts) + first[job_query]
+
+    # Blocks outside a query tile's range would bring foreign values: its last block stands in for them.
+    per_tile = tile // geometry.block_size
+    low, high = _first_key(geometry, position[:, 0]), position[:, -1]
+    last_block = (high // geometry.block_size)[job_query, None]
+    entry = job_tile[:, None] * per_tile + np.arange(per_tile)  # [J, blocks of a tile]
+    foreign = (entry > last_block) | (entry < (low // geometry.block_size)[job_query, None])
+    block = block_tables[job_query[:, None], np.where(foreign, last_block, entry)].astype(np.int64)
+    head = np.arange(geometry.num_kv_heads)
+    kv_rows = block[:, None, :] * geometry.heads_stride + head[:, None]  # [J, kv_heads, per_tile]
+
+    key = job_tile[:, None] * tile + np.arange(tile)  # [J, tile]
+    blank = key > high[job_query, None]
+    blank |= key < low[job_query, None]
+    blank_job, blank_offset = np.nonzero(blank)
+    blank_rows = (blank_job * geometry.num_kv_heads)[:, None] + head
+    edge, hidden = _hidden(geometry, key, position[job_query])
+
+    def on_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+    return _Group(
+        token_index=on_device(tokens.reshape(-1)),
+        num_query_tiles=len(tokens),
+        num_tile_queries=tuple(counts),
+        job_query=on_device(job_query),
+        kv_rows=on_device(kv_rows.reshape(-1)),
+        num_queries=tokens.shape[1],
+        edge=on_device(edge),
+        hidden=on_device(hidden),
+        blank_rows=on_device((blank_rows * tile + blank_offset[:, None]).reshape(-1)),
+    )
+
+
+def _hidden(
+    geometry: _Geometry, key: np.ndarray, query: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Jobs with an unseen key, and those keys for each row of the query tile.
+
+    key [J, tile] and query [J, q] are positions. Rows that only pad the tile see what its last query sees.
+    """
+    seen_by_all = (key <= query[:, :1]) & (key >= _first_key(geometry, query[:, -1:]))
+    edge = np.flatnonzero(~seen_by_all.all(1))
+    if query.shape[1] > 1:
+        rows = np.repeat(query[edge], geometry.group_heads, axis=1)
+        padding = tile_height(query.shape[1], geometry.group_heads) - rows.shape[1]
+        query = np.pad(rows, ((0, 0), (0, padding)), mode="edge")
+    else:
+        query = query[edge]
+    key, query = key[edge, None, :], query[:, :, None]
+    return edge, (key > query) | (key < _first_key(geometry, query))
+
+
+def tile_height(num_queries: int, group_heads: int) -> int:
+    """Rows of a query tile: the products' height, padding included."""
+    return _round_up(num_queries * group_heads, _HEIGHT_STEP if num_queries == 1 else PREFILL_ROWS)
+
+
+def attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    plan: TorchPlan,
+    *,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Run a plan; arguments as in `cpu_attention.paged_attention`, which has checked the tensors."""
+    group_heads = q.shape[1] // plan.num_kv_heads
+    q_scaled = q.float() * scale
+    if sinks is not None:
+        sinks = sinks.float().view(plan.num_kv_heads, group_heads)
+    # One buffer for all groups: fresh memory would cost a page fault every 4 KiB.
+    rows = max((len(group.kv_rows) for group in plan.groups), default=0)
+    k_buffer, v_buffer = (q.new_empty(rows, k_cache.shape[2] * k_cache.shape[3]) for _ in range(2))
+    for group in plan.groups:
+        k = _gather(k_cache, group, plan.tile, k_buffer)
+        v = _gather(v_cache, group, plan.tile, v_buffer)
+        # 0 * NaN is NaN: what was never written may hold anything.
+        v.view(-1, v.shape[-1]).index_fill_(0, group.blank_rows, 0.0)
+        queries = q_scaled.index_select(0, group.token_index)
+        result = _attend(queries, k, v, group, softcap, sinks)
+        out.index_copy_(0, group.token_index, result.to(out.dtype))
+
+
+def _gather(cache: torch.Tensor, group: _Group, tile: int, buffer: torch.Tensor) -> torch.Tensor:
+    """[J, kv_heads, tile, head_dim] float32: the tiles that the group's jobs read."""
+    blocks, kv_heads, block_size, head_dim = cache.shape
+    page = block_size * head_dim
+    stride = cache.stride(0) // page
+    rows = cache.as_strided(((blocks - 1) * stride + kv_heads, page), (page, 1))
+    tiles = torch.index_select(rows, 0, group.kv_rows, out=buffer[: len(group.kv_rows)])
+    return tiles.float().view(-1, kv_heads, tile, head_dim)
+
+
+def _attend(
+    queries: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: _Group,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Both products and the softmax of one group.
+
+    Parameters
+    ----------
+    queries
+        [Q * q, heads, head_dim] float32, scaled.
+    k, v
+        [J, kv_heads, tile, head_dim] float32.
+
+    Returns
+    -------
+    [Q * q, heads, head_dim] float32.
+    """
+    jobs, kv_heads, tile, head_dim = k.shape
+    num_tiles, num_queries = group.num_query_tiles, group.num_queries
+    group_heads = queries.shape[1] // kv_heads
+    used = num_queries * group_heads
+    height = tile_height(num_queries, group_heads)
+
+    padded = queries.new_zeros(num_tiles, kv_heads, height, head_dim)
+    by_head = queries.view(num_tiles, num_queries, kv_heads, group_heads, head_dim).transpose(1, 2)
+    padded[:, :, :used] = by_head.reshape(num_tiles, kv_heads, used, head_dim)
+    q_jobs = padded.index_select(0, group.job_query).view(jobs * kv_heads, height, head_dim)
+    scores = torch.bmm(q_jobs, k.view(jobs * kv_heads, tile, head_dim).transpose(1, 2))
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(jobs, kv_heads, height, tile)
+    scores.index_copy_(
+        0,
+        group.edge,
+        scores.index_select(0, group.edge).masked_fill_(group.hidden[:, None], float("-inf")),
+    )
+
+    top = _over_tiles(
+        scores.amax(-1), group.num_tile_queries, torch.maximum
+    )  # [Q, kv_heads, height]
+    if sinks is not None:
+        sink_rows = _sink_rows(sinks, num_queries, height)
+        top = torch.maximum(top, sink_rows)
+    weights = scores.sub_(top.index_select(0, group.job_query)[..., None]).exp_()
+    total = _over_tiles(weights.sum(-1), group.num_tile_queries, torch.add)
+    if sinks is not None:
+        total = total + torch.exp(sink_rows - top)
+    product = torch.bmm(
+        weights.view(jobs * kv_heads, height, tile), v.view(jobs * kv_heads, tile, head_dim)
+    )
+    mixed = _over_tiles(
+        product.view(jobs, kv_heads, height, head_dim), group.num_tile_queries, torch.add
+    )
+    mixed = (mixed[:, :, :used] / total[:, :, :used, None]).view(
+        num_tiles, kv_heads, num_queries, group_heads, head_dim
+    )
+    return mixed.transpose(1, 2).reshape(num_tiles * num_queries, kv_heads * group_heads, head_dim)
+
+
+def _over_tiles(values: torch.Tensor, num_tile_queries: tuple[int, ...], combine) -> torch.Tensor:
+    """Reduce [J, ...] over the KV tiles of each query tile, in tile order: [Q, ...]."""
+    start = num_tile_queries[0]
+    result = values[:start].clone()
+    for count in num_tile_queries[1:]:
+        prefix = result[:count]
+        combine(prefix, values[start : start + count], out=prefix)
+        start += count
+    return result
+
+
+def _sink_rows(sinks: torch.Tensor, num_queries: int, height: int) -> torch.Tensor:
+    """[kv_heads, height]: the sink of each row of a query tile; padding rows take the first."""
+    rows = sinks.repeat(1, num_queries)
+    padding = rows[:, :1].expand(-1, height - rows.shape[1])
+    return torch.cat([rows, padding], dim=1)
+
+
+@functools.cache
+def choose_query_tokens(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> int:
+    """Largest prefill tile whose float32 results equal the decode tiles' bit for bit on this machine.
+
+    A probe of random data: which kernel the matrix library takes depends on shapes, not on values. 1 means
+    that prefill runs as decode does.
+    """
+    candidate = default_query_tokens(num_heads // num_kv_heads)
+    tile = tile_tokens(block_size)
+    length = 2 * tile + candidate + 3
+    blocks = -(-length // block_size)
+    random = torch.Generator().manual_seed(0)
+    cache = torch.randn(2, blocks, num_kv_heads, block_size, head_dim, generator=random)
+    q = torch.randn(length, num_heads, head_dim, generator=random)
+    table = np.arange(blocks)[None]
+
+    def run(cu_q: list[int], kv_len: list[int], first: int, query_tokens: int) -> torch.Tensor:
+        tables = np.repeat(table, len(kv_len), axis=0)
+        work = plan(
+            np.array(cu_q), np.array(kv_len), tables, cache[0], num_heads, query_tokens=query_tokens
+        )
+        out = torch.empty_like(q[first:])
+        options = dict(softcap=None, sinks=None, out=out)
+        attend(q[first:], cache[0], cache[1], head_dim**-0.5, work, **options)
+        return out
+
+    whole = run([0, length], [length], 0, candidate)
+    decode = run(list(range(length + 1)), list(range(1, length + 1)), 0, candidate)
+    alone = run([0, 1], [length], length - 1, candidate)
+    equal = torch.equal(whole, decode) and torch.equal(whole[-1:], alone)
+    return candidate if equal else 1

@@ -1,0 +1,329 @@
+"""Matrix products with packed weights on the CPU, fast for few rows and the same bits for any number of them.
+
+    out[m, n] = sum_k x[m, k] w[n, k] (+ bias[n]) (+ residual[m, n])
+
+Needs the compiled library; the layout, the loops and why a row's bits depend on that row alone are in
+`native/linear_tile.h`. Vendor libraries read the weights at half the memory's speed or less for the 1 to 32 rows of a
+decode step, and pick the order of additions by the number of rows. This one serves all rows, so that the weights
+exist once.
+
+    weight = PackedWeight.pack([w_q, w_k, w_v], 4096)      # once; columns of all parts
+    out = packed_linear(x, weight)
+
+Weights in bfloat16 are stored in 12 bits each, without loss, where nearly all can be (`weight_code.py`): three quarters
+of the bytes, and every bit of a result is as without.
+
+With `int8=True` the weights of a bfloat16 layer are stored as round(w / scale), one scale for each output feature, the
+largest |w| over 127: half the bytes. Activations and sums are as without.
+
+Bytes: (N K + M K + M N) itemsize up to 128 rows, of coded weights three quarters of theirs, and the weights once more
+from the cache for each further 128.
+Flops: 2 M N K.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.weight_code import CodeArrays, Coder, WeightCode
+from quire.kernels.cpu.weight_panels import PANEL_COLUMNS, pack_rows
+from quire.kernels.huge_pages import ask_for_huge_pages
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # enum dtype of native/attention.h
+_DECODED_COLUMNS = 1024  # in memory at once, of a weight that is not worth being coded
+LIMITS = "float32, or bfloat16 with an even number of input features"
+
+
+class LinearCall(ctypes.Structure):
+    """`struct linear_call` of native/linear.h."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("code", ctypes.POINTER(CodeArrays)),
+        ("in_strips", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("steps", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("unit_rows", ctypes.c_int64),
+        ("holds_two_chunks", ctypes.c_int64),
+        ("team", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, weight: PackedWeight, bias: torch.Tensor | None) -> LinearCall:
+        """What all calls with a weight and its bias share; both must outlive it.
+
+        Raises
+        ------
+        ValueError
+            A bias that is not `weight.pad_bias` of one.
+        """
+        size = len(weight.data) * PANEL_COLUMNS
+        if bias is not None and (bias.dtype != torch.float32 or bias.shape != (size,)):
+            raise ValueError(f"bias: must come from pad_bias, got {list(bias.shape)} {bias.dtype}")
+        return cls(
+            weight=weight.data.data_ptr(),
+            code=weight.code and ctypes.pointer(weight.code.arrays),
+            in_strips=weight.in_strips,
+            scales=None if weight.scales is None else weight.scales.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            steps=weight.depth * weight.dtype.itemsize // 4,
+            columns=weight.columns,
+            dtype=_DTYPES[weight.dtype],
+        )
+
+
+def supports(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the library is there and takes such weights."""
+    return (
+        device.type == "cpu"
+        and dtype in _DTYPES
+        and in_features * dtype.itemsize % 4 == 0
+        and native_library.load() is not None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """The weight [columns, depth] of a linear layer, or of several with the same input, in panels."""
+
+    # [panels, words, 64] int32: a float32, a pair of bfloat16 or four int8; zeros after the last column. In strips a
+    # panel is [4, words, 16], which matrix registers read. Coded: [panels, words, 48].
+    data: torch.Tensor
+    columns: int  # output features
+    depth: int  # input features
+    dtype: torch.dtype  # of what it is multiplied with, and of the weights unless they are int8
+    in_strips: bool
+    scales: torch.Tensor | None = None  # [panels * 64] float32 of int8 weights
+    code: WeightCode | None = None
+
+    @classmethod
+    def pack(
+        cls,
+        parts: Iterable[torch.Tensor],
+        columns: int | None = None,
+        *,
+        int8: bool = False,
+        coded: bool = True,
+    ) -> PackedWeight:
+        """Pack weights below each other.
+
+        Parameters
+        ----------
+        parts
+            [columns of the part, depth] each; an iterator may free a part once the next is asked for.
+        columns
+            Of all parts; may be left out where `parts` is one tensor.
+        int8
+            Store bfloat16 weights, of a depth that is a multiple of 4, in 8 bits.
+        coded
+            Store bfloat16 weights in 12 bits where that saves a tenth; what matrix registers read is not coded.
+
+        Raises
+        ------
+        ValueError
+            Parts that do not fit each other or that `supports` refuses.
+        """
+        target, dtype, depth, done = None, None, 0, 0
+        for part in parts:
+            if target is None:
+                columns = part.shape[0] if columns is None else columns
+                dtype, depth = part.dtype, part.shape[1]
+                _check_weight(part, int8)
+                is_coded = coded and dtype == torch.bfloat16 and not int8 and not _in_strips(dtype)
+                target = Coder(columns, depth) if is_coded else _Panels(columns, part, int8)
+            if part.shape[1:] != (depth,) or part.dtype != dtype:
+                raise ValueError(
+                    f"parts: must be [columns, {depth}] {dtype}, got {list(part.shape)} {part.dtype}"
+                )
+            done += part.shape[0]
+            if done > columns:
+                raise ValueError(f"parts: must have {columns} columns in all, got more")
+            target.add(_aligned(part))
+        if target is None or done != columns:
+            raise ValueError(f"parts: must have {columns} columns in all, got {done}")
+        if isinstance(target, _Panels):
+            return cls(target.data, columns, depth, dtype, target.in_strips, target.scales)
+        saves = target.finish()
+        packed = cls(target.coded, columns, depth, dtype, in_strips=False, code=target.code)
+        if saves:
+            return packed
+        columns_at_once = range(0, columns, _DECODED_COLUMNS)
+        ids = torch.arange(columns)
+        again = (packed.rows(ids[first : first + _DECODED_COLUMNS]) for first in columns_at_once)
+        return cls.pack(again, columns, coded=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory, those after the last column included."""
+        beside = 0 if self.scales is None else self.scales.nbytes
+        return self.data.nbytes + beside + (0 if self.code is None else self.code.num_bytes)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The weight's rows `ids`, as an embedding looks them up: [*ids.shape, depth].
+
+        Raises
+        ------
+        IndexError
+            An id that is not between 0 and columns - 1.
+        """
+        ids = ids.to(torch.int64).contiguous()
+        stored = self.dtype if self.scales is None else torch.int8
+        out = torch.empty(*ids.shape, self.depth, dtype=stored)
+        outside = native_library.load().functions.quire_unpack_rows(
+            self.data.data_ptr(),
+            self.code and ctypes.byref(self.code.arrays),
+            self.in_strips,
+            self.data.shape[1],
+            self.columns,
+            ids.data_ptr(),
+            ids.numel(),
+            out.data_ptr(),
+        )
+        if outside:
+            low, high = (int(end) for end in torch.aminmax(ids))
+            raise IndexError(f"ids: must be between 0 and {self.columns - 1}, got {low} to {high}")
+        if self.scales is None:
+            return out
+        return (out.float() * self.scales[ids][..., None]).to(self.dtype)
+
+    def unpack(self) -> torch.Tensor:
+        """[columns, depth], as it was packed, of int8 weights what they stand for."""
+        return self.rows(torch.arange(self.columns))
+
+    def pad_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """A bias [columns] as `packed_linear` wants it: float32, zeros up to the last panel's end."""
+        padded = torch.zeros(self.data.shape[0] * PANEL_COLUMNS)
+        padded[: self.columns] = bias
+        return padded
+
+
+def _check_weight(like: torch.Tensor, int8: bool) -> None:
+    depth = like.shape[1]
+    if not supports(depth, like.dtype, like.device):
+        raise ValueError(
+            f"weight: must be {LIMITS}, on the CPU, with the compiled library; got {list(like.shape)} "
+            f"{like.dtype} on {like.device}"
+        )
+    if int8 and (like.dtype != torch.bfloat16 or depth % 4):
+        raise ValueError(
+            f"int8: needs torch.bfloat16 and a multiple of 4 input features, got {like.dtype} and {depth}"
+        )
+
+
+def _in_strips(dtype: torch.dtype) -> bool:
+    """Whether the best instructions for it are those of matrix registers."""
+    best = native_library.ISAS[native_library.load().best_isa]
+    return best == "amx_bf16" and dtype == torch.bfloat16
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """As the library reads them: contiguous, 4-byte aligned."""
+    if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % 4:
+        return rows.contiguous()
+    return rows
+
+
+class _Panels:
+    """A weight that comes in parts and is not coded."""
+
+    def __init__(self, columns: int, like: torch.Tensor, int8: bool):
+        depth = like.shape[1]
+        words = depth // 4 if int8 else depth * like.element_size() // 4
+        self.data = torch.empty(
+            -(-columns // PANEL_COLUMNS), words, PANEL_COLUMNS, dtype=torch.int32
+        )
+        ask_for_huge_pages(self.data)
+        if columns % PANEL_COLUMNS:
+            self.data[-1].zero_()
+        self.scales = torch.zeros(len(self.data) * PANEL_COLUMNS) if int8 else None
+        self.in_strips = _in_strips(like.dtype) and not int8
+        self._done = 0
+
+    def add(self, rows: torch.Tensor) -> None:
+        """The next columns."""
+        levels = rows if self.scales is None else self._quantize(rows)
+        pack_rows(self.data, levels, self._done, self.in_strips)
+        self._done += len(rows)
+
+    def _quantize(self, part: torch.Tensor) -> torch.Tensor:
+        """[columns of the part, depth] int8, and its scales."""
+        part = part.float()
+        scales = part.abs().amax(dim=1) / 127.0
+        self.scales[self._done : self._done + len(part)] = scales
+        # A column of zeros has the scale 0; any divisor will do.
+        return (part / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8)
+
+
+def packed_linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    isa: str | None = None,
+) -> torch.Tensor:
+    """x @ weight.T (+ bias) (+ residual), accumulated in float32 and rounded once.
+
+    Parameters
+    ----------
+    x
+        [rows, depth] in the weight's dtype.
+    bias
+        `weight.pad_bias` of the layer's.
+    residual
+        [rows, columns] in the dtype of x.
+    out
+        [rows, columns] in the dtype of x, allocated where None; may be `residual`, not x.
+    isa
+        One of `native_library.ISAS` that this processor has, for tests and measurements; None for the best.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or stride that does not fit, or this processor lacks `isa`.
+    """
+    rows = x.shape[0]
+    shape = (rows, weight.columns)
+    out = torch.empty(shape, dtype=x.dtype) if out is None else out
+    for name, tensor, expected in (
+        ("x", x, (rows, weight.depth)),
+        ("out", out, shape),
+        ("residual", residual, shape),
+    ):
+        if tensor is not None and (
+            tensor.shape != expected or tensor.dtype != weight.dtype or tensor.stride(1) != 1
+        ):
+            raise ValueError(
+                f"{name}: must be {list(expected)} {weight.dtype} with contiguous rows, got "
+                f"{list(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
+            )
+    call = LinearCall.of(weight, bias)
+    if not rows:
+        return out
+    library = native_library.load()
+    size = x.element_size()
+    call.x, call.x_stride = x.data_ptr(), x.stride(0) * size
+    call.out, call.out_stride = out.data_ptr(), out.stride(0) * size
+    if residual is not None:
+        call.residual, call.residual_stride = residual.data_ptr(), residual.stride(0) * size
+    call.rows = rows
+    library.functions.quire_linear(
+        ctypes.byref(call), library.isa(isa), library.parallel, torch.get_num_threads()
+    )
+    return out

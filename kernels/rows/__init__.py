@@ -1,0 +1,1 @@
+"""Kernels that work row by row: norms, activations, cache writes, products of fixed order."""

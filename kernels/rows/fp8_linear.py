@@ -1,0 +1,116 @@
+"""Matrix products in FP8 (e4m3): weights with a scale for each output channel, activations for each token.
+
+For activations x [rows, k] and weights w [n, k]::
+
+    w ~ W * t      t [n, 1], made once             W, X float8_e4m3fn
+    x ~ X * s      s [rows, 1], anew in each call
+    y = (X W^T) * s t^T + bias                      added up in float32, rounded once to bfloat16
+
+by `torch._scaled_mm`: cuBLAS or CUTLASS on a GPU of compute capability 8.9 and later, oneDNN on the CPU. Hopper's fast
+accumulation, which keeps 14 bits of a sum (DeepSeek-V3 technical report, 3.3.2), stays off.
+
+Error. Rounding to e4m3's 4 significant bits is off by at most 2^-4 of a number that is at least 2^-6 scales, so every
+element of y is within (2^-4 + 2^-4 + 2^-8) sum |x||w| of the exact product, plus what the subnormal numbers of a row
+lose (half of 2^-9 scales each), and bfloat16's rounding. On average it is less: the rounding of a number anywhere in
+its binade is off by 2.6 % (root mean square), and errors that are independent add as squares, whatever k: 3.7 % of the
+root mean square of y.
+
+Bytes: n k for the weights, half of bfloat16; rows k more are written and read for X.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+MAX_E4M3 = 448.0
+MULTIPLE = 16  # of n and of k, for the matrix units' loads
+
+
+def supports(in_features: int, out_features: int) -> bool:
+    """Whether a product of this shape can be computed in FP8."""
+    return not (in_features % MULTIPLE or out_features % MULTIPLE)
+
+
+@functools.cache
+def missing(device: str) -> str | None:
+    """What keeps this machine's `device` ("cpu" or "cuda") from computing in FP8; None if nothing does."""
+    if device == "cuda":
+        if torch.version.hip is not None:
+            return "an AMD GPU, whose FP8 has another exponent bias"
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) < (8, 9):
+            name = torch.cuda.get_device_name()
+            return f"compute capability 8.9 or later; {name} has {major}.{minor}"
+        return None
+    try:
+        ones = torch.ones(MULTIPLE, MULTIPLE, device=device).to(torch.float8_e4m3fn)
+        scales = torch.ones(MULTIPLE, 1, device=device)
+        scaled_product(ones, scales, ones, scales)
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return f"torch._scaled_mm on this processor, which says: {str(error).splitlines()[0]}"
+    return None
+
+
+def quantise_rows(
+    x: torch.Tensor, bound: float | None = None, *, triton: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of each row: x is about codes * scales.
+
+    Parameters
+    ----------
+    x
+        [rows, k] bfloat16, float16 or float32, rows contiguous.
+    bound
+        > 0: what is larger is clamped to it. None: nothing is.
+    triton
+        By the kernel (`quire.kernels.rows.fp8_rows`) or by torch operations, the same bits; None: by the device of x.
+
+    Returns
+    -------
+    [rows, k] float8_e4m3fn and [rows, 1] float32.
+    """
+    if x.device.type != "cpu" if triton is None else triton:
+        from quire.kernels.rows import fp8_rows
+
+        return fp8_rows.quantise_rows(x, bound)
+    largest = x.abs().amax(1, keepdim=True).float().clamp_max(bound or math.inf)
+    scales = largest / MAX_E4M3
+    scales = scales.where(scales > 0.0, 1.0)
+    codes = (x.float() / scales).clamp_(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def scaled_product(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x times weight transposed.
+
+    Parameters
+    ----------
+    x, x_scales
+        [rows, k] float8_e4m3fn and [rows, 1] float32, contiguous.
+    weight, weight_scales
+        [n, k] and [n, 1] of the same kinds; n and k multiples of `MULTIPLE`.
+    bias
+        [n] bfloat16.
+
+    Returns
+    -------
+    [rows, n] bfloat16.
+    """
+    return torch._scaled_mm(
+        x,
+        weight.t(),
+        scale_a=x_scales,
+        scale_b=weight_scales.t(),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )

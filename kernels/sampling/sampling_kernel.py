@@ -1,0 +1,309 @@
+"""Sampling of one token a row without sorting the vocabulary.
+
+For a row of logits x, in this order (as vLLM documents it)::
+
+    y = x / temperature                                       temperature 0: greedy, the argmax of x
+    min-p    keep y >= max y + log(min_p)
+    top-k    keep the k largest
+    top-p    keep the smallest set of the largest whose share of sum(exp y) reaches p, at least one
+    token = argmax over the kept of y + Gumbel noise          a draw from their softmax
+
+Equal values are kept and chosen in the order of their ids, exactly. Masks, bias and penalties are applied before, to
+copies of the rows that have any: `quire.kernels.sampling.logit_edits`.
+
+Four kernels: the three of `quire.kernels.sampling.row_survey`, which choose the token of greedy rows and of those that
+leave nothing out, and one that draws the others' from their lists of candidates. Which kernels run and on what grid
+follows from shapes alone, so a graph holds them.
+
+Search. What is kept is { (y, -id) >= (t, -last tie) }. The threshold t is found among integers of the same order as
+the values: a pass over the list counts, for PIVOTS thresholds between the bounds, the values at or above each (or their
+mass), and the bounds close in on the one where k (or p) is reached, at most 14 passes for all 2^32 values, fewer where
+one value is left between the bounds. Masses are float32 sums in a fixed order: rounding never makes a sum of
+more terms smaller, so the search is well defined and independent of the batch. A share within about 1e-6 of p may
+fall to either side.
+
+Layout. logits [rows, vocab], bfloat16, float16 or float32, not changed. A row's token depends on its own logits and
+columns only.
+
+Bytes a row: vocab itemsize once for greedy rows and those that leave nothing out, at most twice for others, four times
+where their lists do not suffice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.checks import check_bounds
+from quire.kernels.rows.row_checks import FLOATS, check_matrix, check_vector
+from quire.kernels.sampling.row_survey import (
+    DEFAULT_CONFIG,
+    MAX_VOCAB,
+    UNALIGNED,
+    Rows,
+    SamplingConfig,
+    Workspace,
+    survey_rows,
+)
+from quire.kernels.sampling.sampling_tile import (
+    LEAST_SHARE,
+    MINUS_INF_KEY,
+    best_of,
+    find_candidates,
+    gumbel_noise,
+    key_value,
+    likelihood,
+    limits_of,
+    load_candidates,
+    order_key,
+    scaled,
+)
+from quire.kernels.tuning import device_arch, launch_options
+
+NO_TOKEN = -1
+ALL_TIES = tl.constexpr(1 << 30)
+RESIDENT = 2  # programs of the draw that fit a multiprocessor: 256 rows run at the same time on 132 of them
+
+
+@triton.jit
+def _search(
+    by_mass, target_count, target_mass, bottom, highest,
+    ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """Threshold at which the values above `bottom` (a key, exclusive) reach their target, a number or a mass.
+
+    Returns (threshold key, how many of the ids that equal it belong to the set). A threshold that is `bottom`: all
+    above it do not reach the target.
+    """
+    low = bottom.to(tl.int64)
+    high = order_key(highest).to(tl.int64) + 1
+    num_low = tl.full([], VOCAB + 1, tl.int32)
+    num_high = tl.full([], 0, tl.int32)
+    mass_high = tl.full([], 0.0, tl.float32)
+    step = tl.arange(0, PIVOTS).to(tl.int64) + 1
+    exact = tl.full([], 0, tl.int32)
+    while (high - low > 1) & (exact == 0):
+        pivot = low + (high - low) * step // (PIVOTS + 1)
+        pivot_key = pivot.to(tl.int32)[:, None]
+        counts = tl.zeros([PIVOTS, TILE], tl.int32)
+        masses = tl.zeros([PIVOTS, TILE], tl.float32)
+        for start in range(0, count, TILE):
+            _, y = load_candidates(
+                ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, start, count, listed,
+                VOCAB, TILE,
+            )  # fmt: skip
+            key = order_key(y)[None, :]
+            above = (key >= pivot_key) & (key > bottom)
+            counts += above.to(tl.int32)
+            masses += tl.where(above, likelihood(y, highest)[None, :], 0.0)
+        num, mass = tl.sum(counts, 1), tl.sum(masses, 1)
+        met = tl.where(by_mass, mass - target_mass, (num - target_count).to(tl.float32)) >= 0.0
+        mass_high = tl.maximum(mass_high, tl.max(tl.where(met, 0.0, mass), 0))
+        num_low = tl.minimum(num_low, tl.min(tl.where(met, num, VOCAB + 1), 0))
+        num_high = tl.maximum(num_high, tl.max(tl.where(met, 0, num), 0))
+        next_low = tl.maximum(low, tl.max(tl.where(met, pivot, low), 0))
+        high = tl.minimum(high, tl.min(tl.where(met, high, pivot), 0))
+        low = next_low
+        # One value between the bounds, or just as many as asked for: the lower bound separates as well.
+        exact = (num_low - num_high <= 1).to(tl.int32)
+        exact |= tl.where(by_mass, 0, (num_low == target_count).to(tl.int32))
+    threshold = low.to(tl.int32)
+    missing = tl.ceil((target_mass - mass_high) / likelihood(key_value(threshold), highest))
+    # Rounding may leave nothing missing; the largest value is always kept.
+    least = tl.where(num_high == 0, 1.0, 0.0)
+    missing = tl.maximum(least, tl.minimum(missing, ALL_TIES * 1.0)).to(tl.int32)
+    missing = tl.where(by_mass, missing, target_count - num_high)
+    return threshold, tl.where(exact != 0, ALL_TIES, missing)
+
+
+@triton.jit
+def _kept_mass(
+    threshold, ties, highest,
+    ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sum of exp(y - highest) over the values above the threshold and the first `ties` equal to it."""
+    mass = tl.zeros([TILE], tl.float32)
+    equal = tl.zeros([TILE], tl.int32)
+    for start in range(0, count, TILE):
+        _, y = load_candidates(
+            ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, start, count, listed,
+                VOCAB, TILE,
+        )  # fmt: skip
+        key = order_key(y)
+        mass += tl.where(key > threshold, likelihood(y, highest), 0.0)
+        equal += (key == threshold).to(tl.int32)
+    num_ties = tl.minimum(tl.sum(equal, 0), ties)
+    tie_mass = num_ties.to(tl.float32) * likelihood(key_value(threshold), highest)
+    return tl.sum(mass, 0) + tie_mass
+
+
+@triton.jit
+def _draw_kept(
+    threshold, ties, key_low, key_high,
+    ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Best id of value + noise above the threshold and among the first `ties` equal to it."""
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    best_id = tl.zeros([TILE], tl.int32)
+    seen = tl.full([], 0, tl.int32)
+    for start in range(0, count, TILE):
+        token, y = load_candidates(
+            ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, start, count, listed,
+                VOCAB, TILE,
+        )  # fmt: skip
+        key = order_key(y)
+        equal = (key == threshold).to(tl.int32)
+        rank = seen + tl.cumsum(equal, 0)
+        seen += tl.sum(equal, 0)
+        kept = (key > threshold) | ((equal != 0) & (rank <= ties))
+        score = tl.where(kept, y + gumbel_noise(token, key_low, key_high), float("-inf"))
+        better = score > best
+        best = tl.where(better, score, best)
+        best_id = tl.where(better, token, best_id)
+    return best_of(best, best_id, VOCAB)
+
+
+@triton.jit(do_not_specialize_on_alignment=("tokens_ptr", *UNALIGNED))
+def _draw_kernel(
+    tokens_ptr, ids_ptr, values_ptr, stats_ptr, marks_ptr, logits_ptr, edited_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, noise_ptr, stride_logits,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, CHUNKS: tl.constexpr,
+    PART_SLOTS: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """One row, if it leaves ids out."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, top_k, top_p, min_p, limits_k, truncates = limits_of(
+        temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB
+    )
+    marks_ptr += row * (2 * PARTS + 4) + PARTS
+    if truncates & (tl.load(marks_ptr + PARTS + 1) >= 0):
+        ids_ptr += row * 2 * PARTS * PART_SLOTS
+        values_ptr += row * 2 * PARTS * PART_SLOTS
+        stats_ptr += row * (PARTS * CHUNKS + 2 * PARTS + 3) + PARTS * CHUNKS + 2 * PARTS
+        source = tl.load(marks_ptr + PARTS + 3).to(tl.int64)
+        highest = scaled(tl.load(stats_ptr), temperature)
+        total = tl.load(stats_ptr + 1)
+        lowest = highest + tl.log(tl.maximum(min_p, LEAST_SHARE))
+        lowest = tl.where(min_p > 0.0, lowest, float("-inf"))
+        count, listed = find_candidates(
+            ids_ptr, values_ptr, marks_ptr, tl.load(marks_ptr + PARTS + 2), tl.load(stats_ptr + 2),
+            logits_ptr, edited_ptr, source, stride_logits,
+            temperature, tl.where(limits_k, top_k, 0), top_p * total, lowest, highest,
+            VOCAB, PARTS, PADDED, PART_SLOTS, TILE,
+        )  # fmt: skip
+        ids_ptr += PARTS * PART_SLOTS
+        values_ptr += PARTS * PART_SLOTS
+        threshold = tl.full([], MINUS_INF_KEY, tl.int32)
+        ties = tl.full([], 0, tl.int32)
+        if min_p > 0.0:
+            threshold = tl.maximum(threshold, order_key(lowest) - 1)
+        for step in range(2):  # top-k, then top-p: one copy of the search in the code
+            by_mass = step == 1
+            if tl.where(by_mass, top_p < 1.0, limits_k):
+                bottom = threshold
+                if by_mass & (limits_k | (min_p > 0.0)):
+                    total = _kept_mass(
+                        threshold, ties, highest,
+                        ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+                        VOCAB, TILE,
+                    )  # fmt: skip
+                threshold, found = _search(
+                    by_mass, top_k, top_p * total, bottom, highest,
+                    ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+                    VOCAB, TILE, PIVOTS,
+                )  # fmt: skip
+                ties = tl.where(threshold == bottom, tl.minimum(ties, found), found)
+        key_low = tl.load(noise_ptr + row * 2).to(tl.uint32, bitcast=True)
+        key_high = tl.load(noise_ptr + row * 2 + 1).to(tl.uint32, bitcast=True)
+        token = _draw_kept(
+            threshold, ties, key_low, key_high,
+            ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, count, listed,
+            VOCAB, TILE,
+        )  # fmt: skip
+        tl.store(tokens_ptr + row, token.to(tl.int64))
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    noise_keys: torch.Tensor,
+    *,
+    edited: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    out: torch.Tensor | None = None,
+    config: SamplingConfig = DEFAULT_CONFIG,
+) -> torch.Tensor:
+    """Choose one token a row.
+
+    Parameters
+    ----------
+    logits
+        [rows, vocab] bfloat16, float16 or float32.
+    temperature, top_p, min_p
+        [rows] float32: temperature 0 for greedy; top_p in (0, 1], 1 for off; min_p in [0, 1], 0 for off.
+    top_k
+        [rows] int32, 0 (or the vocabulary or more) for off.
+    noise_keys
+        [rows] int64, the bits of `quire.kernels.sampling.noise.noise_keys`.
+    edited, source
+        [any, vocab] float32, rows that stand in for some of the logits, and [rows] int32: s >= 0 for row s of the
+        logits, -1 - s for row s of the edited ones. Both or none.
+    workspace
+        Of at least these rows, for this vocabulary and `config`; allocated where None.
+    out
+        [rows] int64; allocated where None.
+
+    Returns
+    -------
+    `out`: token ids; `NO_TOKEN` where every logit of a row is -inf or NaN.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or device that does not fit, with its bound.
+    """
+    device = logits.device
+    check_matrix("logits", logits, (None, None), FLOATS, device)
+    rows, vocab = logits.shape
+    check_bounds("vocab", vocab, 1, MAX_VOCAB)
+    for name, x, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
+        ("noise_keys", noise_keys, torch.int64),
+    ):
+        check_vector(name, x, rows, (dtype,), device)
+    if (edited is None) != (source is None):
+        raise ValueError("edited, source: give both or none")
+    if edited is not None:
+        check_matrix("edited", edited, (None, vocab), (torch.float32,), device)
+        check_vector("source", source, rows, (torch.int32,), device)
+    out = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
+    check_vector("out", out, rows, (torch.int64,), device)
+    if not rows:
+        return out
+    work = Workspace.allocate(rows, vocab, device, config) if workspace is None else workspace
+    work.check(rows, vocab, device, config)
+    parts = config.num_parts(vocab)
+    given = Rows(logits, edited, source, temperature, top_k, top_p, min_p, noise_keys)
+    survey_rows(given, work, config, out)
+    # The sources lie in the workspace: one variant of this kernel serves with edited rows and without.
+    # fmt: off
+    _draw_kernel[(rows,)](
+        out, work.ids, work.values, work.stats, work.marks, logits, work.values if edited is None else edited,
+        temperature, top_k, top_p, min_p, noise_keys.view(torch.int32), logits.stride(0),
+        VOCAB=vocab, PARTS=parts, PADDED=triton.next_power_of_2(parts), CHUNKS=config.part_chunks,
+        PART_SLOTS=config.part_slots, TILE=config.tile, PIVOTS=config.pivots,
+        **launch_options(device_arch(device), config.num_warps, 1, RESIDENT),
+    )
+    # fmt: on
+    return out

@@ -1,0 +1,295 @@
+"""Parts of the kernels that read rows of logits: loads, the order of values, noise, and lists of candidates.
+
+Order. Values are compared as integers of the same order; equal values rank by their ids. -0 is +0. NaN counts
+as -inf and +inf as the largest finite number, so that every difference is a number.
+
+Candidates. `quire.kernels.sampling.row_survey` lists the ids of a row that matter, a list for each part of the
+vocabulary. `find_candidates` joins them where they are enough. Where they are not (many equal logits, a flat
+distribution with top-p near 1) it takes two more passes over the row: a histogram of the values in bins of 1/8 over
+[-64, 64), open at both ends, tells a bin that certainly lies at or below the threshold; then the ids of that bin and
+above are listed. Where even those are too many, the whole row is the list: right, but each search pass reads the row
+again.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+BINS = tl.constexpr(1024)
+BINS_PER_UNIT = tl.constexpr(8.0)
+MINUS_INF_KEY = tl.constexpr(-2139095041)  # `order_key` of -inf
+# The histogram's sums are in another order than the survey's: its estimate of a mass gives this much way.
+MASS_MARGIN = tl.constexpr(1.0001)
+# Of min-p, so that its logarithm is finite: a normal float32, since Triton 3.6 takes smaller numbers for float64.
+LEAST_SHARE = tl.constexpr(1.2e-38)
+STAGES = tl.constexpr(4)  # loads in flight of a loop over the row: they feed no product
+
+
+@triton.jit
+def row_source(source_ptr, row):
+    """Where row `row` lies: row s >= 0 of the logits, or row -1 - s of the edited ones."""
+    if source_ptr is None:
+        source = row
+    else:
+        source = tl.load(source_ptr + row).to(tl.int64)
+    return source
+
+
+@triton.jit
+def load_logits(logits_ptr, edited_ptr, source, stride_logits, token, held, VOCAB: tl.constexpr):
+    """Logits of `token` float32; -inf where not held or NaN."""
+    if edited_ptr is None:
+        x = tl.load(logits_ptr + source * stride_logits + token, mask=held, other=float("-inf"))
+        x = x.to(tl.float32)
+    else:
+        # Both loads and no branch: loops over a row keep their loads in flight.
+        bound = tl.where(source < 0, VOCAB, 0)
+        in_edited, in_logits = held & (token < bound), held & (token >= bound)
+        x = tl.load(edited_ptr + (-1 - source) * VOCAB + token, mask=in_edited, other=0.0)
+        x += tl.load(logits_ptr + source * stride_logits + token, mask=in_logits, other=0.0).to(
+            tl.float32
+        )
+        x = tl.where(held, x, float("-inf"))
+    return tl.where(x == x, tl.minimum(x, FLOAT_MAX), float("-inf"))
+
+
+@triton.jit
+def scaled(x, temperature):
+    """x / temperature, the divisor 1 for greedy rows; finite unless x is -inf."""
+    y = tl.div_rn(x, tl.zeros_like(x) + tl.where(temperature > 0.0, temperature, 1.0))
+    y = tl.maximum(tl.minimum(y, FLOAT_MAX), -FLOAT_MAX) + 0.0
+    return tl.where(x == float("-inf"), x, y)
+
+
+@triton.jit
+def order_key(y):
+    """float32 to int32 of the same order."""
+    bits = (y + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_value(key):
+    """Inverse of `order_key`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def likelihood(y, highest):
+    """exp(y - highest)."""
+    return tl.exp2((y - highest) * LOG2E)
+
+
+@triton.jit
+def limits_of(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, VOCAB: tl.constexpr):
+    """(temperature, top_k, top_p, min_p, whether top-k limits, whether the row is drawn from a part of its ids).
+
+    Without the other columns the row is not drawn from: its `top_k` largest are asked for.
+    """
+    top_k = tl.load(top_k_ptr + row)
+    limits_k = (top_k > 0) & (top_k < VOCAB)
+    if temperature_ptr is None:
+        temperature = tl.full([], 1.0, tl.float32)
+        top_p = tl.full([], 1.0, tl.float32)
+        min_p = tl.full([], 0.0, tl.float32)
+        truncates = top_k > 0
+    else:
+        temperature = tl.load(temperature_ptr + row)
+        top_p = tl.load(top_p_ptr + row)
+        min_p = tl.load(min_p_ptr + row)
+        truncates = (temperature > 0.0) & (limits_k | (top_p < 1.0) | (min_p > 0.0))
+    return temperature, top_k, top_p, min_p, limits_k, truncates
+
+
+@triton.jit
+def uniform_noise(token, key_low, key_high):
+    """u of `quire.kernels.sampling.noise`, bit for bit: token int32, keys uint32."""
+    x = token.to(tl.uint32) * 0x9E3779B1 + key_low
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    x ^= x >> 16
+    x ^= key_high
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    x ^= x >> 16
+    return ((x >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+
+
+@triton.jit
+def gumbel_noise(token, key_low, key_high):
+    """Standard Gumbel noise of each id."""
+    return -tl.log(-tl.log(uniform_noise(token, key_low, key_high)))
+
+
+@triton.jit
+def best_of(best, best_id, VOCAB: tl.constexpr):
+    """Lowest id among the lanes with the largest score; -1 where all are -inf."""
+    top = tl.max(best, 0)
+    lowest = tl.min(tl.where(best == top, best_id, VOCAB), 0)
+    return tl.where(top == float("-inf"), -1, lowest)
+
+
+@triton.jit
+def _join_parts(
+    ids_ptr, values_ptr, counts_ptr, temperature,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, PART_SLOTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The parts' candidates as one list, their logits scaled: (how many, 1 if none is missing)."""
+    LANES: tl.constexpr = TILE // PADDED if TILE > PADDED else 1
+    part = tl.arange(0, PADDED)
+    counts = tl.load(counts_ptr + part, mask=part < PARTS, other=0)
+    longest = tl.max(counts, 0)
+    count = tl.full([], 0, tl.int32)
+    listed = (longest <= PART_SLOTS).to(tl.int32)
+    if listed != 0:
+        count = tl.sum(counts, 0)
+        begin = (tl.cumsum(counts, 0) - counts)[:, None]
+        for start in range(0, longest, LANES):
+            place = start + tl.arange(0, LANES)[None, :]
+            held = place < counts[:, None]
+            slot = part[:, None] * PART_SLOTS + place
+            token = tl.load(ids_ptr + slot, mask=held, other=0)
+            x = tl.load(values_ptr + slot, mask=held, other=0.0)
+            joined = PARTS * PART_SLOTS + begin + place
+            tl.store(ids_ptr + joined, token, mask=held)
+            tl.store(values_ptr + joined, scaled(x, temperature), mask=held)
+        tl.debug_barrier()  # other threads of the program read the list
+    return count, listed
+
+
+@triton.jit
+def _list_mass(values_ptr, count, highest, TILE: tl.constexpr):
+    """Sum of exp(y - highest) over a list."""
+    mass = tl.zeros([TILE], tl.float32)
+    for start in range(0, count, TILE):
+        index = start + tl.arange(0, TILE)
+        y = tl.load(values_ptr + index, mask=index < count, other=float("-inf"))
+        mass += likelihood(y, highest)
+    return tl.sum(mass, 0)
+
+
+@triton.jit
+def _histogram(
+    logits_ptr, edited_ptr, source, stride_logits, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
+    """[BINS] counts of a row's logits. Ids beyond the vocabulary and values of -inf are counted in bin 0."""
+    counts = tl.zeros([BINS], tl.int32)
+    for start in tl.range(0, VOCAB, TILE, num_stages=STAGES):
+        token = start + tl.arange(0, TILE)
+        x = load_logits(logits_ptr, edited_ptr, source, stride_logits, token, token < VOCAB, VOCAB)
+        counts += tl.histogram(_value_bin(x), BINS)
+    return counts
+
+
+@triton.jit
+def _gather_bins(
+    ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, counts, cut,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Ids in bin `cut` or above into the list: (candidates, 1 if they are in the list)."""
+    expected = tl.sum(tl.where(tl.arange(0, BINS) >= cut, counts, 0), 0)
+    count = tl.full([], VOCAB, tl.int32)
+    listed = (expected <= SLOTS).to(tl.int32)
+    if listed != 0:
+        count = tl.full([], 0, tl.int32)
+        for start in tl.range(0, VOCAB, TILE, num_stages=STAGES):
+            token = start + tl.arange(0, TILE)
+            x = load_logits(
+                logits_ptr, edited_ptr, source, stride_logits, token, token < VOCAB, VOCAB
+            )
+            chosen = ((x > float("-inf")) & (_value_bin(x) >= cut)).to(tl.int32)
+            place = count + tl.cumsum(chosen, 0) - 1
+            tl.store(ids_ptr + place, token, mask=chosen != 0)
+            tl.store(values_ptr + place, scaled(x, temperature), mask=chosen != 0)
+            count += tl.sum(chosen, 0)
+        tl.debug_barrier()  # other threads of the program read the list
+    return count, listed
+
+
+@triton.jit
+def _value_bin(x):
+    """Bin of a logit; the product is exact and so is the floor."""
+    scaled_up = tl.minimum(tl.maximum(x * BINS_PER_UNIT, -(BINS // 2) * 1.0), BINS // 2 - 1.0)
+    return tl.floor(scaled_up).to(tl.int32) + BINS // 2
+
+
+@triton.jit
+def _bin_below(x):
+    """The bin before that of a scalar logit, at least 0; -inf gives 0."""
+    return tl.maximum(_value_bin(x) - 1, 0)
+
+
+@triton.jit
+def _last_bin(reached):
+    """Last bin in which `reached` [BINS] holds; 0 for none."""
+    return tl.max(tl.where(reached, tl.arange(0, BINS), 0), 0)
+
+
+@triton.jit
+def load_candidates(
+    ids_ptr, values_ptr, logits_ptr, edited_ptr, source, stride_logits, temperature, start, count, listed,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Ids and scaled values of candidates [start, start + TILE) of a list, or of the row; -inf beyond the last."""
+    index = start + tl.arange(0, TILE)
+    held = index < count
+    if listed != 0:
+        token = tl.load(ids_ptr + index, mask=held, other=0)
+        y = tl.load(values_ptr + index, mask=held, other=float("-inf"))
+    else:
+        token = index
+        x = load_logits(logits_ptr, edited_ptr, source, stride_logits, index, held, VOCAB)
+        y = scaled(x, temperature)
+    return token, y
+
+
+@triton.jit
+def find_candidates(
+    ids_ptr, values_ptr, counts_ptr, enough_count, enough_mass,
+    logits_ptr, edited_ptr, source, stride_logits, temperature, top_k, target, lowest, highest,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, PART_SLOTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Candidates of a row, in the order of their ids: (how many, 1 if they are listed, 0 if they are the whole row).
+
+    Parameters
+    ----------
+    ids_ptr, values_ptr
+        [2, PARTS * PART_SLOTS]: the lists of the parts, with logits; then room for one list, with scaled values.
+    counts_ptr
+        [PARTS] candidates of each part, more than PART_SLOTS where they did not fit.
+    enough_count, enough_mass
+        What the parts' candidates must reach, 0 for nothing.
+    top_k, target, lowest
+        What the histogram looks for: a count (0: none), else a mass, above the value `lowest`.
+    """
+    count, listed = _join_parts(
+        ids_ptr, values_ptr, counts_ptr, temperature, PARTS, PADDED, PART_SLOTS, TILE
+    )
+    mass = tl.full([], 0.0, tl.float32)
+    if (listed != 0) & (enough_mass > 0.0):
+        mass = _list_mass(values_ptr + PARTS * PART_SLOTS, count, highest, TILE)
+    if (listed == 0) | (count < enough_count) | (mass < enough_mass):
+        counts = _histogram(logits_ptr, edited_ptr, source, stride_logits, VOCAB, TILE)
+        cut = tl.full([], 0, tl.int32)
+        if (top_k > 0) | (lowest > float("-inf")):
+            if top_k > 0:
+                cut = _last_bin(tl.cumsum(counts, 0, reverse=True) >= top_k)
+            # A bin of slack for the rounding of the product.
+            cut = tl.maximum(cut, _bin_below(lowest * temperature))
+        else:
+            edge = (tl.arange(0, BINS) - BINS // 2).to(tl.float32) / BINS_PER_UNIT
+            least = likelihood(tl.minimum(scaled(edge, temperature), highest), highest)
+            reached = tl.cumsum(counts.to(tl.float32) * least, 0, reverse=True)
+            cut = _last_bin(reached >= target * MASS_MARGIN)
+        count, listed = _gather_bins(
+            ids_ptr + PARTS * PART_SLOTS, values_ptr + PARTS * PART_SLOTS, logits_ptr, edited_ptr, source,
+            stride_logits, temperature, counts, cut, VOCAB, TILE, PARTS * PART_SLOTS,
+        )  # fmt: skip
+    return count, listed

@@ -1,0 +1,252 @@
+"""From a model's name to a checkpoint folder, trusting nothing that can run code or lie about sizes.
+
+Weights are safetensors only, pickles are refused, and no Python file of a checkpoint is ever read. The headers are
+checked here because a wrong one would surface later as an out-of-range read or as weights that quietly belong to
+another tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+from quire.replica.checkpoint.model_spec import CheckpointError, read_json
+
+_DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# What a fingerprint reads of a weight file beside its header: 1 MiB, spread over the file.
+_SAMPLES = 256
+_SAMPLE_BYTES = 4096
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_HUB_FILES = ("*.json", "tokenizer*", "*.jinja")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class DownloadError(CheckpointError):
+    """The hub or the network has failed: another attempt may succeed."""
+
+
+def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The folder of a model.
+
+    Parameters
+    ----------
+    model
+        "embedded", a folder, or a Hugging Face id, which is downloaded to the hub's own cache with the token that
+        the hub's library finds.
+    revision
+        Branch, tag or commit of a Hugging Face id.
+    weights
+        False for a router: only configuration and tokenizer are downloaded and looked at.
+
+    Raises
+    ------
+    CheckpointError
+        Nothing of that name, or files that `check_files` refuses.
+    """
+    if model == "embedded":
+        from quire.replica.embedded import CHECKPOINT
+
+        folder = Path(CHECKPOINT)
+    elif (path := Path(model).expanduser()).is_dir():
+        folder = path
+    elif model.startswith(("/", "./", "../", "~")):
+        raise CheckpointError(
+            f"model {model!r}: there is no folder {path.absolute()} on node {platform.node()!r}"
+        )
+    elif _HUB_ID.fullmatch(model):
+        folder = _download(model, revision, weights)
+    else:
+        raise CheckpointError(
+            f"model {model!r} is neither 'embedded', nor a folder, nor a Hugging Face id (owner/name)"
+        )
+    check_files(folder, weights=weights)
+    return folder
+
+
+def _download(model: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = [*_HUB_FILES, "*.safetensors"] if weights else list(_HUB_FILES)
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        at = f" at revision {revision!r}" if revision else ""
+        is_final = isinstance(
+            error, GatedRepoError | RepositoryNotFoundError | RevisionNotFoundError
+        )
+        raise (CheckpointError if is_final else DownloadError)(
+            f"model {model!r}{at} could not be downloaded: {error}"
+        ) from error
+
+
+def weights_revision(folder: Path) -> str:
+    """What tells a checkpoint's weights from others of the same name: the commit of a download, else a fingerprint.
+
+    The fingerprint covers config.json, the name, size and header of each weight file, and `_SAMPLES` pieces of its
+    data, so that two fine-tunes of one model differ. It does not cover the folder's path.
+
+    Parameters
+    ----------
+    folder
+        As `resolve_checkpoint` returned it, weights included.
+    """
+    if folder.parent.name == "snapshots":  # the hub's cache: snapshots/<commit>
+        return folder.name
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(length))
+            for sample in range(_SAMPLES):
+                stream.seek(8 + length + (size - 8 - length) * sample // _SAMPLES)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def check_files(folder: Path, *, weights: bool = True) -> None:
+    """Refuse a checkpoint whose weights are pickles, or safetensors whose headers do not fit their files.
+
+    Python files are left alone: nothing reads them. `ModelSpec` judges the configuration.
+
+    Raises
+    ------
+    CheckpointError
+        Names the file and what is wrong with it.
+    """
+    read_json(folder / "config.json")
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():  # transformers would load the base model that it names
+        raise CheckpointError(f"{adapter}: adapters are not served; merge it into its base model")
+    if weights:
+        for file in weight_files(folder):
+            check_header(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, all present and complete by the index where there is one."""
+    index_path = folder / "model.safetensors.index.json"
+    if index_path.is_file():
+        return _sharded_files(folder, index_path)
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
+    if pickles:
+        raise CheckpointError(
+            f"{folder}: weights only as pickle ({', '.join(pickles)}), which can run code; convert them to "
+            "safetensors"
+        )
+    raise CheckpointError(f"{folder}: neither model.safetensors nor model.safetensors.index.json")
+
+
+def _sharded_files(folder: Path, index_path: Path) -> list[Path]:
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_path}: weight_map must be an object that is not empty")
+    tensors_of: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items():
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
+            raise CheckpointError(
+                f"{index_path}: {tensor} is in {name!r}, must be a safetensors file beside the index"
+            )
+        tensors_of.setdefault(name, set()).add(tensor)
+    for name, tensors in tensors_of.items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: missing, named by {index_path.name}")
+        absent = tensors - set(check_header(folder / name))
+        if absent:
+            raise CheckpointError(
+                f"{folder / name}: lacks {min(absent)!r}, which the index places there"
+            )
+    return [folder / name for name in sorted(tensors_of)]
+
+
+def check_header(file: Path) -> dict[str, Any]:
+    """Verify a safetensors header against the file: sizes, offsets, no overlap, no gap.
+
+    Returns
+    -------
+    Entry by tensor name.
+
+    Raises
+    ------
+    CheckpointError
+        Names the file, the tensor and the contradiction.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little") if size >= 8 else -1
+        if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{file}: header length {length} does not fit a file of {size} bytes"
+            )
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{file}: header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: header must be an object, is {type(header).__name__}")
+    header.pop("__metadata__", None)
+    spans = sorted((*_span(file, name, entry), name) for name, entry in header.items())
+    end = 0
+    for start, stop, name in spans:
+        if start != end:
+            problem = "overlaps the tensor before it" if start < end else "leaves a gap before it"
+            raise CheckpointError(
+                f"{file}: {name} starts at byte {start}, {problem}, which ends at {end}"
+            )
+        end = stop
+    if end != size - 8 - length:
+        raise CheckpointError(
+            f"{file}: tensors end at byte {end}, the file holds {size - 8 - length} bytes of data"
+        )
+    return header
+
+
+def _span(file: Path, name: str, entry: Any) -> tuple[int, int]:
+    """Byte range of a tensor, checked against its shape and dtype."""
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, start, stop]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{file}: {name} is not a tensor entry: {entry!r}") from error
+    if dtype not in _DTYPE_BYTES:
+        raise CheckpointError(f"{file}: {name} has the unknown dtype {dtype!r}")
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise CheckpointError(
+            f"{file}: {name} has a shape or offsets that are not counts: {entry!r}"
+        )
+    expected = math.prod(shape) * _DTYPE_BYTES[dtype]
+    if stop - start != expected:
+        raise CheckpointError(
+            f"{file}: {name} {dtype}{shape} needs {expected} bytes, its offsets give {stop - start}"
+        )
+    return start, stop
+
+
+def count_parameters(folder: Path) -> int:
+    """Elements stored in a checkpoint, from its headers."""
+    headers = (check_header(file) for file in weight_files(folder))
+    return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())

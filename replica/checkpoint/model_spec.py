@@ -1,0 +1,305 @@
+"""What a checkpoint is: `ModelSpec`, read from its JSON files before any weight is touched.
+
+Only architectures that the exactness tests cover are served. Everything else, and every option of a covered
+architecture that would change the result in a way those tests do not see, is refused by name.
+
+transformers chooses the class of a model by `model_type`, not by `architectures`, and a configuration can name other
+files to read (`configuration_files`) or code to run (`auto_map`). So config.json is read once, here; `_judge` checks
+both names together; and transformers builds its configuration from the same dictionary, without the entries that
+point elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.replica.checkpoint import fp8_checkpoint
+from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
+from quire.replica.kv_cache.groups import LayerGroup, group_layers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Each served architecture and the `model_type` under which transformers knows it.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MistralForCausalLM": "mistral",
+    "Olmo2ForCausalLM": "olmo2",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GraniteForCausalLM": "granite",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+# Entries of config.json that transformers does not get: they make it read or run something else, or bring in its own
+# quantiser (`ModelSpec.fp8` holds what Quire reads of it). Built-in classes need none of them.
+_LEFT_OUT = (
+    "auto_map",
+    "configuration_files",
+    "trust_remote_code",
+    "quantization_config",
+    "compression_config",
+)
+# Other rope types change their frequencies with the longest sequence of the batch.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is not served; the message names the file, the entry and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A checkpoint's shape and defaults. Tokens and sizes are counts of elements."""
+
+    path: Path
+    architecture: str
+    raw_config: dict[str, Any] = field(repr=False, compare=False)  # config.json, as it was judged
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int  # longest context, RoPE scaling included
+    windows: tuple[int | None, ...]  # per layer: keys a query sees, itself included; None = all
+    eos_token_ids: tuple[int, ...]
+    checkpoint_dtype: str  # float32 | bfloat16 | float16, as stored
+    temperature: float | None = None  # defaults of generation_config.json; None = not stated
+    top_p: float | None = None
+    top_k: int | None = None
+    fp8: Fp8Scheme | None = None  # of a checkpoint whose weights are stored in FP8
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layers by what their queries see."""
+        return group_layers([(w, None, self.num_kv_heads, self.head_dim) for w in self.windows])
+
+    @classmethod
+    def from_checkpoint(cls, path: Path) -> ModelSpec:
+        """Read and judge a checkpoint folder.
+
+        Parameters
+        ----------
+        path
+            Folder with config.json, and generation_config.json and tokenizer files where they exist.
+
+        Raises
+        ------
+        CheckpointError
+            A file is missing or unreadable, or the model is not one that is served.
+        """
+        raw = read_json(path / "config.json")
+        architecture = _judge(raw)
+        try:
+            config = build_config(raw)
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            raise CheckpointError(f"{path / 'config.json'}: {error}") from error
+        _judge_rope(config)
+        heads = config.num_attention_heads
+        generation = read_json(path / "generation_config.json", optional=True)
+        top_k = generation.get("top_k")
+        spec = cls(
+            path=path,
+            architecture=architecture,
+            raw_config=raw,
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=_max_context(config),
+            windows=_windows(config),
+            eos_token_ids=_eos_token_ids(path, raw, generation, config.vocab_size),
+            checkpoint_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+            temperature=generation.get("temperature"),
+            top_p=generation.get("top_p"),
+            top_k=None if top_k is None else int(top_k),
+            fp8=_fp8(raw),
+        )
+        _check_sizes(spec)
+        return spec
+
+
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    """A JSON object; {} for an optional file that does not exist."""
+    if optional and not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must be a JSON object, is {type(value).__name__}")
+    return value
+
+
+def build_config(raw: dict[str, Any]) -> PretrainedConfig:
+    """transformers' configuration of a served model, from config.json's own entries and no other file.
+
+    Parameters
+    ----------
+    raw
+        config.json, judged: `ModelSpec.raw_config`.
+    """
+    from transformers import (
+        CONFIG_MAPPING,
+    )  # takes seconds to import: only after the cheap refusals
+
+    own = {name: copy.deepcopy(value) for name, value in raw.items() if name not in _LEFT_OUT}
+    return CONFIG_MAPPING[raw["model_type"]].from_dict(own)
+
+
+def _judge(raw: dict[str, Any]) -> str:
+    """The architecture, if it is served; looks at nothing but config.json's own entries."""
+    named = raw.get("architectures") or []
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
+        code = (
+            "; config.json has auto_map: the model needs Python code from the checkpoint, which is never run"
+            if "auto_map" in raw
+            else ""
+        )
+        raise CheckpointError(
+            f"config.json: architectures is {named}; served, because tests prove them exact, are "
+            f"{', '.join(ARCHITECTURES)}{code}"
+        )
+    model_type = ARCHITECTURES[named[0]]
+    if raw.get("model_type") != model_type:
+        raise CheckpointError(
+            f"config.json: model_type is {raw.get('model_type')!r}, but {named[0]} has model_type {model_type!r}"
+        )
+    _fp8(raw)
+    name, activation = "hidden_act", "silu"
+    if named[0].startswith("Gemma"):
+        name, activation = "hidden_activation", "gelu_pytorch_tanh"
+    if raw.get(name, activation) != activation:
+        raise CheckpointError(f"config.json: {name} is {raw[name]!r}, served is {activation!r}")
+    if raw.get("use_bidirectional_attention"):
+        raise CheckpointError(
+            "config.json: use_bidirectional_attention is true: only causal attention is served"
+        )
+    return named[0]
+
+
+def _fp8(raw: dict[str, Any]) -> Fp8Scheme | None:
+    config = raw.get("quantization_config") or raw.get("compression_config")  # its older name
+    if not config:
+        return None
+    try:
+        return fp8_checkpoint.judge(config)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"config.json: quantization_config: {error}") from error
+
+
+def _judge_rope(config: Any) -> None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # One set for all layers, or one for each kind of layer.
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in nested or [parameters]:
+        rope_type = entry.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise CheckpointError(
+                f"config.json: rope type {rope_type!r} depends on the longest sequence of a batch or is not "
+                f"covered by tests; served are {', '.join(ROPE_TYPES)}"
+            )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = [
+            "full_attention" if window is None else "sliding_attention"
+        ] * config.num_hidden_layers
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise CheckpointError(
+            f"config.json: layer_types has {sorted(unknown)}; served are full_attention, sliding_attention"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _max_context(config: PretrainedConfig) -> int:
+    """Tokens of the longest context, as vLLM derives it.
+
+    Published long-context recipes leave `max_position_embeddings` at the trained length and state a RoPE factor.
+    llama3 rescales frequencies below the stated length. Gemma 3 states the scaled length.
+    """
+    stated = config.max_position_embeddings
+    rope = getattr(config, "rope_parameters", None) or {}
+    if any(
+        isinstance(value, dict) for value in rope.values()
+    ):  # Gemma 3: one entry for each kind of layer
+        return stated
+    rope_type, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+    if rope_type == "yarn":
+        return int((rope.get("original_max_position_embeddings") or stated) * factor)
+    return int(stated * factor) if rope_type == "linear" else stated
+
+
+def _eos_token_ids(
+    path: Path, raw: dict[str, Any], generation: dict[str, Any], vocab_size: int
+) -> tuple[int, ...]:
+    """The union of generation_config.json's, config.json's and the tokenizer's, each id once.
+
+    Chat fine-tunes often leave the base model's id in config.json, while the turn ends with the tokenizer's
+    `eos_token`. A tokenizer may define ids that the model has no logit for: those can never be sampled.
+    """
+    ids: list[int] = []
+    for source in (generation, raw):
+        value = source.get("eos_token_id")
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise CheckpointError(f"eos_token_id {token!r} is not in [0, vocab_size {vocab_size})")
+    ids += [token for token in _tokenizer_eos(path) if token < vocab_size]
+    return tuple(dict.fromkeys(ids))
+
+
+def _tokenizer_eos(path: Path) -> list[int]:
+    """The id of the tokenizer's eos_token; none if the checkpoint does not state one."""
+    token = read_json(path / "tokenizer_config.json", optional=True).get("eos_token")
+    if isinstance(token, dict):  # an AddedToken
+        token = token.get("content")
+    if not isinstance(token, str):
+        return []
+    tokenizer = read_json(path / "tokenizer.json", optional=True)
+    added = tokenizer.get("added_tokens") or []
+    found = [entry["id"] for entry in added if entry.get("content") == token]
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    if not found and isinstance(vocab, dict) and token in vocab:
+        found = [vocab[token]]
+    return found
+
+
+def _check_sizes(spec: ModelSpec) -> None:
+    for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+        value = getattr(spec, name)
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"config.json: {name} must be a positive integer, is {value!r}")
+    if spec.num_heads % spec.num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {spec.num_heads} is not a multiple of "
+            f"num_key_value_heads {spec.num_kv_heads}"
+        )
+    if len(spec.windows) != spec.num_layers:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(spec.windows)} entries for {spec.num_layers} layers"
+        )
+    if spec.checkpoint_dtype not in ("float32", "bfloat16", "float16"):
+        raise CheckpointError(
+            f"config.json: dtype is {spec.checkpoint_dtype!r}, served are float32, bfloat16, float16"
+        )

@@ -1,0 +1,1 @@
+"""Pure data of a request and of a step. No torch."""

@@ -1,0 +1,1 @@
+"""Streams, events, pools and host memory of one device."""

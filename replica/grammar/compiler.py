@@ -1,0 +1,320 @@
+"""Grammars: which tokens may come next so that the output stays in a language.
+
+```
+ submit ──▶ known text? ──yes────────────────────────────────────┐
+               │ no                                              ▼
+               └──▶ quick lane: judge within 0.2 s ──good──▶ compile here ──▶ copy, replay ──▶ scheduler
+                         │ not done                              ▲
+                         ▼                                       │
+                    slow lane: judge within 2 s ─────good────────┘      otherwise: refused by name, remembered
+
+ each step: mask (before sampling, the forward may still run) ──▶ sample ──▶ advance with the token
+```
+
+A request that comes from another replica replays what was emitted there. llguidance does the parsing.
+
+Two lanes, because a compiler cannot be interrupted and shared: a grammar that takes seconds waits for others of its
+kind, not in front of those that take milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.protos.errors import (
+    InvalidRequest,
+    Overloaded,
+    QuireError,
+    Unavailable,
+    UnsupportedField,
+)
+from quire.protos.wire import Grammar
+from quire.replica.grammar import grammar_source
+from quire.replica.grammar.judge import Budget, GrammarJudge, Outcome, Verdict
+from quire.replica.grammar.judge_queue import WaitingGrammar
+from quire.replica.grammar.lane import GrammarLane
+from quire.replica.grammar.state import CompiledGrammar, GrammarState
+
+try:
+    from llguidance import LLMatcher, LLTokenizer
+except ModuleNotFoundError:  # an environment that only measures: grammars are refused
+    pass
+
+# Of a judgement. Grammars in use need 0.02 to 0.15 s, most of it for masks of a large vocabulary.
+QUICK = Budget(cpu_s=0.2, wall_s=0.8, nice=0)
+SLOW = Budget(cpu_s=2.0, wall_s=8.0, nice=5)
+MAX_WAIT_S = 10.0
+# A request that comes from another replica has begun its answer, and many may come at once.
+MAX_MOVED_WAIT_S = 60.0
+MAX_VERDICTS = 4096  # texts whose verdict is remembered
+# Compiled grammars that are kept without a request: at most 20 MB each, see `grammar_source.MAX_LEXER_STATES`.
+MAX_RECENT = 4
+_MAX_INLINE_REPLAY = 256  # tokens; takes less than a millisecond
+
+OnDone = Callable[[GrammarState | QuireError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    grammar: Grammar
+    emitted_ids: Sequence[int]
+    on_done: OnDone
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the request comes from another replica."""
+        return len(self.emitted_ids) > 0
+
+    @property
+    def max_wait_s(self) -> float:
+        """How long it may wait."""
+        return MAX_MOVED_WAIT_S if self.is_moved else MAX_WAIT_S
+
+    def answer(self, outcome: GrammarState | QuireError) -> None:
+        """Call `on_done`, which must not end a lane's thread."""
+        with contextlib.suppress(Unavailable):  # the engine is closed
+            self.on_done(outcome)
+
+
+class GrammarCompiler:
+    """Makes the matchers of one checkpoint.
+
+    Owns two lanes, each with a thread and a judging process of its own, and what is known of texts. Threads and
+    processes start with the first grammar that needs them.
+
+    Parameters
+    ----------
+    tokenizer_path
+        The checkpoint's tokenizer.json; read when the first grammar comes.
+    vocab_size
+        Columns of the logits.
+    eos_token_ids
+        May come where the output is complete.
+    json_white_space
+        One of `config.JSON_WHITE_SPACE`.
+    """
+
+    def __init__(
+        self,
+        tokenizer_path: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        json_white_space: str = "one_space",
+    ):
+        self._path = tokenizer_path
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._json_white_space = json_white_space
+        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._lock = threading.Lock()
+        # By text: why it was refused; empty when it passed. The newest is the last.
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()
+        # By tenant and text: those that requests use, and those used last, for the next ones.
+        self._compiled: weakref.WeakValueDictionary[tuple[str, bytes], CompiledGrammar] = (
+            weakref.WeakValueDictionary()
+        )
+        self._recent: OrderedDict[tuple[str, bytes], CompiledGrammar] = OrderedDict()
+        self._quick = self._lane("quire-grammar-quick", QUICK)
+        self._slow = self._lane("quire-grammar-slow", SLOW)
+        # A thread that the interpreter's end stops inside the library would end the process with SIGABRT.
+        self._at_exit = weakref.finalize(self, _close_all, (self._quick, self._slow))
+
+    def submit(
+        self,
+        grammar: Grammar,
+        emitted_ids: Sequence[int],
+        on_done: OnDone,
+        tenant: str = "",
+    ) -> None:
+        """Judge, compile, and replay `emitted_ids`; `on_done` is called once, in this thread or another.
+
+        It gets an error when the grammar is refused, or waits longer than `MAX_WAIT_S`.
+
+        Raises
+        ------
+        Overloaded
+            Too many grammars are waiting.
+        UnsupportedField
+            llguidance is not installed.
+        """
+        if not grammar_source.is_installed():
+            raise _unsupported(grammar, "llguidance is not installed here")
+        waiter = _Waiter(grammar, emitted_ids, on_done)
+        key = _key(grammar)
+        compiled = self._look_up(tenant, key)
+        with self._lock:
+            refusal = self._refusals.get(key, "")
+        if refusal or (compiled is not None and len(emitted_ids) <= _MAX_INLINE_REPLAY):
+            on_done(self._outcome(compiled, refusal, waiter))
+            return
+        until_s = time.monotonic() + waiter.max_wait_s
+        self._quick.push(tenant, key, [(until_s, waiter)], is_bounded=not waiter.is_moved)
+
+    def close(self) -> None:
+        """End threads and processes; requests that wait hear nothing."""
+        self._at_exit()
+
+    def _lane(self, name: str, budget: Budget) -> GrammarLane[_Waiter]:
+        judge = GrammarJudge(
+            self._path, self._vocab_size, self._eos_token_ids, self._json_white_space, budget
+        )
+        return GrammarLane(name, judge, self._on_turn, _expire)
+
+    def _on_turn(
+        self, lane: GrammarLane[_Waiter], tenant: str, waiting: WaitingGrammar[_Waiter]
+    ) -> None:
+        """Answer all who wait for a grammar, or pass them on to the slow lane."""
+        waiters = [waiter for _, waiter in waiting.waiters]
+        try:
+            refusal = self._refusal(lane, waiting.key, waiters[0].grammar)
+            if refusal is None:
+                is_bounded = not any(waiter.is_moved for waiter in waiters)
+                self._slow.push(tenant, waiting.key, waiting.waiters, is_bounded=is_bounded)
+                return
+            compiled = None if refusal else self._compile(tenant, waiting.key, waiters[0].grammar)
+            outcomes = [self._outcome(compiled, refusal, waiter) for waiter in waiters]
+        except Exception as error:  # a lost answer would be a request that hangs
+            if not isinstance(error, QuireError):
+                error = QuireError(f"the grammar could not be judged: {error}")
+            outcomes = [error] * len(waiters)
+        for waiter, outcome in zip(waiters, outcomes, strict=True):
+            waiter.answer(outcome)
+
+    def _refusal(self, lane: GrammarLane[_Waiter], key: bytes, grammar: Grammar) -> str | None:
+        """Why a grammar is refused, empty when it is not; None: to say it takes more than the quick lane gives.
+
+        Raises
+        ------
+        QuireError
+            It cannot be said now: nothing to remember.
+        """
+        self._load(grammar)
+        with self._lock:
+            if key in self._refusals:
+                return self._refusals[key]
+        verdict = lane.judge.judge(grammar.kind, grammar.text)
+        match verdict.outcome:
+            case Outcome.SLOW | Outcome.LATE if lane is self._quick:
+                return None
+            case Outcome.LATE:
+                raise Overloaded(
+                    "the machine is too busy to judge the grammar; "
+                    f"{grammar.field}: at most {SLOW.wall_s:g} s, got more",
+                    field=grammar.field,
+                    retry_after_s=SLOW.wall_s,
+                )
+            case Outcome.UNUSABLE:
+                raise _unsupported(grammar, f"the tokenizer cannot be used: {verdict.message}")
+        self._remember_refusal(key, _refusal_of(verdict))
+        return _refusal_of(verdict)
+
+    def _compile(self, tenant: str, key: bytes, grammar: Grammar) -> CompiledGrammar:
+        """Compile a grammar that has passed; once for all of a tenant's requests that overlap."""
+        compiled = self._look_up(tenant, key)
+        if compiled is None:
+            tokenizer = self._load(grammar)
+            source = grammar_source.to_source(grammar.kind, grammar.text, self._json_white_space)
+            limits = grammar_source.limits()
+            compiled = CompiledGrammar(
+                lambda: LLMatcher(tokenizer, source, log_level=0, limits=limits)
+            )
+            with self._lock:
+                self._compiled[tenant, key] = compiled
+                self._recent[tenant, key] = compiled
+                while len(self._recent) > MAX_RECENT:
+                    self._recent.popitem(last=False)
+        return compiled
+
+    def _outcome(
+        self, compiled: CompiledGrammar | None, refusal: str, waiter: _Waiter
+    ) -> GrammarState | QuireError:
+        field = waiter.grammar.field
+        refusal = refusal or compiled.error
+        if refusal:
+            return InvalidRequest(
+                f"the grammar is not valid or too complex; {field}: {refusal}", field=field
+            )
+        try:
+            return GrammarState(compiled, self._vocab_size, waiter.emitted_ids)
+        except ValueError as error:
+            return InvalidRequest(
+                f"the request cannot continue in its grammar; {field}: {error}", field=field
+            )
+
+    def _look_up(self, tenant: str, key: bytes) -> CompiledGrammar | None:
+        with self._lock:
+            compiled = self._compiled.get((tenant, key))
+            if (tenant, key) in self._recent:
+                self._recent.move_to_end((tenant, key))
+            return compiled
+
+    def _remember_refusal(self, key: bytes, refusal: str) -> None:
+        with self._lock:
+            self._refusals[key] = refusal
+            while len(self._refusals) > MAX_VERDICTS:
+                self._refusals.popitem(last=False)
+
+    def _load(self, grammar: Grammar) -> LLTokenizer:
+        with self._tokenizer_lock:
+            if self._tokenizer is not None:
+                return self._tokenizer
+            if not self._path.is_file():
+                raise _unsupported(grammar, "the checkpoint has no tokenizer.json")
+            try:
+                self._tokenizer = LLTokenizer(
+                    str(self._path), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                )
+            except Exception as error:  # of the library: any kind of tokenizer it does not take
+                message = f"this checkpoint's tokenizer cannot be used: {error}"
+                raise _unsupported(grammar, grammar_source.message_of(message)) from error
+            return self._tokenizer
+
+
+def _key(grammar: Grammar) -> bytes:
+    text = f"{grammar.kind}\0{grammar.text}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def _refusal_of(verdict: Verdict) -> str:
+    match verdict.outcome:
+        case Outcome.GOOD:
+            return ""
+        case Outcome.SLOW:
+            return f"at most {SLOW.cpu_s:g} s of processor time to compile, got more"
+        case Outcome.LARGE:
+            return f"at most {grammar_source.MAX_MEMORY_MIB} MiB of memory to compile, got more"
+        case Outcome.CRASH:
+            return f"the compiler crashes with it ({verdict.message})"
+        case _:
+            return verdict.message or "no reason is given"
+
+
+def _unsupported(grammar: Grammar, message: str) -> UnsupportedField:
+    return UnsupportedField(
+        f"grammars are not served; {grammar.field}: {message}", field=grammar.field
+    )
+
+
+def _expire(waiter: _Waiter) -> None:
+    waiter.answer(
+        Overloaded(
+            f"the grammar waited too long to be compiled; {waiter.grammar.field}: at most "
+            f"{waiter.max_wait_s:g} s, got more",
+            field=waiter.grammar.field,
+            retry_after_s=1.0,
+        )
+    )
+
+
+def _close_all(lanes: Sequence[GrammarLane]) -> None:
+    for lane in lanes:
+        lane.close()

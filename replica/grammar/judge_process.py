@@ -1,0 +1,197 @@
+"""The process in which grammars are judged; `judge.py` is the engine's side of it.
+
+```
+ engine ──socket──▶ this process: llguidance and the tokenizer are loaded once
+                        │ fork, one at a time
+                        ▼
+                    a child with limits: compile, sampled masks ──pipe──▶ verdict
+```
+
+A grammar can only hurt the forked child: it ends by its own limits (processor time, address space, stack, wall clock),
+and when the engine's end of the socket closes. Neither /proc nor memory cgroups are needed. The process imports
+neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from quire.replica.grammar.grammar_source import MAX_MEMORY_MIB, limits, message_of, to_source
+
+# llguidance descends into nested grammars. A thread of the engine has twice as much.
+_STACK_BYTES = 4 << 20
+_NUM_WALKS = 4
+_WALK_LEN = 16
+_WALKS_CPU_S = 0.05
+
+
+def main() -> None:
+    """Judge what comes over the socket until its other end closes."""
+    options = json.loads(sys.argv[1])
+    for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGXCPU, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(OSError):  # where memory is short, this process goes first
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    os.nice(options["nice"])
+    connection = socket.socket(fileno=options["fd"])
+    try:
+        tokenizer = LLTokenizer(
+            options["tokenizer_path"],
+            n_vocab=options["vocab_size"],
+            eos_token=options["eos_token_ids"],
+        )
+    except Exception as error:  # of the library: any kind of tokenizer it does not take
+        _send(connection, {"outcome": "unusable", "message": message_of(str(error))})
+        return
+    _send(connection, {"outcome": "ready"})
+    used_bytes = address_space_bytes()
+    for line in connection.makefile("rb"):
+        job = json.loads(line)
+        _send(connection, _judge_in_child(connection, tokenizer, job, used_bytes))
+
+
+def address_space_bytes() -> int:
+    """How much address space this process uses: below that limit no page can be added, which tells it without /proc."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    low, high = 0, 1 << 47
+    if hard != resource.RLIM_INFINITY:
+        high = min(high, hard)
+    while high - low > 1 << 20:
+        middle = (low + high) // 2
+        resource.setrlimit(resource.RLIMIT_AS, (middle, hard))
+        try:
+            mmap.mmap(-1, mmap.PAGESIZE).close()
+            high = middle
+        except (OSError, MemoryError):
+            low = middle
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    return high
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _judge_in_child(
+    connection: socket.socket, tokenizer: LLTokenizer, job: dict[str, Any], used_bytes: int
+) -> dict[str, Any]:
+    """Fork, and wait for the verdict, the child's end, its wall clock or the engine's end."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(reader)
+        os.close(connection.fileno())
+        _child(tokenizer, job, used_bytes, writer)
+    os.close(writer)
+    try:
+        ready, _, _ = select.select([reader, connection], [], [], job["wall_s"])
+        if reader not in ready:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if connection in ready and reader not in ready:
+            sys.exit(0)  # the engine has gone
+        if not ready:
+            return {"outcome": "late"}
+        verdict = b""
+        while part := os.read(reader, 1 << 16):
+            verdict += part
+    finally:
+        os.close(reader)
+    return json.loads(verdict) if verdict else _outcome_of(status)
+
+
+def _outcome_of(status: int) -> dict[str, Any]:
+    """Why a child ended without a verdict."""
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if number in (signal.SIGPROF, signal.SIGXCPU):
+        return {"outcome": "slow"}
+    if number == signal.SIGALRM:
+        return {"outcome": "late"}
+    if number == signal.SIGABRT:  # Rust's answer to an allocation that fails
+        return {"outcome": "large"}
+    return {"outcome": "crash", "message": f"signal {number}" if number else f"status {status}"}
+
+
+def _child(tokenizer: LLTokenizer, job: dict[str, Any], used_bytes: int, writer: int) -> None:
+    """Judge one grammar, within limits, and end."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)  # a failed allocation prints a message
+        _limit(job["cpu_s"], job["wall_s"], used_bytes + (MAX_MEMORY_MIB << 20))
+        verdict = _judge(tokenizer, job)
+    except MemoryError:
+        verdict = {"outcome": "large"}
+    except BaseException as error:  # what a forked copy of the loop must not catch itself
+        verdict = {"outcome": "crash", "message": message_of(f"{type(error).__name__}: {error}")}
+    os.write(writer, json.dumps(verdict).encode())
+    os._exit(0)
+
+
+def _limit(cpu_s: float, wall_s: float, memory_bytes: int) -> None:
+    """Bound this process; each signal's default action ends it, also while Rust code runs."""
+    for name, value in (
+        ("RLIMIT_CORE", 0),
+        ("RLIMIT_CPU", int(cpu_s) + 2),
+        ("RLIMIT_STACK", _STACK_BYTES),
+        ("RLIMIT_AS", memory_bytes),
+    ):
+        which = getattr(resource, name)
+        _, hard = resource.getrlimit(which)
+        if hard == resource.RLIM_INFINITY or value <= hard:
+            resource.setrlimit(which, (value, hard))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    # The process that forked this one watches the same clock; it may be gone.
+    signal.setitimer(signal.ITIMER_REAL, wall_s + 1)
+
+
+def _judge(tokenizer: LLTokenizer, job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        source = to_source(job["kind"], job["text"], job["json_white_space"])
+    except ValueError as error:
+        return {"outcome": "invalid", "message": message_of(str(error))}
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits(of_judge=True))
+    if matcher.is_error():
+        return {"outcome": "invalid", "message": message_of(matcher.get_error())}
+    until_s = time.process_time() + _WALKS_CPU_S
+    for seed in range(_NUM_WALKS):
+        walker = matcher.deep_copy()
+        _walk(walker, random.Random(seed), until_s)
+        if walker.is_error():
+            return {"outcome": "invalid", "message": message_of(walker.get_error())}
+    return {"outcome": "good"}
+
+
+def _walk(matcher: LLMatcher, rng: random.Random, until_s: float) -> None:
+    """Compute masks along random tokens."""
+    for _ in range(_WALK_LEN):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or not any(mask):
+            return
+        matcher.consume_token(_random_id(mask, rng))
+        if matcher.is_stopped() or time.process_time() > until_s:
+            return
+
+
+def _random_id(mask: bytes, rng: random.Random) -> int:
+    """An id that the mask allows: of the first byte with any, from a random one on."""
+    start = rng.randrange(len(mask))
+    turned = mask[start:] + mask[:start]
+    skipped = len(turned) - len(turned.lstrip(b"\0"))
+    bits = turned[skipped]
+    bit = rng.choice([i for i in range(8) if bits >> i & 1])
+    return (start + skipped) % len(mask) * 8 + bit

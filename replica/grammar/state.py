@@ -1,0 +1,150 @@
+"""A compiled grammar, and where one request's output is in it.
+
+Requests of one tenant with the same text share a compiled grammar. Its matchers share a lexer, whose states are built
+while masks are computed and are never given back:
+
+```
+ CompiledGrammar ── lexer 1: states ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒ full ──▶ lexer 2: states ▒▒▒
+     │  │  └─ request c                                   (compiled again; each request replays its tokens)
+     │  └──── request b
+     └─────── request a
+```
+
+So memory is bounded by the lexer's limit for each text, however long outputs are and however many requests there are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.replica.grammar.grammar_source import message_of
+
+try:
+    import llguidance.numpy
+    from llguidance import LLMatcher
+except ModuleNotFoundError:  # an environment that only measures: grammars are refused
+    llguidance = None
+
+# A lexer that is full after fewer masks would be full again at once: its grammar exceeds the limits.
+MIN_MASKS_OF_A_LEXER = 16
+# The step waits while a grammar is compiled again.
+MAX_RENEWAL_S = 0.1
+
+
+class CompiledGrammar:
+    """Matchers before any token, and the lexer that they share.
+
+    Parameters
+    ----------
+    build
+        Compiles the grammar; the matcher's `is_error` says whether that failed.
+    """
+
+    def __init__(self, build: Callable[[], LLMatcher]):
+        self._build = build
+        self._lock = threading.Lock()
+        began = time.thread_time()
+        self._start = build()  # no token ever goes into it
+        self._build_s = time.thread_time() - began
+        self._lexer_number = 0
+        self._num_masks = 0  # of this lexer
+
+    @property
+    def error(self) -> str:
+        """Why it could not be compiled; empty when it could."""
+        return message_of(self._start.get_error())
+
+    def matcher(self) -> tuple[LLMatcher, int]:
+        """A new matcher before any token, and its lexer's number."""
+        with self._lock:
+            return self._start.deep_copy(), self._lexer_number
+
+    def count_mask(self) -> None:
+        """A mask is computed with the lexer in use."""
+        self._num_masks += 1
+
+    def renew(self, lexer_number: int) -> bool:
+        """Replace the lexer with this number unless that is done already; returns whether there is another one."""
+        with self._lock:
+            if lexer_number != self._lexer_number:
+                return True
+            if self._num_masks < MIN_MASKS_OF_A_LEXER or self._build_s > MAX_RENEWAL_S:
+                return False
+            self._start = self._build()
+            self._lexer_number += 1
+            self._num_masks = 0
+            return True
+
+
+class GrammarState:
+    """Where one request's output is in its grammar.
+
+    Parameters
+    ----------
+    vocab_size
+        Columns of the logits.
+    emitted_ids
+        Output so far.
+
+    Raises
+    ------
+    ValueError
+        The output is not in the grammar.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, vocab_size: int, emitted_ids: Sequence[int]):
+        self._grammar = grammar
+        self._num_words = -(-vocab_size // 32)
+        self._taken_ids = list(emitted_ids)
+        self._replay()
+        if self._matcher.is_error():
+            self._recover()
+        if self._matcher.is_error():
+            raise ValueError(f"the {len(emitted_ids)} tokens already generated do not match it")
+
+    def mask(self) -> np.ndarray:
+        """[ceil(vocab / 32)] int32, bit i of word w set: id 32 * w + i may come next.
+
+        All zero when the matcher has failed, which it does when a step exceeds its limits: better no token
+        than a wrong one.
+        """
+        self._grammar.count_mask()
+        packed = self._fill()
+        if self._matcher.is_error() and self._recover():
+            packed = self._fill()
+        if self._matcher.is_error():
+            packed[:] = 0
+        return packed[0]
+
+    def advance(self, token_id: int) -> bool:
+        """Take in a sampled token; returns whether the output is complete: nothing can follow it."""
+        self._taken_ids.append(token_id)
+        self._matcher.consume_token(token_id)
+        if self._matcher.is_error():
+            self._recover()
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str:
+        """Why the matcher has failed; empty when it has not."""
+        return message_of(self._matcher.get_error())
+
+    def _recover(self) -> bool:
+        """Try again with another lexer, in case this one is full; returns whether there is one."""
+        if not self._grammar.renew(self._lexer_number):
+            return False
+        self._replay()
+        return True
+
+    def _replay(self) -> None:
+        self._matcher, self._lexer_number = self._grammar.matcher()
+        self._matcher.consume_tokens(self._taken_ids)
+
+    def _fill(self) -> np.ndarray:
+        packed = np.zeros((1, self._num_words), np.int32)
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, packed, 0)
+        return packed

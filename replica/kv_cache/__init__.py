@@ -1,0 +1,1 @@
+"""Which request owns which block, and which blocks the prefix cache knows. No torch."""

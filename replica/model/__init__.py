@@ -1,0 +1,1 @@
+"""A model's modules: loading them, their attention and their forward pass."""

@@ -1,0 +1,109 @@
+"""`deterministic: true`: a model's layers in forms whose rows do not depend on how many rows there are.
+
+Products run in tiles of fixed height (`tiles.py`), mixtures of experts too (`deterministic_experts.py`); activations
+whose vector loop ends in a scalar one with another exponential (SiLU, GELU) are written out.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from quire.replica.model.deterministic.deterministic_experts import EXPERT_MODULES
+from quire.replica.model.deterministic.tiles import ALIGNMENT_BYTES, probe, tiled_linear
+
+
+class TiledLinear(nn.Module):
+    """A linear layer with `deterministic` rows. Shares its parameters with the layer it replaces.
+
+    Parameters
+    ----------
+    linear
+        Layer with a float32 weight [out_features, in_features].
+    tile_rows
+        Heights that may be used, rising.
+    """
+
+    def __init__(self, linear: nn.Linear, tile_rows: tuple[int, ...]):
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.tile_rows = tile_rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        out = tiled_linear(x.reshape(-1, self.in_features), self.weight, self.tile_rows)
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class ElementwiseSiLU(nn.Module):
+    """x / (1 + exp(-x)) from operations whose result does not depend on an element's place in memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        return x / torch.exp(-x).add_(1.0)
+
+
+class ElementwiseTanhGELU(nn.Module):
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), of the same kind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape."""
+        inner = (x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(math.sqrt(2.0 / math.pi))
+        return torch.tanh(inner).add_(1.0).mul_(x).mul_(0.5)
+
+
+_ACTIVATIONS = {
+    "SiLU": ElementwiseSiLU,
+    "SiLUActivation": ElementwiseSiLU,
+    "GELUTanh": ElementwiseTanhGELU,
+}
+
+
+def make_deterministic(model: nn.Module) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Replace linear layers, experts and activations of a float32 CPU model by their batch-invariant form.
+
+    Returns
+    -------
+    Tile heights by weight shape (out_features, in_features), as the probe found them.
+
+    Raises
+    ------
+    ValueError
+        The model is not float32 on the CPU, or this machine's matrix library gives a row of a 16-row product
+        bits that depend on the row's place.
+    """
+    _align(model)
+    heights: dict[tuple[int, int], tuple[int, ...]] = {}
+    replacements: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                shape = (child.out_features, child.in_features)
+                if shape not in heights:
+                    heights[shape] = probe(child.weight)
+                replacements.append((parent, name, TiledLinear(child, heights[shape])))
+            elif type(child).__name__ in _ACTIVATIONS:
+                replacements.append((parent, name, _ACTIVATIONS[type(child).__name__]()))
+            elif type(child).__name__ in EXPERT_MODULES:
+                replacements.append((parent, name, EXPERT_MODULES[type(child).__name__](child)))
+    for parent, name, module in replacements:
+        setattr(parent, name, module)
+    return heights
+
+
+def _align(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+            raise ValueError(
+                f"deterministic: true needs float32 on the CPU; {name} is {parameter.dtype} on "
+                f"{parameter.device}"
+            )
+        if parameter.data_ptr() % ALIGNMENT_BYTES:
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,196 @@
+"""`deterministic: true` on a GPU: a model's products in forms whose rows do not depend on how many rows there are.
+
+Products take `kernels/rows/matmul_fixed.py`, mixtures of experts `kernels/rows/experts_fixed.py`; both go where the
+fuse pass has been, so merged products stay merged. What else a step computes has one order of additions for each row:
+
+| part | why |
+|---|---|
+| norms, head norms, rotation, KV write, gated activations | kernels of this project: a program has a whole row |
+| attention | `PagedAttention(uniform=True)`: decoded and prefilled tokens take the same kernel, tile by tile of keys |
+| FP8 cache | fixed scales; each number is coded by itself |
+| a router's softmax | torch gives a row of at most 1024 scores to one warp, whatever the number of rows |
+| a router's choice | compares numbers of one row |
+| activations, residuals, rotation's angles in torch | elementwise, or a product over one k |
+| sampling | a row at a time |
+
+Torch's own norms are not among them: its reduction gives a row more threads where there are fewer rows. So a module
+that holds parameters and is none of the known ones is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from quire.kernels.rows.experts_fixed import combine_experts, experts_product, plan_experts
+from quire.kernels.rows.matmul_fixed import FixedProduct
+from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.fusion.fused_parts import Product
+
+
+class FixedLinear(nn.Module):
+    """A linear layer, or several of the same input, with rows of fixed bits. Shares the parameters of its source."""
+
+    packed = fp8 = None  # as `Product`'s: weights lie as the model has them
+
+    def __init__(self, source: nn.Linear | Product):
+        super().__init__()
+        self.weight = source.weight
+        bias = source.bias
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+        self.in_features = source.in_features
+        self.out_features = source.out_features
+        self.product = FixedProduct(self.weight.detach(), self.bias)
+
+    def part(self) -> None:
+        """As `Product`'s: nothing for the CPU's library."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., in_features], residual and result [..., out_features]."""
+        out = self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        return out if residual is None else out + residual
+
+
+class FixedRouter(nn.Module):
+    """Scores and chooses experts; shares the parameters of the router that it replaces.
+
+    Parameters
+    ----------
+    router
+        Qwen3-MoE's (softmax, then the best) or gpt-oss's (the best, then their softmax).
+    softmax_first
+        Which of the two.
+    """
+
+    def __init__(self, router: nn.Module, *, softmax_first: bool):
+        super().__init__()
+        self.weight = router.weight
+        self.bias = getattr(router, "bias", None)
+        self.top_k = router.top_k
+        # The softmax of all, of which the best are scaled to add up to 1, is the softmax of the best.
+        self.of_best = not softmax_first or router.norm_topk_prob
+        self.product = FixedProduct(
+            self.weight.detach(), None if self.bias is None else self.bias.detach()
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[..., hidden] to logits [tokens, experts], and weights and ids [tokens, top_k]."""
+        logits = self.product(x.reshape(-1, x.shape[-1]))
+        best, ids = torch.topk(logits, self.top_k, dim=-1)
+        if self.of_best:
+            weights = torch.softmax(best, dim=-1, dtype=torch.float32)
+        else:
+            weights = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, ids)
+        return logits, weights.to(logits.dtype), ids
+
+
+class FixedExperts(nn.Module):
+    """Gated experts with stacked weights; shares them with the module that it replaces.
+
+    Parameters
+    ----------
+    experts
+        transformers' module: `gate_up_proj` and `down_proj`, [experts, out, in], or [experts, in, out] where
+        `transposed`, and biases of the same names with `_bias` or none.
+    """
+
+    transposed = False
+
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.num_experts = experts.num_experts
+        self.gate_up_proj = experts.gate_up_proj
+        self.down_proj = experts.down_proj
+        self.gate_up_proj_bias = getattr(experts, "gate_up_proj_bias", None)
+        self.down_proj_bias = getattr(experts, "down_proj_bias", None)
+        self._source = (experts,)  # in a tuple: not its child
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden], ids and weights [tokens, top_k] to [tokens, hidden]."""
+        plan = plan_experts(ids, self.num_experts, x.dtype)
+        options = dict(transposed=self.transposed)
+        gate_up = experts_product(
+            x, self.gate_up_proj, plan, bias=self.gate_up_proj_bias, **options
+        )
+        inner = self.gate(gate_up)
+        pairs = experts_product(inner, self.down_proj, plan, bias=self.down_proj_bias, **options)
+        return combine_experts(pairs, weights)
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[pairs, 2 * inner], gates then ups, to [pairs, inner]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._source[0].act_fn(gate) * up
+
+
+class FixedGptOssExperts(FixedExperts):
+    """gpt-oss: gates and ups interleaved and clamped."""
+
+    transposed = True
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[pairs, 2 * inner], gate and up by turns, to [pairs, inner]."""
+        return self._source[0]._apply_gate(gate_up)
+
+
+# By the name of the class in transformers, so that it need not be imported.
+_EXPERT_MODULES = {
+    "Qwen3MoeTopKRouter": lambda module: FixedRouter(module, softmax_first=True),
+    "GptOssTopKRouter": lambda module: FixedRouter(module, softmax_first=False),
+    "Qwen3MoeExperts": FixedExperts,
+    "GptOssExperts": FixedGptOssExperts,
+}
+_KNOWN = (FixedLinear, FixedRouter, FixedExperts, nn.Embedding)
+
+
+def fix_products(model: nn.Module) -> None:
+    """Replace the products of a model on a GPU, in place, after the fuse pass. A second call changes nothing.
+
+    Raises
+    ------
+    ValueError
+        A module may give a row other bits in another batch; the message names it.
+    """
+    replacements: list[tuple[nn.Module, str, nn.Module]] = []
+    for path, parent in model.named_modules():
+        for name, child in parent.named_children():
+            is_fp8 = isinstance(child, Product) and child.fp8 is not None
+            if is_fp8 or isinstance(child, Fp8Linear):
+                where = f"{path}.{name}".lstrip(".")
+                raise ValueError(
+                    f"deterministic: true cannot hold: {where} is in FP8, whose products are the vendor's; set "
+                    "deterministic: false or serve a checkpoint without FP8 weights with weights: auto"
+                )
+            if type(child) in (nn.Linear, Product):
+                replacements.append((parent, name, FixedLinear(child)))
+            elif type(child).__name__ in _EXPERT_MODULES:
+                replacements.append((parent, name, _EXPERT_MODULES[type(child).__name__](child)))
+    for parent, name, module in replacements:
+        setattr(parent, name, module)
+    for name, module in model.named_modules():
+        # Modules with a layer's number are attention's: their own parameters are sinks.
+        if isinstance(module, _KNOWN) or hasattr(module, "layer_idx"):
+            continue
+        if next(module.parameters(recurse=False), None) is not None:
+            raise ValueError(
+                f"deterministic: true cannot hold: {name} ({type(module).__name__}) runs as torch's own kernels, whose "
+                "order of additions may follow the number of rows; set fuse: auto or deterministic: false"
+            )
+
+
+def warm_products(model: nn.Module, max_rows: int) -> None:
+    """Run each kernel that a step of at most `max_rows` tokens may need, so that none is compiled while serving."""
+    done = set()
+    for product in _products(model):
+        for rows in product.distinct_rows(max_rows):
+            key = (product.weight.shape, product.bias is None, product.form(rows))
+            if key not in done:
+                done.add(key)
+                product(product.weight.new_zeros(rows, product.depth))
+
+
+def _products(model: nn.Module) -> Iterator[FixedProduct]:
+    for module in model.modules():
+        if isinstance(module, (FixedLinear, FixedRouter)):
+            yield module.product

@@ -1,0 +1,150 @@
+"""Linear layers whose weights and activations are FP8 (`quire.kernels.rows.fp8_linear`), in the place of a model's own.
+
+A checkpoint in bfloat16 is quantised as it is read, one tensor at a time: the device never holds it whole. One stored
+in FP8 brings codes and scales. Which layers: those that it stores so, else every linear layer but the output head, as
+far as its shape fits the matrix units. Stacked experts are no linear layers and stay in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from quire.kernels.rows import fp8_linear
+
+CODES = torch.float8_e4m3fn
+_ROWS = (
+    1024  # of a weight quantised at a time, which bounds the memory that float32 takes in between
+)
+
+
+class Fp8Linear(nn.Module):
+    """y = x W^T + bias, W in FP8 with a scale for each output, x quantised token by token as it comes.
+
+    Parameters
+    ----------
+    in_features, out_features
+        Multiples of `fp8_linear.MULTIPLE`.
+    bias
+        [out_features] bfloat16.
+    bound
+        Activations are clamped to it; None: they are not.
+    device
+        Of the memory, which is left as it is found.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: nn.Parameter | None = None,
+        *,
+        bound: float | None = None,
+        device: torch.device | str = "meta",
+    ):
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.bound = bound
+        self.is_exact = (
+            False  # for comparisons: activations stay as they are, products are float32's
+        )
+        self.weight = _constant(torch.empty(out_features, in_features, dtype=CODES, device=device))
+        self.weight_scale = _constant(torch.empty(out_features, 1, device=device))
+        self.bias = bias
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Fp8Linear:
+        """A linear layer's weights in FP8."""
+        weight = linear.weight.detach()
+        layer = cls(linear.in_features, linear.out_features, linear.bias, device=weight.device)
+        quantise_into(weight, layer.weight, layer.weight_scale)
+        return layer
+
+    @classmethod
+    def joined(cls, parts: Sequence[Fp8Linear], bias: torch.Tensor | None) -> Fp8Linear:
+        """Layers of the same input as one, with the same results: scales belong to outputs.
+
+        Raises
+        ------
+        ValueError
+            They clamp their input to different bounds.
+        """
+        bounds = {part.bound for part in parts}
+        if len(bounds) > 1:
+            raise ValueError(
+                f"activations are clamped to different bounds: {sorted(map(str, bounds))}"
+            )
+        layer = cls(parts[0].in_features, 0, bias, bound=parts[0].bound)
+        layer.weight = _constant(join_rows([part.weight.detach() for part in parts]))
+        layer.weight_scale = _constant(torch.cat([part.weight_scale.detach() for part in parts]))
+        layer.out_features = len(layer.weight)
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] bfloat16 to [..., out_features]."""
+        if self.is_exact:
+            out = (x.float() @ self.weight.float().t()) * self.weight_scale.t()
+            return (out if self.bias is None else out + self.bias).to(x.dtype)
+        codes, scales = fp8_linear.quantise_rows(x.reshape(-1, self.in_features), self.bound)
+        out = fp8_linear.scaled_product(codes, scales, self.weight, self.weight_scale, self.bias)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def _constant(x: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(x, requires_grad=False)
+
+
+def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Matrices [n, k] one under the other: a view where they already lie so in memory, else a copy."""
+    first, address = parts[0], parts[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for part in parts:
+        if (
+            not part.is_contiguous()
+            or part.untyped_storage().data_ptr() != storage
+            or part.data_ptr() != address
+        ):
+            if part.dtype == CODES:  # as bytes, for which every device has the operation
+                return torch.cat([x.view(torch.uint8) for x in parts]).view(CODES)
+            return torch.cat(list(parts))
+        address += part.nbytes
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
+
+
+def quantise_into(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """weight [n, k] of any float type into codes [n, k] float8_e4m3fn and scales [n, 1] float32, on one device."""
+    for begin in range(0, len(weight), _ROWS):
+        rows = slice(begin, begin + _ROWS)
+        found, own_scales = fp8_linear.quantise_rows(weight[rows])
+        codes[rows].copy_(found)
+        scales[rows].copy_(own_scales)
+
+
+def fitting_layers(model: nn.Module) -> list[str]:
+    """Names of the linear layers that can be FP8; not the output head, whose error would go to the logits whole."""
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and module is not head
+        and fp8_linear.supports(module.in_features, module.out_features)
+    ]
+
+
+def put_empty(model: nn.Module, names: Collection[str], bound: float | None) -> None:
+    """Replace linear layers of a model on the meta device by FP8 ones there."""
+    for name in names:
+        linear = model.get_submodule(name)
+        layer = Fp8Linear(linear.in_features, linear.out_features, linear.bias, bound=bound)
+        model.set_submodule(name, layer)
+
+
+def put_quantised(model: nn.Module) -> None:
+    """Replace the linear layers of a loaded model by FP8 ones, one at a time."""
+    for name in fitting_layers(model):
+        model.set_submodule(name, Fp8Linear.of(model.get_submodule(name)))

@@ -1,0 +1,110 @@
+"""A few random tokens through a model's decoder: what the fuse pass looks at, and what it compares on.
+
+Their keys and values go to the pool's trash block, which every row may overwrite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quire.kernels.attention.paged_attention import PagedAttention
+from quire.kernels.cpu.cpu_sequence import Workspace
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.model.attention import StepContext
+
+MAX_TOKENS = 5
+_SEED = 0
+
+
+class Probe:
+    """Random input of a decoder, the same whenever a model is loaded.
+
+    Parameters
+    ----------
+    decoder
+        From token ids to hidden states.
+    vocab_size
+        Rows of its embedding.
+    pool, attentions, workspace
+        The runner's.
+
+    Attributes
+    ----------
+    num_tokens
+        Of one row.
+    random
+        Where input comes from.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        vocab_size: int,
+        pool: KVPool,
+        attentions: Sequence[PagedAttention],
+        workspace: Workspace | None,
+    ):
+        self._decoder = decoder
+        self._vocab_size = vocab_size
+        self._attentions = attentions
+        self._workspace = workspace
+        self._device = pool.data.device
+        self.pool = pool
+        self.num_tokens = min(MAX_TOKENS, pool.block_size)
+        self.random = torch.Generator().manual_seed(_SEED)
+
+    def context(self) -> StepContext:
+        """Of one row of the tokens."""
+        count, trash, block_size = self.num_tokens, self.pool.trash_block, self.pool.block_size
+        num_groups = len(self.pool.groups)
+        slots = torch.arange(count, device=self._device) + trash * block_size
+        slots = slots.expand(num_groups, count)
+        return StepContext(
+            pool=self.pool,
+            attentions=self._attentions,
+            cu_q=np.array([0, count]),
+            kv_len=np.array([count]),
+            block_tables=np.full((num_groups, 1, 1), trash),
+            slots=slots,
+            workspace=self._workspace,
+        )
+
+    def noting_context(self) -> tuple[StepContext, dict[int, dict[str, Any]]]:
+        """`context`, and what its layers' attention will be called with, by layer."""
+        calls: dict[int, dict[str, Any]] = {}
+
+        def note(layer: int, q: torch.Tensor, scaling: float, *options: Any) -> None:
+            softcap, sinks = options
+            calls[layer] = dict(q=q.clone(), scaling=scaling, softcap=softcap, sinks=sinks)
+
+        context = self.context()
+        context.on_attend = note
+        return context, calls
+
+    def input(self) -> dict[str, torch.Tensor]:
+        """What a decoder is called with, beside the context."""
+        ids = torch.randint(self._vocab_size, (1, self.num_tokens), generator=self.random)
+        # Positions apart from each other: a wrong rotation must show.
+        positions = torch.arange(self.num_tokens)[None] * 37 + 11
+        return dict(input_ids=ids.to(self._device), position_ids=positions.to(self._device))
+
+    def run(
+        self,
+        context: StepContext,
+        given: dict[str, torch.Tensor] | None = None,
+        decoder: nn.Module | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [1, tokens, hidden] of `given`, or of new input, from `decoder`, or from the model's own."""
+        decoder = self._decoder if decoder is None else decoder
+        given = self.input() if given is None else given
+        return decoder(**given, use_cache=False, quire=context).last_hidden_state
+
+    def normal(self, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Normal values in the shape, the type and the place of another tensor."""
+        values = torch.randn(like.shape, generator=self.random) * scale
+        return values.to(like.dtype).to(like.device)

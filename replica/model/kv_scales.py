@@ -1,0 +1,68 @@
+"""Scales of keys and values in an FP8 cache, as checkpoints bring them: fixed, by layer and head.
+
+A calibration (llm-compressor's, AutoFP8's) stores for each layer how much of E4M3's range of +-448 keys and values
+need: code = x / scale. Without one the scale is 1, vLLM's default too: E4M3 keeps 4 bits of any magnitude between 2^-6
+and 448, so a scale is needed by what lies outside. They are never measured while serving: replicas would differ, and
+what is cached would change its meaning.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import torch
+
+from quire.replica.checkpoint.checkpoint import weight_files
+from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
+from quire.replica.model.weights import StoredTensor, list_tensors, read_tensors
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION = r"(?:.+\.)?layers\.(\d+)\.self_attn\."
+# Today's name, and older ones.
+_NAMES = {
+    "k": re.compile(_ATTENTION + r"(?:k_scale|k_proj\.k_scale|k_proj\.output_scale|kv_scale)"),
+    "v": re.compile(_ATTENTION + r"(?:v_scale|v_proj\.v_scale|v_proj\.output_scale|kv_scale)"),
+}
+
+
+def read_kv_scales(spec: ModelSpec) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """By layer, of keys and of values, [kv_heads] float32 each; {} where the checkpoint has none.
+
+    Raises
+    ------
+    CheckpointError
+        A scale that is not positive, has another shape than one or one a head, or lacks its counterpart.
+    """
+    stored = list_tensors(weight_files(spec.path)).values()
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for kind, pattern in _NAMES.items():
+        named = {t.name: int(m[1]) for t in stored if (m := pattern.fullmatch(t.name))}
+        scales = read_tensors(
+            (t for t in stored if t.name in named), lambda t: torch.empty(t.shape, dtype=t.dtype)
+        )
+        found[kind] = {named[t.name]: _checked(spec, t, value) for t, value in scales}
+    lone = found["k"].keys() ^ found["v"].keys()
+    if lone:
+        raise CheckpointError(
+            f"{spec.path}: layer {min(lone)} has a scale of its cache for keys or for values only"
+        )
+    absent = spec.num_layers - len(found["k"])
+    if absent:
+        logger.info("KV cache in FP8: %d of %d layers have scale 1", absent, spec.num_layers)
+    return {layer: (k, found["v"][layer]) for layer, k in found["k"].items()}
+
+
+def _checked(spec: ModelSpec, tensor: StoredTensor, value: torch.Tensor) -> torch.Tensor:
+    scales = value.float().reshape(-1)
+    if len(scales) not in (1, spec.num_kv_heads):
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name!r} must be one number or one for each of {spec.num_kv_heads} heads, is "
+            f"{list(tensor.shape)}"
+        )
+    if not (torch.isfinite(scales) & (scales > 0)).all():
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name!r} must be finite and positive, is {scales.tolist()}"
+        )
+    return scales.expand(spec.num_kv_heads).clone()

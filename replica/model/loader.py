@@ -1,0 +1,224 @@
+"""From a checkpoint folder to a module on a device.
+
+transformers' model is built without memory, on torch's meta device; then each stored tensor is read to where it will
+stay (`weights.py`, `placement.py`), or to a temporary of its size and from there to FP8 (`fp8.py`). Checkpoints whose
+tensors transformers renames or dequantises while loading go through its own loader.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from quire.replica.checkpoint.checkpoint import check_files, weight_files
+from quire.replica.checkpoint.fp8_checkpoint import EXTRA
+from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec, build_config
+from quire.replica.model import fp8
+from quire.replica.model.placement import ModelMemory, Place, is_scale, place_tensors
+from quire.replica.model.weights import StoredTensor, list_tensors, load_progress, read_tensors
+
+logger = logging.getLogger(__name__)
+
+# Older checkpoints store what the model computes for itself.
+_DERIVED = re.compile(r".*rotary_emb\.inv_freq")
+
+
+def load_model(spec: ModelSpec, device: str, dtype: str, weights: str = "auto") -> nn.Module:
+    """transformers' own model with the checkpoint's weights and Quire's attention.
+
+    Beside the model, the host holds two pieces of at most 64 MiB and at most the largest tensor. See `weights`.
+
+    Parameters
+    ----------
+    device
+        cpu or cuda.
+    dtype
+        float32, bfloat16 or float16: weights are converted.
+    weights
+        "fp8" for linear layers in FP8, which a checkpoint that is stored so needs; see `fp8`.
+
+    Returns
+    -------
+    The model in eval mode, no gradients.
+
+    Raises
+    ------
+    CheckpointError
+        The files are refused by `check_files`, or tensors and model do not match one to one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from quire.replica.model.attention import ATTENTION_NAME, register
+
+    check_files(spec.path)
+    register()
+    torch_dtype = getattr(torch, dtype)
+    config = build_config(spec.raw_config)
+    stored = list_tensors(weight_files(spec.path))
+    stored = {name: t for name, t in stored.items() if not _is_left_out(name, spec)}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch_dtype, attn_implementation=ATTENTION_NAME
+        )
+    if weights == "fp8":
+        _put_fp8(model, stored, spec)
+    # transformers keeps some tensors of some architectures in float32 where the others become float16.
+    places = None if model._get_dtype_plan(torch_dtype) else place_tensors(model, stored)
+    if places is not None:
+        _stream(model, stored, places, torch.device(device))
+        return model.eval().requires_grad_(False)
+    if spec.fp8 is not None and spec.fp8.has_weights:
+        raise CheckpointError(_mismatch(model, stored, spec))
+    model = _load_by_transformers(spec, torch_dtype).to(device).eval().requires_grad_(False)
+    if weights == "fp8":
+        fp8.put_quantised(model)
+    return model
+
+
+def _is_left_out(name: str, spec: ModelSpec) -> bool:
+    """What is stored beside the model's tensors."""
+    return bool(_DERIVED.fullmatch(name) or (spec.fp8 is not None and EXTRA.fullmatch(name)))
+
+
+def _put_fp8(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> None:
+    """FP8 layers where the checkpoint has them, else wherever they fit."""
+    names = fp8.fitting_layers(model)
+    if spec.fp8 is not None and spec.fp8.has_weights:
+        linear = {n for n, module in model.named_modules() if type(module) is nn.Linear}
+        coded = [n.removesuffix(".weight") for n, t in stored.items() if t.dtype == fp8.CODES]
+        names = [name for name in coded if name in linear]
+        if spec.fp8.has_fixed_activations:
+            logger.info(
+                "%s: fixed scales of activations are not used, each token gets its own", spec.path
+            )
+    fp8.put_empty(model, names, spec.fp8.activation_bound if spec.fp8 is not None else None)
+    elements = sum(model.get_submodule(name).weight.numel() for name in names)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    logger.info(
+        "%d linear layers in FP8, %.0f%% of the model's parameters",
+        len(names),
+        100 * elements / total,
+    )
+
+
+def _mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], spec: ModelSpec) -> str:
+    state = model.state_dict()
+    surplus, missing = sorted(stored.keys() - state.keys()), sorted(state.keys() - stored.keys())
+    return (
+        f"{spec.path}: stored in FP8, and its tensors are not those of {spec.architecture}: surplus "
+        f"{', '.join(surplus[:3]) or 'none'}; missing {', '.join(missing[:3]) or 'none'}"
+    )
+
+
+def _stream(
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    places: Mapping[str, Place],
+    device: torch.device,
+) -> None:
+    memory = ModelMemory(model, device)
+    filled = dict.fromkeys(place.name for place in places.values())
+    # All that stays comes first: between what is given back again it would leave holes in the heap.
+    for name in filled:
+        memory.tensor(name)
+        if memory.state[name].dtype == fp8.CODES:
+            memory.tensor(f"{name}_scale")
+
+    def is_read_elsewhere(tensor: StoredTensor) -> bool:
+        """Scales are looked at by the host, and what is quantised is read first."""
+        place = places[tensor.name]
+        to_codes = memory.state[place.name].dtype == fp8.CODES and tensor.dtype != fp8.CODES
+        return to_codes or is_scale(place, memory.state)
+
+    # What is quantised is read to one place, one after the other.
+    largest = max((t.num_bytes for t in stored.values() if is_read_elsewhere(t)), default=0)
+    elsewhere = torch.empty(largest, dtype=torch.uint8, device=device)
+
+    def make_target(tensor: StoredTensor) -> torch.Tensor:
+        place = places[tensor.name]
+        if not is_read_elsewhere(tensor):
+            return memory.tensor(place.name)[place.index]
+        if is_scale(place, memory.state):
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return elsewhere[: tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
+
+    total_bytes = sum(t.num_bytes for t in stored.values())
+    with load_progress(total_bytes) as on_bytes:
+        for tensor, value in read_tensors(stored.values(), make_target, on_bytes=on_bytes):
+            name = places[tensor.name].name
+            if is_scale(places[tensor.name], memory.state):
+                _check_scales(tensor, value)
+                memory.tensor(name).copy_(value.float().reshape(-1, 1))
+            elif is_read_elsewhere(tensor):
+                fp8.quantise_into(value, memory.tensor(name), memory.tensor(f"{name}_scale"))
+    for name, value in memory.made.items():
+        _assign(model, name, value)
+    # Computed buffers, such as inverse frequencies, are not stored: transformers fills them as after its own loader,
+    # leaving alone what is marked.
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device.type == "meta":
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    for name in model.all_tied_weights_keys:
+        model.get_parameter(name)._is_hf_initialized = True
+    model.initialize_weights()
+    model.tie_weights(missing_keys=set(memory.state) - filled.keys(), recompute_mapping=False)
+    empty = [n for n, p in model.state_dict().items() if p.device.type == "meta"]
+    if empty:
+        raise CheckpointError(f"no stored tensor for {empty[0]!r} and {len(empty) - 1} more")
+
+
+def _check_scales(tensor: StoredTensor, value: torch.Tensor) -> None:
+    scales = value.float()
+    if not (torch.isfinite(scales) & (scales > 0)).all():
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name!r} must be finite and positive, is between {scales.min()} and "
+            f"{scales.max()}"
+        )
+
+
+def _assign(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    parent_name, _, own_name = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    if own_name in parent._parameters:
+        value = nn.Parameter(value, requires_grad=False)
+        parent._parameters[own_name] = value
+    else:
+        parent._buffers[own_name] = value
+    value._is_hf_initialized = True
+
+
+def _load_by_transformers(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    from quire.replica.model.attention import ATTENTION_NAME
+
+    model, report = AutoModelForCausalLM.from_pretrained(
+        spec.path,
+        config=build_config(spec.raw_config),
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # so that the report names them; refused below
+        output_loading_info=True,
+    )
+    # transformers fills a missing tensor with random numbers and drops a surplus one, with a warning.
+    surplus = [name for name in report["unexpected_keys"] if not _DERIVED.fullmatch(name)]
+    problems = {
+        "missing": report["missing_keys"],
+        "surplus": surplus,
+        "misshapen": report["mismatched_keys"],
+    }
+    for kind, names in problems.items():
+        if names:
+            first = ", ".join(sorted(map(str, names))[:3])
+            raise CheckpointError(
+                f"{spec.path}: {len(names)} {kind} tensors for {spec.architecture}: {first}"
+            )
+    return model

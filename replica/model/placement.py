@@ -1,0 +1,164 @@
+"""Where stored tensors go: which tensor of the model, or part of one, each of them fills, and how that lies in memory.
+
+```
+ stored                                        the model's
+ q_proj.weight, k_proj.weight, v_proj.weight   the same, one under the other in one piece of memory: merging them into
+                                               one product is a view of it, and takes no memory and no time
+ experts.7.up_proj.weight                      experts.gate_up_proj[7, n:]
+```
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.replica.checkpoint.model_spec import CheckpointError
+from quire.replica.model.fp8 import CODES, Fp8Linear
+from quire.replica.model.weights import StoredTensor
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a stored tensor fills."""
+
+    name: str  # of the model's tensor
+    index: tuple[int | slice, ...] = ()  # what of it; () = all
+
+
+def place_tensors(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, Place] | None:
+    """By stored name; None where stored tensors and the model's do not match one to one, tied ones stored once.
+
+    What is wrong with such a checkpoint, transformers' own loader finds out.
+
+    Raises
+    ------
+    CheckpointError
+        A tensor is stored in FP8 without a scale, or for what is no linear layer.
+    """
+    state = model.state_dict()
+    places: dict[str, Place] = {}
+    filled: Counter[str] = Counter()
+    for name, tensor in stored.items():
+        if name not in state or state[name].dtype != CODES:
+            _check_no_codes(tensor)
+    for name, tensor in stored.items():
+        place = Place(name) if name in state else _expert(name, state)
+        if place is None or tensor.dtype is None:
+            return None
+        target = state[place.name][place.index]
+        if is_scale(place, state):
+            fits = tensor.shape in ((), (1,), (1, 1), (len(target),), (len(target), 1))
+        else:
+            fits = target.shape == tensor.shape
+        if not fits:
+            return None
+        places[name] = place
+        filled[place.name] += target.numel()
+    return places if _is_complete(model, state, stored, filled) else None
+
+
+def is_scale(place: Place, state: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the place is the scales of an FP8 layer."""
+    weight = state.get(place.name.removesuffix("_scale"))
+    return place.name.endswith(".weight_scale") and weight is not None and weight.dtype == CODES
+
+
+def _expert(name: str, state: Mapping[str, torch.Tensor]) -> Place | None:
+    """An expert's weight in the stack of all of them: gate and up in one, then down."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    prefix, expert, part = match[1], int(match[2]), match[3]
+    stack = f"{prefix}.down_proj" if part == "down" else f"{prefix}.gate_up_proj"
+    if stack not in state or state[stack].dim() != 3 or expert >= len(state[stack]):
+        return None
+    if part == "down":
+        return Place(stack, (expert,))
+    half = state[stack].shape[1] // 2
+    return Place(stack, (expert, slice(half) if part == "gate" else slice(half, None)))
+
+
+def _check_no_codes(tensor: StoredTensor) -> None:
+    if tensor.dtype == CODES:
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name!r} is stored in FP8; served are weights of linear layers with a "
+            "weight_scale beside them"
+        )
+
+
+def _is_complete(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    stored: Mapping[str, StoredTensor],
+    filled: Mapping[str, int],
+) -> bool:
+    """Whether everything is filled once; scales of what is quantised while it is read come by themselves."""
+    if any(count != state[name].numel() for name, count in filled.items()):
+        return False
+    tied = model.all_tied_weights_keys  # {one of the same weight: the other}
+    missing = state.keys() - filled.keys()
+    if any(one in missing and other in missing for one, other in tied.items()):
+        return False
+    for name in missing - tied.keys() - set(tied.values()):
+        weight = stored.get(name.removesuffix("_scale"))
+        if not is_scale(Place(name), state) or weight is None:
+            return False
+        _check_no_codes(weight)
+    return True
+
+
+class ModelMemory:
+    """The memory of a model's tensors, allocated when the first of those that lie together is asked for.
+
+    Parameters
+    ----------
+    model
+        On the meta device.
+    device
+        Of the memory.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.state = model.state_dict()  # shapes and dtypes
+        self.made: dict[str, torch.Tensor] = {}
+        self._device = device
+        self._together = _together(model)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The memory of one of the model's tensors."""
+        if name not in self.made and name in self._together:
+            names = self._together[name]
+            lengths = [len(self.state[n]) for n in names]
+            whole = self._empty((sum(lengths), self.state[name].shape[1]), name)
+            self.made.update(zip(names, whole.split(lengths), strict=True))
+        elif name not in self.made:
+            self.made[name] = self._empty(self.state[name].shape, name)
+        return self.made[name]
+
+    def _empty(self, shape: Sequence[int], name: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.state[name].dtype, device=self._device)
+
+
+def _together(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """By name of a weight, the names of those that lie in one piece of memory, itself included."""
+    found: dict[str, tuple[str, ...]] = {}
+    for prefix, module in model.named_modules():
+        children = dict(module.named_children())
+        for names in _MERGED:
+            parts = [children.get(name) for name in names]
+            kinds = {type(part) for part in parts}
+            if len(kinds) != 1 or not kinds <= {nn.Linear, Fp8Linear}:
+                continue
+            if len({(part.in_features, part.weight.dtype) for part in parts}) == 1:
+                weights = tuple(f"{prefix}.{name}.weight" for name in names)
+                found.update(dict.fromkeys(weights, weights))
+    return found

@@ -1,0 +1,229 @@
+"""Weights from safetensors files to tensors on a device, a piece at a time.
+
+```
+ file ──read──▶ tensor                                     CPU, stored dtype: no copy in between
+ file ──read──▶ staging (≤ 64 MiB) ──convert, copy──▶ tensor     another dtype, or a GPU: two pinned buffers by turns
+```
+
+So beside what it loads, the host holds two pieces, each no larger than the largest tensor: less than a shard.
+The files are read front to back, as a disk likes it, and never mapped: a mapping's pages would count as this
+process's memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from tqdm import tqdm
+
+from quire.replica.checkpoint.checkpoint import check_header
+from quire.replica.checkpoint.model_spec import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_STAGING_BYTES = 64 << 20
+_LOG_INTERVAL_S = 5.0
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies."""
+
+    name: str
+    file: Path
+    offset: int  # bytes from the file's beginning
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None: one that is not loaded as it is
+
+
+def list_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """The tensors of checked safetensors files by name, in the order in which they are stored."""
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        header = check_header(file)
+        with file.open("rb") as stream:
+            data_begin = 8 + int.from_bytes(stream.read(8), "little")
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = entry["data_offsets"]
+            dtype = _DTYPES.get(entry["dtype"])
+            found[name] = StoredTensor(
+                name, file, data_begin + begin, end - begin, tuple(entry["shape"]), dtype
+            )
+    return found
+
+
+def read_tensors(
+    stored: Iterable[StoredTensor],
+    make_target: Callable[[StoredTensor], torch.Tensor],
+    *,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    """Fill one tensor after the other.
+
+    Parameters
+    ----------
+    stored
+        In the order of `list_tensors`.
+    make_target
+        Gives the uninitialised, contiguous tensor of the stored shape to fill, on any device and of any dtype that
+        the stored one converts to.
+    on_bytes
+        Called with the bytes read since its last call.
+
+    Raises
+    ------
+    CheckpointError
+        A file ends early.
+    """
+    staging: _Staging | None = None
+    stream: BinaryIO | None = None
+    try:
+        for tensor in stored:
+            if stream is None or Path(stream.name) != tensor.file:
+                if stream is not None:
+                    stream.close()
+                stream = tensor.file.open("rb", buffering=0)
+            stream.seek(tensor.offset)
+            target = make_target(tensor)
+            if target.device.type == "cpu" and target.dtype == tensor.dtype:
+                for piece in target.view(-1).view(torch.uint8).split(_STAGING_BYTES):
+                    _fill(stream, piece, tensor)
+                    on_bytes(len(piece))
+            else:
+                size = min(_STAGING_BYTES, tensor.num_bytes)
+                if staging is None or staging.size < size:
+                    staging = _Staging(size, target.device)
+                _convert(stream, tensor, target, staging, on_bytes)
+            yield tensor, target
+    finally:
+        if stream is not None:
+            stream.close()
+        if staging is not None:
+            staging.finish()
+
+
+class _Staging:
+    """Two buffers of the host, used by turns; pinned beside a GPU, where a copy may still read the other."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.size = size
+        on_gpu = device.type == "cuda"
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+            for _ in range(2 if on_gpu else 1)
+        ]
+        self._copied = [torch.cuda.Event() for _ in self._buffers] if on_gpu else []
+        self._turn = 0
+
+    def next(self) -> torch.Tensor:
+        """A buffer that nothing reads any more."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        return self._buffers[self._turn]
+
+    def sent(self) -> None:
+        """The copy from the buffer of `next` is under way."""
+        if self._copied:
+            self._copied[self._turn].record()
+
+    def finish(self) -> None:
+        """Wait until nothing reads the buffers."""
+        for event in self._copied:
+            event.synchronize()
+
+
+def _convert(
+    stream: BinaryIO,
+    tensor: StoredTensor,
+    target: torch.Tensor,
+    staging: _Staging,
+    on_bytes: Callable[[int], None],
+) -> None:
+    itemsize = tensor.dtype.itemsize
+    flat = target.view(-1)
+    count = staging.size // itemsize
+    for begin in range(0, flat.numel(), count):
+        part = flat[begin : begin + count]
+        piece = staging.next()[: part.numel() * itemsize]
+        _fill(stream, piece, tensor)
+        part.copy_(piece.view(tensor.dtype), non_blocking=True)
+        staging.sent()
+        on_bytes(len(piece))
+
+
+def _fill(stream: BinaryIO, piece: torch.Tensor, tensor: StoredTensor) -> None:
+    """Read exactly the bytes of `piece` [n] uint8."""
+    rest = memoryview(piece.numpy())
+    while rest:
+        count = stream.readinto(rest)
+        if not count:
+            raise CheckpointError(
+                f"{tensor.file}: ends {len(rest)} bytes before the end of {tensor.name!r}"
+            )
+        rest = rest[count:]
+
+
+@dataclass(slots=True)
+class LoadProgress:
+    """Says how far loading is: a line of the log every 5 s."""
+
+    total_bytes: int
+    clock: Callable[[], float] = time.monotonic
+    done_bytes: int = 0
+    began_s: float = field(init=False)
+    _said_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began_s = self._said_s = self.clock()
+
+    def add(self, num_bytes: int) -> None:
+        """More was read."""
+        self.done_bytes += num_bytes
+        now = self.clock()
+        if now - self._said_s >= _LOG_INTERVAL_S:
+            self._said_s = now
+            logger.info("%s", str(self))
+
+    def __str__(self) -> str:
+        elapsed_s = max(self.clock() - self.began_s, 1e-9)
+        speed = self.done_bytes / elapsed_s
+        rest_s = (self.total_bytes - self.done_bytes) / max(speed, 1.0)
+        return (
+            f"loading weights: {self.done_bytes / 1e9:.2f} of {self.total_bytes / 1e9:.2f} GB, "
+            f"{speed / 1e9:.2f} GB/s, {rest_s:.0f} s left"
+        )
+
+
+@contextmanager
+def load_progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """What to tell the bytes read: a bar on a terminal, else a line of the log every 5 s."""
+    if sys.stderr.isatty():
+        with tqdm(
+            total=total_bytes, unit="B", unit_scale=True, desc="loading weights", leave=False
+        ) as bar:
+            yield bar.update
+        return
+    progress = LoadProgress(total_bytes)
+    yield progress.add
+    elapsed_s = max(progress.clock() - progress.began_s, 1e-9)
+    logger.info(
+        "loaded %.2f GB of weights in %.1f s, %.2f GB/s",
+        progress.done_bytes / 1e9,
+        elapsed_s,
+        progress.done_bytes / 1e9 / elapsed_s,
+    )

@@ -1,0 +1,681 @@
+"""The row table: what a step needs of every running request, as columns.
+
+A request keeps its row from admission to its end or soft reset. Whatever happens to every decoding row in
+every step is a numpy operation over columns; Python runs for a row only when a block of it fills up or when it ends.
+Those that decode are handed out as `DecodeRows`: nothing of them is looked up anew while no row comes or goes.
+
+```
+ position of a row      0 ........ num_tokens ...... length        max_length
+                        └ Request.token_ids ┘└ tail ┘
+                        0 ... num_computed (KV written once the planned step has run)
+```
+
+The block that a row is writing lies in `tail`, whole, prompt tokens included; its generated tokens are handed
+to the request when it is full: so a token costs no Python.
+
+Of each layer group a row owns the blocks in [first_block, num_blocks) of its table: those before were given back
+when they fell out of the reach of every query to come, those after are allocated when their tokens are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.replica.core.request import FinishReason, Phase, Request
+from quire.replica.core.step_plan import PromptTargets, SamplingBatch, StepPlan
+from quire.replica.core.table_changes import TableJournal
+from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
+from quire.replica.request_table.decode_rows import DecodeRows
+from quire.replica.request_table.planned_tables import PlannedTables
+from quire.replica.request_table.sampling_columns import SamplingColumns
+
+_MAX_INT32 = 2**31 - 1
+
+
+class RowTable:
+    """Stable rows as numpy columns.
+
+    Parameters
+    ----------
+    max_rows
+        Requests that can run at once.
+    max_blocks
+        Blocks that one request can have.
+    block_size
+        Tokens of a block.
+    vocab_size
+        Token ids are in [0, vocab_size).
+    groups
+        G layer groups, those of full attention first.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        groups: Sequence[LayerGroup] = (FULL_ATTENTION,),
+    ):
+        self.block_size = block_size
+        self.groups = tuple(groups)
+        # Groups whose blocks fall out of reach; the others keep theirs to the end.
+        self.sliding = [g for g, group in enumerate(groups) if not group.is_full]
+        self.requests: list[Request | None] = [None] * max_rows
+        self.keys = np.empty(max_rows, dtype=object)  # [R] owners' names
+        self.sources = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.source`
+        self.stream_ids = np.zeros(max_rows, dtype=np.int64)  # [R] `Request.stream_id`
+        self.active = np.zeros(max_rows, dtype=bool)  # [R] has a request
+        # [R] counts the requests that had a row, so that a step knows its own again; 0 = none now
+        self.claims = np.zeros(max_rows, dtype=np.int64)
+        self._num_claims = 0
+        self.decoding = np.zeros(max_rows, dtype=bool)  # [R] its phase is DECODING
+        self.paused = np.zeros(max_rows, dtype=bool)  # [R] keeps its blocks, computes nothing
+        self.arrival_index = np.zeros(max_rows, dtype=np.int64)  # [R] order of submission
+        self.length = np.zeros(max_rows, dtype=np.int32)  # [R] tokens of prompt and output
+        self.num_computed = np.zeros(max_rows, dtype=np.int32)  # [R] tokens with KV or planned to
+        self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)  # [R] the client's prompt
+        self.max_length = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.run_length`
+        self.min_length = np.zeros(max_rows, dtype=np.int32)  # [R] EOS and stop ids masked below it
+        self.last_token = np.zeros(max_rows, dtype=np.int32)  # [R]
+        self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
+        self.sampling = SamplingColumns(max_rows)
+        num_groups = len(self.groups)
+        self.first_block = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
+        self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
+        # [G, R + 1, max_blocks]; the last row has no request: on a device it pads steps
+        self.block_tables = np.zeros((num_groups, max_rows + 1, max_blocks), dtype=np.int32)
+        self._flat_tables = self.block_tables.reshape(num_groups, -1)  # the same memory
+        self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
+        self._flat_tail = self._tail.reshape(-1)
+        self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
+        self._free = list(range(max_rows - 1, -1, -1))
+        self._decode_rows: DecodeRows | None = None  # None: a row came or went
+        self._planned = PlannedTables(self.block_tables)
+        self._journal = TableJournal()
+        self.num_decode_tokens = 0  # KV of the decoding rows
+        self.num_missing_tokens = 0  # that the prefilling rows still have to compute
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_active(self) -> int:
+        return len(self.requests) - len(self._free)
+
+    def claim(self, request: Request, blocks: Sequence[Sequence[int]], num_computed: int) -> int:
+        """Give a request a row, the first `num_computed` tokens of which are computed.
+
+        Parameters
+        ----------
+        blocks
+            For each group the blocks from the one of the first key that the next token sees.
+        """
+        row = self._free.pop()
+        params = request.params
+        request.row = row
+        self.requests[row] = request
+        self.keys[row] = request.key
+        self.sources[row] = request.source
+        self.stream_ids[row] = request.stream_id
+        self.active[row] = True
+        self._num_claims += 1
+        self.claims[row] = self._num_claims
+        self.decoding[row] = False
+        self.paused[row] = request.is_paused
+        self.arrival_index[row] = request.arrival_index
+        self.length[row] = request.num_tokens
+        self.num_computed[row] = num_computed
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.max_length[row] = request.run_length
+        self.min_length[row] = request.num_prompt_tokens + params.min_tokens
+        self.sampling.claim(row, request)
+        self.stop_ids[row] = tuple(sorted(request.stop_ids))
+        self._num_enders[list(request.stop_ids)] += 1
+        for g, (group, own) in enumerate(zip(self.groups, blocks, strict=True)):
+            first = int(group.first_key(num_computed)) // self.block_size
+            self.first_block[g, row] = first
+            self.num_blocks[g, row] = first + len(own)
+            self.block_tables[g, row, first : first + len(own)] = own
+            self._journal_span(g, row, first, first + len(own))
+        self._journal.claim(row)
+        full = request.num_tokens - request.num_tokens % self.block_size
+        self._tail[row, : request.num_tokens - full] = request.token_ids[full:]
+        self.num_missing_tokens += request.num_tokens - num_computed
+        return row
+
+    def begin_decoding(self, rows: np.ndarray) -> None:
+        """These prefilling rows have sampled their first token and decode from now on."""
+        self.decoding[rows] = True
+        self._decode_rows = None
+        self.num_decode_tokens += int(self.num_computed[rows].sum())
+
+    def set_run_length(self, row: int, run_length: int) -> None:
+        """The row may have so many tokens from now on."""
+        self.max_length[row] = run_length
+        self._decode_rows = None
+
+    def set_paused(self, row: int, paused: bool) -> None:
+        """Take the row out of the steps to come, or let it take part again."""
+        self.paused[row] = paused
+        self._decode_rows = None
+
+    def vacate(self, row: int) -> list[int]:
+        """Take the row from its request, whose tokens are complete afterwards.
+
+        Returns
+        -------
+        The row's blocks in the order of the sequence, those of full attention before the others of the same
+        tokens: released from the end, no block is demoted after one without which it cannot be found.
+        """
+        self.flush(row)
+        request = self.request(row)
+        blocks = self.blocks(row)
+        if self.decoding[row]:
+            self._decode_rows = None
+            self.num_decode_tokens -= int(self.num_computed[row])
+        else:
+            self.num_missing_tokens -= int(self.length[row] - self.num_computed[row])
+        request.row = -1
+        self.requests[row] = None
+        self.keys[row] = None
+        self.active[row] = False
+        self.claims[row] = 0
+        self.decoding[row] = False
+        self._num_enders[list(request.stop_ids)] -= 1
+        self.block_tables[:, row, : self.num_blocks[:, row].max()] = 0
+        self.first_block[:, row] = self.num_blocks[:, row] = 0
+        self._free.append(row)
+        return blocks
+
+    def request(self, row: int) -> Request:
+        request = self.requests[row]
+        if request is None:
+            raise ValueError(f"row {row} has no request")
+        return request
+
+    def blocks(self, row: int) -> list[int]:
+        """The blocks that the row owns, in the order of `vacate`."""
+        if len(self.groups) == 1:
+            first, end = self.first_block[0, row], self.num_blocks[0, row]
+            return self.block_tables[0, row, first:end].tolist()
+        end = int(self.num_blocks[:, row].max())
+        index = np.arange(end)[:, None]
+        owned = (index >= self.first_block[:, row]) & (index < self.num_blocks[:, row])
+        return self.block_tables[:, row, :end].T[owned].tolist()
+
+    def flush(self, row: int) -> None:
+        """Hand the row's newest tokens to its request. They never span two blocks: a full block is flushed
+        in the step that computes its last token."""
+        request = self.request(row)
+        count = int(self.length[row]) - request.num_tokens
+        if count:
+            start = request.num_tokens % self.block_size
+            request.append(self._tail[row, start : start + count].tobytes())
+
+    def newest_output(self, row: int, count: int) -> tuple[int, ...]:
+        """The last `count` tokens of the row's output, or all of it if it has fewer."""
+        request = self.request(row)
+        length = int(self.length[row])
+        start = max(length - count, int(self.num_prompt_tokens[row]))
+        in_tail = np.arange(max(start, request.num_tokens), length) % self.block_size
+        return (*request.token_ids[start:].tolist(), *self._tail[row, in_tail].tolist())
+
+    # -- planning ----------------------------------------------------------------------------------------
+
+    def decode_rows(self) -> DecodeRows:
+        """The rows that are decoding and not paused, and where they stand now."""
+        decodes = self._decode_rows
+        if decodes is None or (decodes.is_located and decodes.num_left <= 0):
+            decodes = self._decode_rows = self._gather(np.flatnonzero(self._decodes(slice(None))))
+        if not decodes.is_located:
+            decodes.locate(self.num_computed[decodes.ids])
+        return decodes
+
+    def only(self, row: int) -> DecodeRows:
+        """One decoding row, for a step of its own, and where it stands now."""
+        decodes = self._gather(np.array([row]))
+        decodes.locate(self.num_computed[decodes.ids])
+        return decodes
+
+    def no_decode_rows(self) -> DecodeRows:
+        """For a step that leaves the decoding rows out."""
+        decodes = self._gather(np.empty(0, np.int64))
+        decodes.locate(np.empty(0, np.int32))
+        return decodes
+
+    def _gather(self, ids: np.ndarray) -> DecodeRows:
+        num_prompt_tokens = self.num_prompt_tokens[ids]
+        return DecodeRows(
+            block_size=self.block_size,
+            ids=ids,
+            claims=self.claims[ids],
+            cu_q=np.arange(len(ids) + 1, dtype=np.int32),
+            keys=self.keys[ids],
+            sources=self.sources[ids],
+            stream_ids=self.stream_ids[ids],
+            num_prompt_tokens=num_prompt_tokens,
+            max_length=self.max_length[ids],
+            temperature=self.sampling.temperature[ids],
+            top_k=self.sampling.top_k[ids],
+            top_p=self.sampling.top_p[ids],
+            seed=self.sampling.seed[ids],
+            choice=self.sampling.choice[ids],
+            table_begin=ids * self.block_tables.shape[2],
+            is_plain=not (
+                self.sampling.special[ids] | (self.min_length[ids] > num_prompt_tokens)
+            ).any(),
+        )
+
+    def _decodes(self, rows: Any) -> Any:
+        """Whether the next step decodes these rows: not if they have all their tokens once the step in flight is
+        over."""
+        is_short = self.num_computed[rows] + 1 < self.max_length[rows]
+        return self.decoding[rows] & ~self.paused[rows] & is_short
+
+    def are_unchanged(self, decodes: DecodeRows) -> bool:
+        """Whether no decoding row has come or gone since `decodes` was handed out."""
+        return self._decode_rows is decodes
+
+    def lacking_block(self, decodes: DecodeRows) -> np.ndarray:
+        """[n] int64 in [0, D), those of the rows whose next token has no block yet."""
+        begun = decodes.begun
+        if not len(begun):
+            return begun
+        # A decoding row has as many blocks in every group.
+        lacks = self.num_blocks[0, decodes.ids[begun]] <= decodes.begun_index
+        return begun if np.count_nonzero(lacks) == len(begun) else begun[lacks]
+
+    def fill_blocks(
+        self, rows: np.ndarray, index: np.ndarray
+    ) -> Iterator[tuple[int, Request, int, list[int], bytes]]:
+        """Flush rows whose newest token fills its block.
+
+        Parameters
+        ----------
+        rows, index
+            [n] integers each: the rows, and of which block in their tables.
+
+        Yields
+        ------
+        Row, its request, the block's index in the row's tables, the block of each group, and its tokens as
+        int32.
+        """
+        blocks = self.block_tables[:, rows, index].T.tolist()
+        raw = self._tail[rows].tobytes()
+        width = 4 * self.block_size
+        requests = self.requests
+        begin = 0
+        for row, i, own in zip(rows.tolist(), index.tolist(), blocks, strict=True):
+            token_bytes = raw[begin : begin + width]
+            begin += width
+            request = requests[row]
+            known = request.num_tokens - i * self.block_size  # the request has the block's head
+            request.append(token_bytes[4 * known :] if known else token_bytes)
+            yield row, request, i, own, token_bytes
+
+    def append_blocks(
+        self, decodes: DecodeRows, lacking: np.ndarray, blocks: Sequence[int]
+    ) -> None:
+        """Give the rows the blocks of their next tokens.
+
+        Parameters
+        ----------
+        lacking
+            [n] as `lacking_block` returned it.
+        blocks
+            [G * n] one of each group for each row, group by group.
+        """
+        index = decodes.begun_index if lacking is decodes.begun else decodes.block_index(lacking)
+        own = np.array(blocks, np.int32).reshape(len(self.groups), len(lacking))
+        at = decodes.table_begin[lacking] + index
+        self._flat_tables[:, at] = own
+        self._journal.write(at, own)
+        self.num_blocks[:, decodes.ids[lacking]] = index + 1
+        if decodes is self._decode_rows:
+            self._planned.append(lacking, index, own)
+        else:
+            self._planned.mark_changed(decodes.ids[lacking])
+
+    def extend(self, row: int, blocks: Sequence[int]) -> None:
+        """Append equally many blocks to each sliding group's table of a row."""
+        count = len(blocks) // len(self.sliding)
+        for i, g in enumerate(self.sliding):
+            end = int(self.num_blocks[g, row])
+            own = blocks[i * count : (i + 1) * count]
+            self.block_tables[g, row, end : end + count] = own
+            self._journal_span(g, row, end, end + count)
+            self.num_blocks[g, row] = end + count
+
+    def trim(self, held: Mapping[int, int] | None = None) -> list[int]:
+        """Take from the rows the blocks that no query to come sees; returns them, oldest tokens first.
+
+        Parameters
+        ----------
+        held
+            Row to an earlier position, whose query is to come too: a fork's.
+        """
+        freed: list[int] = []
+        rows = np.flatnonzero(self.active) if self.sliding else []
+        position = self.num_computed[rows]
+        if held and self.sliding:
+            position = np.minimum(position, [held.get(row, _MAX_INT32) for row in rows.tolist()])
+        for g in self.sliding:
+            first = self.groups[g].first_key(position) // self.block_size
+            stale = np.flatnonzero(first > self.first_block[g, rows])
+            for row, end in zip(rows[stale].tolist(), first[stale].tolist(), strict=True):
+                table = self.block_tables[g, row, self.first_block[g, row] : end]
+                freed += table.tolist()
+                table[:] = 0
+                self.first_block[g, row] = end
+            self._planned.mark_changed(rows[stale][self._decodes(rows[stale])])
+        return freed
+
+    def replace_block(self, g: int, row: int, i: int, block: int) -> None:
+        """Put another block with the same content in the i-th place of the row's table of group g."""
+        self.block_tables[g, row, i] = block
+        self._journal_span(g, row, i, i + 1)
+        if self._decodes(row):
+            self._planned.mark_changed(np.array([row]))
+            if self._decode_rows is not None:
+                self._decode_rows.slots = None  # it may be the block of the next token
+
+    def _journal_span(self, g: int, row: int, begin: int, end: int) -> None:
+        """These entries of the row's table of group g have changed."""
+        first = row * self.block_tables.shape[2]
+        blocks = self.block_tables[g, row, begin:end].copy()
+        self._journal.write(np.arange(first + begin, first + end), blocks, g)
+
+    def tell_again(self) -> None:
+        """A plan has not arrived: the next one tells all of the rows in use."""
+        for row in np.flatnonzero(self.active).tolist():
+            for g in range(len(self.groups)):
+                self._journal_span(
+                    g, row, int(self.first_block[g, row]), int(self.num_blocks[g, row])
+                )
+            self._journal.claim(row)
+
+    def build(
+        self,
+        step: int,
+        decodes: DecodeRows,
+        chunks: Sequence[tuple[int, int]],
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
+        """Write a step down and count its tokens as computed.
+
+        The block tables of a plan may be overwritten by the second plan after it.
+
+        Parameters
+        ----------
+        decodes
+            Rows that compute their last token: as `decode_rows` has just returned them.
+        chunks
+            (row, tokens) of each prefill.
+        copies
+            (from, to) blocks to copy first; only with chunks.
+
+        Returns
+        -------
+        The plan, [n] its rows, and [S] the rows of them that sample.
+        """
+        if chunks:
+            if self._decode_rows is not None:
+                self._decode_rows.is_located = False
+            return self._build_mixed(step, decodes.ids, chunks, copies)
+        rows, kv_len = decodes.ids, decodes.length
+        if decodes.is_plain:
+            sampling = SamplingBatch(
+                token_index=decodes.cu_q[:-1],
+                temperature=decodes.temperature,
+                top_k=decodes.top_k,
+                top_p=decodes.top_p,
+                seed=decodes.seed,
+                choice=decodes.choice,
+                position=kv_len.astype(np.int64),
+                rows=rows,
+            )
+        else:
+            sampling = self.sampling.batch(self, rows, decodes.cu_q[:-1], kv_len)
+        plan = StepPlan(
+            step=step,
+            num_decode_rows=len(rows),
+            token_ids=self.last_token[rows],
+            positions=decodes.position,
+            cu_q=decodes.cu_q,
+            kv_len=kv_len,
+            block_tables=self._planned.take(rows, decodes.num_blocks, decodes),
+            slots=decodes.take_slots(self._flat_tables),
+            sampling=sampling,
+            decode_rows=rows,
+            rows=rows,
+            changes=self._journal.take(self.sampling.claimed),
+        )
+        self.num_computed[rows] = kv_len
+        self.num_decode_tokens += len(rows)
+        if self._decode_rows is not None:
+            self._decode_rows.is_located = False  # unless it is `decodes`
+        decodes.advance()
+        return plan, rows, rows
+
+    def _build_mixed(
+        self,
+        step: int,
+        decode_rows: np.ndarray,
+        chunks: Sequence[tuple[int, int]],
+        copies: Sequence[tuple[int, int]],
+    ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
+        rows = np.concatenate([decode_rows, np.array([row for row, _ in chunks], np.int64)])
+        num_q = np.ones(len(rows), np.int32)
+        num_q[len(decode_rows) :] = [count for _, count in chunks]
+        cu_q = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(num_q, out=cu_q[1:])
+        start = self.num_computed[rows]
+        kv_len = start + num_q
+        positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(cu_q[:-1] - start, num_q)
+        # A decoding row's newest token may not be known here yet, so its length says nothing.
+        samples = np.ones(len(rows), bool)
+        chunked = slice(len(decode_rows), None)
+        samples[chunked] = kv_len[chunked] == self.length[rows[chunked]]
+        samples = np.flatnonzero(samples)
+        sample_rows = rows[samples]
+        block_size = self.block_size
+        block_index = positions // block_size
+        slots = self.block_tables[:, np.repeat(rows, num_q), block_index].astype(
+            np.int64, order="C"
+        )
+        slots *= block_size
+        slots += positions - block_index * block_size
+        plan = StepPlan(
+            step=step,
+            num_decode_rows=len(decode_rows),
+            token_ids=self._chunk_tokens(decode_rows, chunks, cu_q),
+            positions=positions,
+            cu_q=cu_q,
+            kv_len=kv_len,
+            block_tables=self._planned.take(rows, -(-int(kv_len.max()) // block_size)),
+            slots=slots,
+            sampling=self.sampling.batch(self, sample_rows, cu_q[samples + 1] - 1, kv_len[samples]),
+            copies=tuple(copies),
+            prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
+            decode_rows=decode_rows,
+            rows=rows,
+            changes=self._journal.take(self.sampling.claimed),
+        )
+        self.num_computed[rows] = kv_len
+        self.num_decode_tokens += len(decode_rows)
+        self.num_missing_tokens -= int(cu_q[-1]) - len(decode_rows)
+        return plan, rows, sample_rows
+
+    def _prompt_targets(
+        self, chunks: Sequence[tuple[int, int]], begins: Sequence[int]
+    ) -> tuple[PromptTargets, ...]:
+        """What the chunks compute of the prompts whose log-probabilities are asked for."""
+        targets = []
+        for (row, count), begin in zip(chunks, begins[:-1], strict=True):
+            request = self.request(row)
+            start = int(self.num_computed[row])
+            first = max(start, request.num_scored)
+            end = min(start + count, request.num_to_score)
+            if first < end:
+                ids = request.token_ids[first + 1 : end + 1].astype(np.int64)
+                num_top = request.params.prompt_logprobs
+                targets.append(PromptTargets(row, begin + first - start, first + 1, ids, num_top))
+        return tuple(targets)
+
+    def _chunk_tokens(
+        self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray
+    ) -> np.ndarray:
+        token_ids = np.empty(cu_q[-1], np.int32)
+        token_ids[: len(decode_rows)] = self.last_token[decode_rows]
+        begin = len(decode_rows)
+        for row, count in chunks:
+            start = int(self.num_computed[row])
+            token_ids[begin : begin + count] = self.request(row).token_ids[start : start + count]
+            begin += count
+        return token_ids
+
+    # -- after the step ----------------------------------------------------------------------------------
+
+    def record(self, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """Append one sampled token to each row.
+
+        Parameters
+        ----------
+        rows, token_ids
+            [S] rows without repetition, and [S] int32, their tokens.
+
+        Returns
+        -------
+        [S] int32, the lengths of the rows with it.
+        """
+        position = self.length[rows]
+        self._flat_tail[rows * self.block_size + position % self.block_size] = token_ids
+        self.last_token[rows] = token_ids
+        length = position + 1
+        self.length[rows] = length
+        return length
+
+    def record_decodes(self, decodes: DecodeRows, token_ids: np.ndarray) -> np.ndarray:
+        """`record` for the rows of a step in which nothing but these decoded, none of which has gone since."""
+        self._flat_tail[decodes.tail_index] = token_ids
+        self.last_token[decodes.ids] = token_ids
+        self.length[decodes.ids] = decodes.length
+        return decodes.length
+
+    def ended(
+        self,
+        rows: np.ndarray,
+        token_ids: np.ndarray,
+        length: np.ndarray,
+        decodes: DecodeRows | None = None,
+    ) -> dict[int, FinishReason]:
+        """Which rows end with the token just recorded, which grammars take in: index in `rows` to the reason.
+        LENGTH are also those whose credit is spent.
+
+        Call it once for each token.
+
+        Parameters
+        ----------
+        rows, token_ids, length
+            [S] each; the lengths as `record` returned them.
+        decodes
+            Given when the rows are those, and `record_decodes` recorded.
+        """
+        reasons: dict[int, FinishReason] = {}
+        if decodes is None or decodes.num_left <= 0:
+            full = (length >= self.max_length[rows]).nonzero()[0]
+            reasons = dict.fromkeys(full.tolist(), FinishReason.LENGTH)
+        # Only ids that end some running request can end one: few rows get past this look-up.
+        enders = self._num_enders[token_ids]
+        if np.count_nonzero(enders):  # the cheapest way to find out
+            for i in enders.nonzero()[0].tolist():
+                row, token_id = int(rows[i]), int(token_ids[i])
+                if length[i] > self.min_length[row] and token_id in self.request(row).stop_ids:
+                    reasons[i] = FinishReason.STOP
+        if decodes is None or not decodes.is_plain:
+            for i in self.sampling.has_grammar[rows].nonzero()[0].tolist():
+                grammar = self.request(int(rows[i])).grammar
+                if grammar.advance(int(token_ids[i])):
+                    reasons[i] = FinishReason.STOP  # nothing can follow, not even where EOS is none
+        return reasons
+
+    # -- inspection --------------------------------------------------------------------------------------
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """The rows in use as plain data."""
+        return [
+            {
+                "row": row,
+                "key": self.keys[row],
+                "phase": self.request(row).phase.value,
+                "length": int(self.length[row]),
+                "num_computed": int(self.num_computed[row]),
+                "blocks": self.blocks(row),
+            }
+            for row in np.flatnonzero(self.active).tolist()
+        ]
+
+    def num_owners(self, num_blocks: int) -> np.ndarray:
+        """[num_blocks] int64, how many rows have each block in their table."""
+        owners = np.zeros(num_blocks, np.int64)
+        for row in np.flatnonzero(self.active):
+            blocks = np.array(self.blocks(row), np.int64)
+            owners += np.bincount(blocks, minlength=num_blocks)
+        return owners
+
+    def check(self, owners: np.ndarray, num_ahead: int = 0) -> None:
+        """Raise `IntegrityError` where a row contradicts its request, or would write to a shared block.
+
+        Parameters
+        ----------
+        owners
+            [num_blocks] as `num_owners` counts them.
+        num_ahead
+            Tokens of a row that were planned before they were known.
+        """
+        computed = self.num_computed
+        decode = int(computed[self.decoding].sum())
+        prefilling = self.active & ~self.decoding
+        missing = int((self.length - computed)[prefilling].sum())
+        if (decode, missing) != (self.num_decode_tokens, self.num_missing_tokens):
+            raise IntegrityError(
+                f"{self.num_decode_tokens} decoding and {self.num_missing_tokens} missing tokens are "
+                f"counted, there are {decode} and {missing}"
+            )
+        decodes = self._decode_rows
+        if decodes is not None and decodes.is_located:
+            if not np.array_equal(decodes.position, computed[decodes.ids]):
+                raise IntegrityError(
+                    f"the decoding rows {decodes.ids.tolist()} stand at {computed[decodes.ids].tolist()}, "
+                    f"and are taken to be at {decodes.position.tolist()}"
+                )
+        for row, request in enumerate(self.requests):
+            if bool(self.active[row]) != (request is not None):
+                raise IntegrityError(f"row {row} is active: {self.active[row]}, request: {request}")
+            if request is None:
+                continue
+            name = f"row {row} of request {request.key!r}"
+            decoding = request.phase is Phase.DECODING
+            if bool(self.paused[row]) != request.is_paused:
+                raise IntegrityError(f"{name}: its request is paused: {request.is_paused}")
+            if request.row != row or bool(self.decoding[row]) != decoding:
+                raise IntegrityError(f"{name}: its request says row {request.row}, {request.phase}")
+            num_computed, length = int(self.num_computed[row]), int(self.length[row])
+            num_blocks = self.num_blocks[:, row]
+            if num_computed > min(length + num_ahead, int(num_blocks.min()) * self.block_size):
+                raise IntegrityError(f"{name} has {num_computed} computed tokens of {length}")
+            if decoding and (num_blocks != num_blocks[0]).any():
+                raise IntegrityError(f"{name} decodes with {num_blocks.tolist()} blocks")
+            for g, group in enumerate(self.groups):
+                first, end = int(self.first_block[g, row]), int(num_blocks[g])
+                if first > int(group.first_key(num_computed)) // self.block_size:
+                    raise IntegrityError(f"{name} gave back block {first - 1}, which it reads")
+                own = self.block_tables[g, row, max(first, num_computed // self.block_size) : end]
+                if (owners[own] > 1).any():
+                    raise IntegrityError(f"{name} would write to a block that it shares")

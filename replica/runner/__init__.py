@@ -1,0 +1,1 @@
+"""One step on a device: inputs, work, outputs."""

@@ -1,0 +1,162 @@
+"""The request table on the device: what a row's steps have in common, so that only differences travel.
+
+```
+ blocks    [G, R + 1, max blocks]   row r: the blocks of its request, group by group
+ columns   [4, R + 1]               row r: temperature, top_p, min_p, top_k
+           row R has no request: all its blocks are the trash block, it is greedy. It pads steps.
+```
+
+The host's own table is `rows.RowTable`, which tells its changes with every plan (`table_changes.py`). The last tokens
+are a column of this table too; they never travel, so `StepOutputs` owns it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quire.kernels.attention.paged_attention import Backend
+from quire.kernels.sampling.noise import keys_at, noise_bases
+from quire.replica.core.step_plan import StepPlan
+from quire.replica.core.table_changes import ClaimedRows, TableChanges
+from quire.replica.device.device import Device
+from quire.replica.sampling.sampler import Draw, draw
+
+_NUM_WORDS = 4
+_ONE_BITS = int(np.float32(1.0).view(np.int32))
+_NO_ROWS = np.empty(0, np.int64)
+_NO_COLUMNS = np.empty((_NUM_WORDS, 0), np.int32)
+
+
+class Differences(NamedTuple):
+    """Arrays of one upload, on the host or on the device; k places and c rows."""
+
+    at: np.ndarray | torch.Tensor  # [k] int64, in the flattened `blocks`, each once
+    blocks: np.ndarray | torch.Tensor  # [k] int32
+    rows: np.ndarray | torch.Tensor  # [c] int64, each once
+    columns: np.ndarray | torch.Tensor  # [4, c] int32
+
+
+class DrawColumns(NamedTuple):
+    """How rows are drawn, as `quire.kernels.sampling.sampling_kernel.sample_tokens` takes it; S rows."""
+
+    temperature: torch.Tensor  # [S] float32
+    top_k: torch.Tensor  # [S] int32
+    top_p: torch.Tensor  # [S] float32
+    min_p: torch.Tensor  # [S] float32
+    noise_keys: torch.Tensor  # [S] int64
+
+
+class DeviceTable:
+    """Owns the device's copy of block tables and sampling columns.
+
+    Parameters
+    ----------
+    device
+        Where it lies.
+    num_groups, num_rows, max_blocks
+        G, R and the blocks of one row in a group: as of `RowTable`.
+    trash_block
+        Where padding writes.
+    backend
+        "triton": tokens are drawn by the kernel of `quire.kernels.sampling.sampling_kernel`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        num_groups: int,
+        num_rows: int,
+        max_blocks: int,
+        trash_block: int,
+        backend: Backend,
+    ):
+        self.padding_row = num_rows
+        self._backend = backend
+        self.blocks = device.empty((num_groups, num_rows + 1, max_blocks), torch.int32)
+        # Whatever is read before it is written is harmless.
+        self.blocks.fill_(trash_block)
+        self.columns = device.empty((_NUM_WORDS, num_rows + 1), torch.int32)
+        self.columns.zero_()
+        self.columns[1] = _ONE_BITS
+        self._noise_bases = np.zeros(num_rows + 1, np.uint64)  # [R + 1], on the host
+
+    # -- on the host -------------------------------------------------------------------------------------
+
+    def differences(self, changes: TableChanges) -> Differences:
+        """What is to be uploaded of a plan's changes."""
+        at, blocks = changes.flat(self.blocks[0].numel())
+        claimed = changes.claimed
+        if claimed is None:
+            return Differences(at, blocks, _NO_ROWS, _NO_COLUMNS)
+        self._noise_bases[claimed.rows] = noise_bases(claimed.seed, claimed.choice)
+        return Differences(at, blocks, claimed.rows, _words(claimed))
+
+    def noise_keys(self, rows: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """[n] int64, the bits of the keys of rows [n] at positions [n]."""
+        return keys_at(self._noise_bases[rows], position).view(np.int64)
+
+    def adopt(self, plan: StepPlan) -> StepPlan:
+        """A plan that was made without a request table, in the first rows of this one."""
+        num_groups, num_rows, width = plan.block_tables.shape
+        if num_rows > self.padding_row or width > self.blocks.shape[2]:
+            raise ValueError(
+                f"step {plan.step} has {num_rows} rows of {width} blocks, the bounds are {self.padding_row} and "
+                f"{self.blocks.shape[2]}"
+            )
+        rows = np.arange(num_rows)
+        at = (rows[:, None] * self.blocks.shape[2] + np.arange(width)).ravel()
+        entries = plan.block_tables.reshape(num_groups, -1).astype(np.int32)
+        return plan._replace(rows=rows, changes=TableChanges(((0, at, entries),)))
+
+    # -- parts of a step's work --------------------------------------------------------------------------
+
+    def apply(self, new: Differences) -> None:
+        """Write the differences down."""
+        if len(new.at):
+            self.blocks.view(-1).index_copy_(0, new.at, new.blocks)
+        if len(new.rows):
+            self.columns.index_copy_(1, new.rows, new.columns)
+
+    def tables(self, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """[G, n, width] int32, of rows [n] int64."""
+        return self.blocks[:, :, :width].index_select(1, rows)
+
+    def draw_columns(self, rows: torch.Tensor, noise_keys: torch.Tensor) -> DrawColumns:
+        """Of rows [S] int64, with their keys [S] int64."""
+        words = self.columns.index_select(1, rows)
+        temperature, top_p, min_p = words[:3].view(torch.float32)
+        return DrawColumns(temperature, words[3], top_p, min_p, noise_keys)
+
+    def choose(
+        self, logits: torch.Tensor, rows: torch.Tensor, noise_keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Draw one token a row as its columns say.
+
+        Parameters
+        ----------
+        logits
+            [S, vocab] of any type; may be overwritten.
+        rows, noise_keys
+            [S] int64.
+
+        Returns
+        -------
+        [S] int64.
+        """
+        columns = self.draw_columns(rows, noise_keys)
+        if self._backend == "triton":
+            from quire.kernels.sampling.sampling_kernel import sample_tokens
+
+            return sample_tokens(logits, *columns)
+        keys = noise_keys.numpy().view(np.uint64)
+        *limits, _ = (column.numpy() for column in columns)
+        return draw(logits.float(), Draw(*limits, lambda random: keys[random]))
+
+
+def _words(claimed: ClaimedRows) -> np.ndarray:
+    """[4, c] int32."""
+    floats = np.stack([claimed.temperature, claimed.top_p, claimed.min_p])
+    return np.concatenate([floats.view(np.int32), claimed.top_k[None]])

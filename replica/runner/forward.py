@@ -1,0 +1,139 @@
+"""A forward pass of the model over a ragged batch: hidden states, then logits of the tokens that sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from quire.kernels.attention.paged_attention import PagedAttention
+from quire.kernels.cpu.cpu_sequence import NormedProduct, Workspace
+from quire.replica.core.step_plan import PromptTargets
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.model.attention import StepContext
+from quire.replica.model.fusion.fused_layer import FusedDecoder
+from quire.replica.model.fusion.fused_parts import FusedAttention, FusedNorm, Product
+from quire.replica.model.output_head import split_model
+from quire.replica.sampling.logprobs import StepPromptLogprobs, score_prompt
+
+
+class Forward:
+    """The model as a step calls it. Everything it needs to know of a step lies on the device.
+
+    Parameters
+    ----------
+    model
+        As it stays: `split_model` shares its modules.
+    pool, attentions
+        KV, and one attention for each of its layer groups.
+    max_logits_rows
+        Rows of logits at once: the memory that sizing counts for those of a step's samples.
+    workspace
+        Of layers that run as one call; None where there are none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pool: KVPool,
+        attentions: Sequence[PagedAttention],
+        max_logits_rows: int,
+        workspace: Workspace | None = None,
+    ):
+        self._decoder, self._head = split_model(model)
+        self._pool = pool
+        self._attentions = attentions
+        self._max_logits_rows = max_logits_rows
+        self._workspace = workspace
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cu_q: torch.Tensor,
+        kv_len: torch.Tensor,
+        block_tables: torch.Tensor,
+        slots: torch.Tensor,
+        num_query: np.ndarray,
+        selected: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Write the step's KV; n rows, T tokens.
+
+        Parameters
+        ----------
+        token_ids, positions
+            [T] int64.
+        cu_q, kv_len
+            [n + 1] and [n] int32.
+        block_tables
+            [G, n, max blocks] int32.
+        slots
+            [G, T] int64.
+        num_query
+            [n] query tokens of each row.
+        selected
+            [S] int64, tokens whose results are read, in order, each once; None: all.
+
+        Returns
+        -------
+        [T, hidden size], as `logits` takes them; of tokens that are not selected, anything.
+        """
+        metadata = (cu_q, kv_len, block_tables)
+        if self._attentions[0].backend == "cpu":
+            metadata = tuple(x.numpy().astype(np.int64) for x in metadata)
+        context = StepContext(
+            self._pool,
+            self._attentions,
+            *metadata,
+            slots=slots,
+            num_query=num_query,
+            workspace=self._workspace,
+            selected=selected,
+        )
+        if self._fused_head is not None:
+            return self._decoder.before_norm(token_ids, positions, context)
+        given = dict(input_ids=token_ids[None], position_ids=positions[None])
+        return self._decoder(**given, use_cache=False, quire=context).last_hidden_state[0]
+
+    @property
+    def _fused_head(self) -> NormedProduct | None:
+        """The last norm and the head as one call: then the norm waits for it, and is of the tokens that are read."""
+        if self._workspace is None or not isinstance(self._decoder, FusedDecoder):
+            return None
+        return self._decoder.head
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What passes read and write and what outlives them, by name, but the KV pool."""
+        found: dict[str, torch.Tensor] = {}
+        for part, root in (("decoder", self._decoder), ("head", self._head)):
+            for prefix, module in root.named_modules(prefix=part):
+                own = [
+                    *module.named_parameters(recurse=False),
+                    *module.named_buffers(recurse=False),
+                ]
+                if isinstance(module, (FusedNorm, FusedAttention, Product)):
+                    own += module.constants().items()
+                found |= {f"{prefix}.{name}": tensor for name, tensor in own}
+        for g, attention in enumerate(self._attentions):
+            found |= {f"attention {g}.{name}": x for name, x in attention.buffers().items()}
+        return found
+
+    def score_prompts(
+        self, hidden: torch.Tensor, prompts: Sequence[PromptTargets], token_ids: torch.Tensor
+    ) -> tuple[StepPromptLogprobs, ...]:
+        """Log-probabilities of the prompts' tokens of a step, given all of its [T, hidden size]; `token_ids` are those
+        of `prompts`, [P] int64, one behind the other."""
+        each = token_ids.split([len(targets.token_ids) for targets in prompts])
+        return tuple(
+            score_prompt(hidden, targets, ids, self.logits, self._max_logits_rows)
+            for targets, ids in zip(prompts, each, strict=True)
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden size] to [n, vocab] in the model's own type."""
+        fused = self._fused_head
+        if fused is not None:
+            return fused(hidden, self._workspace)
+        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]

@@ -1,0 +1,1 @@
+"""Captured graphs of steps, and which steps have one."""

@@ -1,0 +1,366 @@
+"""Steps on a device that queues its work: what travels to it, and what of a step runs as a graph.
+
+```
+ every row decodes,     [ differences ][ replay: last tokens ▸ model ▸ draw ][ keep ]            plain rows
+ or mixed and padded    [ differences ][ replay: last tokens ▸ model ][ masks ▸ draw ▸ keep ]    others
+ any other step         [ differences ▸ copies ▸ model ][ masks ▸ draw ▸ keep ]
+```
+
+`[ ]` is one piece of work on the compute stream; the last one of a step that awaits tokens is queued when they are
+there. Without a graph for it a step runs kernel by kernel, unpadded. Copies of blocks (forks) and log-probabilities
+of prompts are not for graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from quire.kernels.attention.paged_attention import Backend
+from quire.replica.config import EngineConfig
+from quire.replica.core.step_plan import SamplingBatch, StepPlan
+from quire.replica.device.device import Device, Event, Stream
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.device.telemetry import DeviceTime
+from quire.replica.runner.device_sampler import DeviceSampler
+from quire.replica.runner.device_table import DeviceTable, Differences
+from quire.replica.runner.fixed_step import FixedInputs, FixedStep, sampling_rows
+from quire.replica.runner.forward import Forward
+from quire.replica.runner.graph_cache import CachedGraph, GraphCache
+from quire.replica.runner.graphs.graph_key import GraphPart
+from quire.replica.runner.graphs.graph_shelf import GraphShelf
+from quire.replica.runner.graphs.mixed_shapes import MixedShapes
+from quire.replica.runner.ragged_step import RaggedStep
+from quire.replica.runner.step_inputs import InputRing, StepInputs, input_bytes, pieces
+from quire.replica.runner.step_outputs import InFlight, StepOutputs
+from quire.replica.sampling.step_sampler import Masks
+
+Draw = Callable[[SamplingBatch, Masks], None]
+# Entries of block tables that travel with one upload: more come in several.
+MAX_CHANGES = 8192
+
+
+class QueuedSteps:
+    """Queues steps; owns the device's inputs, request table and graphs.
+
+    Parameters
+    ----------
+    forward, ragged, outputs
+        Of the runner.
+    pool
+        KV; its trash block takes what padding writes.
+    backend
+        Of the attention; the tokens are drawn by the same.
+
+    Raises
+    ------
+    ValueError
+        Graphs are asked for where the device has none, or `q_padding` is out of its bounds.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: Device,
+        pool: KVPool,
+        forward: Forward,
+        ragged: RaggedStep,
+        outputs: StepOutputs,
+        backend: Backend,
+    ):
+        self._device = device
+        self._pool = pool
+        self._forward = forward
+        self._ragged = ragged
+        self._outputs = outputs
+        self.time = DeviceTime()
+        self._done: Event | None = None  # of the step queued last, unless the engine fell idle
+        self._sampler = DeviceSampler(device, config.vocab_size) if backend == "triton" else None
+        num_groups, max_rows = len(pool.groups), config.num_rows + 1
+        self.table = DeviceTable(
+            device, num_groups, config.num_rows, config.max_row_blocks, pool.trash_block, backend
+        )
+        self.inputs = InputRing(
+            device,
+            input_bytes(num_groups, max_rows, config.max_batch_tokens, MAX_CHANGES),
+            num_groups,
+            self.table.padding_row,
+            pool.trash_block * pool.block_size,
+        )
+        logits_dtype = getattr(torch, config.dtype)
+        self._fixed = FixedStep(
+            device, forward, self.table, outputs, max_rows, config.vocab_size, logits_dtype
+        )
+        self.graphs = GraphCache(
+            device,
+            GraphShelf(config.num_rows, config.max_cached_graphs, _mixed_shapes(config)),
+            self._fixed,
+            self.inputs,
+            pool.block_size,
+            self._buffers,
+            mode=config.cuda_graphs,
+            checks_addresses=config.check_graphs,
+        )
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """What captured steps read and write, as it is now."""
+        return {
+            "the step's inputs": self.inputs.inputs,
+            "block tables": self.table.blocks,
+            "sampling columns": self.table.columns,
+            "last tokens": self._outputs.last_token,
+            **self._fixed.buffers(),
+            **self._pool.buffers(),
+            **self._forward.buffers(),
+        }
+
+    def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
+        """Queue a step but its draw, which the result does; then `end` must follow before the next step."""
+        is_decode = len(plan.decode_rows) == plan.num_rows and not plan.copies
+        is_plain = plan.sampling.is_plain and not plan.awaits_tokens
+        part = GraphPart.WHOLE if is_plain else GraphPart.FORWARD
+        if is_decode:
+            return self._queue_decode(plan, in_flight, part)
+        if (graph := self._find_mixed(plan, part)) is not None:
+            return self._queue_mixed(plan, in_flight, graph)
+        return self._queue_ragged(plan, in_flight)
+
+    def end(self, in_flight: InFlight) -> None:
+        """The draw is queued: queue the copy of its tokens to the host."""
+        done = in_flight.done = self._device.record(Stream.COMPUTE, "step done", timed=True)
+        in_flight.done_before, self._done = self._done, done
+        self.inputs.release(done)
+        self._outputs.send(in_flight.slot, done)
+
+    def note(self, in_flight: InFlight) -> None:
+        """A step is over: add its times."""
+        between, before = self._device.seconds_between, in_flight.done_before
+        forward_done, draw_begun = in_flight.forward_done, in_flight.draw_begun
+        self.time.add(
+            between(in_flight.begun, in_flight.done),
+            None if before is None else between(before, in_flight.begun),
+            None if draw_begun is None else between(forward_done, draw_begun),
+        )
+
+    def fall_idle(self) -> None:
+        """No step will follow soon: what passes until then is no gap."""
+        self._done = None
+
+    def telemetry(self) -> dict[str, object]:
+        """Counters since the start."""
+        shelf = self.graphs.shelf
+        return {
+            "device": self.time.to_dict(),
+            "graphs": {
+                "off_because": self.graphs.off_because,
+                "num_cached": len(self.graphs),
+                "num_captures": self.graphs.num_captures,
+                **shelf.decodes.to_dict(),  # of steps in which every row decodes; padding: of the rows
+                "mixed": shelf.mixed.to_dict(),  # padding: of the tokens
+            },
+            "uploads": {"num_copies": self.inputs.num_copies, "num_bytes": self.inputs.num_bytes},
+            "downloads": {
+                "num_copies": self._outputs.num_copies,
+                "num_bytes": self._outputs.num_bytes,
+            },
+        }
+
+    def hold(self, in_flight: InFlight) -> None:
+        """The step's forward pass is queued, its draw waits for tokens."""
+        in_flight.forward_done = self._device.record(Stream.COMPUTE, "logits", timed=True)
+
+    def go_on(self, in_flight: InFlight) -> None:
+        """The draw of a step that was held is queued next."""
+        in_flight.draw_begun = self._device.record(Stream.COMPUTE, "draw begins", timed=True)
+
+    def _begin(self, in_flight: InFlight) -> None:
+        """Its inputs have been sent for: from here on the device is busy with the step."""
+        in_flight.begun = self._device.record(Stream.COMPUTE, "step begins", timed=True)
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        """Write the step's KV; the logits of the rows that sample, [S, vocab] float32."""
+        plan, inputs, new = self._stage(plan)
+        logits: list[torch.Tensor] = []
+
+        def compute() -> None:
+            self.table.apply(new)
+            tables = self.table.tables(inputs.rows, plan.block_tables.shape[2])
+            logits.append(self._ragged.logits(plan, inputs, tables).float())
+
+        self._device.run(Stream.COMPUTE, compute, name="forward", reads=(*inputs, *new))
+        self._device.synchronize()
+        return logits[0]
+
+    # -- any step ----------------------------------------------------------------------------------------
+
+    def _stage(self, plan: StepPlan) -> tuple[StepPlan, StepInputs, Differences]:
+        has_columns = len(plan.rows) > 0
+        plan = plan if has_columns else self.table.adopt(plan)
+        new = self._differences(plan)
+        sampling = plan.sampling
+        if has_columns:
+            keys = self.table.noise_keys(sampling.rows, sampling.position)
+        else:
+            keys = np.zeros(len(sampling.token_index), np.int64)  # nobody reads them
+        return plan, *self.inputs.send(plan, keys, new)
+
+    def _differences(self, plan: StepPlan) -> Differences:
+        """What travels with the step; what is too much for that is on its way already."""
+        *before, last = pieces(self.table.differences(plan.changes), MAX_CHANGES)
+        for piece in before:
+            new = self.inputs.send_differences(piece)
+            self._apply(new)
+            self.inputs.release(self._device.record(Stream.COMPUTE, "differences applied"))
+        return last
+
+    def _apply(self, new: Differences) -> None:
+        if len(new.at) or len(new.rows):
+            work = partial(self.table.apply, new)
+            self._device.run(Stream.COMPUTE, work, name="differences", reads=new)
+
+    def _queue_ragged(self, plan: StepPlan, in_flight: InFlight) -> Draw:
+        has_columns = len(plan.sampling.rows) == len(plan.sampling.token_index)
+        plan, inputs, new = self._stage(plan)
+        self._begin(in_flight)
+        logits: list[torch.Tensor] = []
+
+        def compute() -> None:
+            self.table.apply(new)
+            tables = self.table.tables(inputs.rows, plan.block_tables.shape[2])
+            logits.append(self._ragged.logits(plan, inputs, tables, in_flight))
+
+        self._device.run(Stream.COMPUTE, compute, name=f"step {plan.step}", reads=(*inputs, *new))
+        rows = inputs.sample_rows
+        return self._draw(
+            plan, in_flight, logits.pop, rows, inputs.noise_keys if has_columns else None
+        )
+
+    def _draw(
+        self,
+        plan: StepPlan,
+        in_flight: InFlight,
+        logits: Callable[[], torch.Tensor],
+        rows: torch.Tensor,
+        noise_keys: torch.Tensor | None,
+    ) -> Draw:
+        """What queues the draw of a step.
+
+        Parameters
+        ----------
+        logits
+            Called by the draw, [S or more, vocab].
+        rows, noise_keys
+            [S] int64; without keys the noise is that of the plan.
+        """
+        choose = None
+        if noise_keys is not None:
+            choose = partial(self.table.choose, rows=rows, noise_keys=noise_keys)
+        count, slot, sampler = len(plan.sampling.token_index), in_flight.slot, self._sampler
+
+        def queue(sampling: SamplingBatch, masks: Masks) -> None:
+            staged = None
+            if sampler is not None and not (sampling.is_plain and choose is not None):
+                staged = sampler.stage(sampling, masks, has_columns=choose is not None)
+
+            def compute() -> None:
+                if staged is None:
+                    self._ragged.draw_and_keep(
+                        logits()[:count], rows, sampling, in_flight, masks, choose
+                    )
+                    return
+                columns = None if noise_keys is None else self.table.draw_columns(rows, noise_keys)
+                tokens = sampler.draw(logits()[:count], staged, columns, slot.scores)
+                self._outputs.keep(slot, tokens, rows)
+
+            self._device.run(
+                Stream.COMPUTE,
+                compute,
+                name=f"draw of step {plan.step}",
+                reads=(rows,) if noise_keys is None else (rows, noise_keys),
+                writes=(slot.tokens, slot.scores),
+            )
+            if staged is not None:
+                sampler.queued()
+
+        return queue
+
+    # -- steps on fixed addresses ------------------------------------------------------------------------
+
+    def _queue_decode(self, plan: StepPlan, in_flight: InFlight, part: GraphPart) -> Draw:
+        """A step in which every row decodes."""
+        graph = self.graphs.find(plan.num_rows, part)
+        num_rows = plan.num_rows if graph is None else graph.key.num_rows
+        keys = self.table.noise_keys(plan.rows, plan.kv_len)
+        inputs, new = self.inputs.send_decode(plan, num_rows, keys, self._differences(plan))
+        self._begin(in_flight)
+        self._apply(new)
+        if graph is not None:
+            self.graphs.replay(graph)
+            return self._draw_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
+        logits: list[torch.Tensor] = []
+        if part is GraphPart.WHOLE:
+            work, written = partial(self._fixed.whole, inputs), (self._fixed.sampled[:num_rows],)
+        else:
+            work, written = lambda: logits.append(self._fixed.compute_logits(inputs)), ()
+        self._device.run(
+            Stream.COMPUTE, work, name=f"step {plan.step}", reads=inputs, writes=written
+        )
+        return self._draw_fixed(plan, in_flight, inputs, part, logits.pop)
+
+    def _find_mixed(self, plan: StepPlan, part: GraphPart) -> CachedGraph | None:
+        has_rows = len(plan.rows) and len(plan.sampling.rows) == len(plan.sampling.token_index)
+        if plan.copies or plan.prompts or not has_rows:
+            return None
+        return self.graphs.find_mixed(plan.num_rows, plan.num_tokens, int(plan.kv_len.max()), part)
+
+    def _queue_mixed(self, plan: StepPlan, in_flight: InFlight, graph: CachedGraph) -> Draw:
+        new = self._differences(plan)  # first: the keys of rows that begin are among them
+        keys = self.table.noise_keys(plan.sampling.rows, plan.sampling.position)
+        inputs, new = self.inputs.send_mixed(plan, graph.key, keys, new)
+        self._begin(in_flight)
+        self._apply(new)
+        self.graphs.replay(graph)
+        part = graph.key.part
+        return self._draw_fixed(plan, in_flight, inputs, part, lambda: self._fixed.logits)
+
+    def _draw_fixed(
+        self,
+        plan: StepPlan,
+        in_flight: InFlight,
+        inputs: FixedInputs,
+        part: GraphPart,
+        logits: Callable[[], torch.Tensor],
+    ) -> Draw:
+        """What queues the draw from logits, or only keeps what has been drawn."""
+        if part is GraphPart.WHOLE:
+            return lambda sampling, masks: self._keep_sampled(plan, in_flight)
+        count = len(plan.sampling.token_index)
+        rows, keys = sampling_rows(inputs)[:count], inputs.noise_keys[:count]
+        return self._draw(plan, in_flight, logits, rows, keys)
+
+    def _keep_sampled(self, plan: StepPlan, in_flight: InFlight) -> None:
+        """The next step overwrites what was sampled, before the host has it."""
+        count, slot = len(plan.sampling.token_index), in_flight.slot
+        sampled = self._fixed.sampled[:count]
+        self._device.run(
+            Stream.COMPUTE,
+            lambda: slot.tokens[:count].copy_(sampled),
+            name=f"tokens of step {plan.step}",
+            reads=(sampled,),
+            writes=(slot.tokens,),
+        )
+
+
+def _mixed_shapes(config: EngineConfig) -> MixedShapes | None:
+    if config.q_padding is None:
+        return None
+    return MixedShapes(
+        max_rows=config.num_rows,
+        max_tokens=config.max_batch_tokens,
+        max_kv_tokens=config.max_row_blocks * config.block_size,
+        q_padding=config.q_padding,
+        kv_padding=config.kv_padding,
+    )

@@ -1,0 +1,156 @@
+"""Log-probabilities of the model's own distribution, for the rows and the prompts that ask.
+
+They are those of the raw logits, before bias, penalties, masks, temperature and truncation, as vLLM's V1 engine
+reports by default: they say what the model thinks, not from what the token was drawn. So they do not depend on
+the other parameters, and a token that was forced on the model has the probability the model gave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.protos.wire import MAX_LOGPROBS, PromptLogprobs, TokenLogprob
+from quire.replica.core.step_plan import PromptTargets, SamplingBatch
+
+# Of a row: the token's own, the likeliest ids' and their bits; what a row has not asked for is undefined.
+SCORE_COLUMNS = 1 + 2 * MAX_LOGPROBS
+
+
+def log_distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor | None:
+    """[L, vocab] float32 of the rows that ask; None when none does.
+
+    Called before `sample`, which overwrites the logits.
+    """
+    if not batch.logprobs:
+        return None
+    index = torch.tensor([i for i, _ in batch.logprobs])
+    return torch.log_softmax(logits[index], dim=-1)
+
+
+def score_tokens(
+    distribution: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor, scores: torch.Tensor
+) -> None:
+    """Write what `distribution` says of the sampled tokens, [S] int64, and its likeliest ids; on a CPU.
+
+    Parameters
+    ----------
+    scores
+        [L or more, SCORE_COLUMNS] float32.
+    """
+    index, num_top = zip(*batch.logprobs, strict=True)
+    # A row without a token ends in this step and its log-probability is not sent.
+    chosen = tokens[torch.tensor(index)].clamp(min=0)
+    top, top_ids = distribution.topk(min(max(num_top), distribution.shape[-1]), dim=-1)
+    top, top_ids = _in_order(top.numpy(), top_ids.numpy())
+    width, out = top.shape[1], scores[: len(index)].numpy()
+    out[:, 0] = distribution.gather(-1, chosen[:, None])[:, 0].numpy()
+    out[:, 1 : 1 + width] = top
+    out[:, 1 + MAX_LOGPROBS :][:, :width] = top_ids.astype(np.int32).view(np.float32)
+
+
+def token_logprobs(
+    asked: tuple[tuple[int, int], ...], scores: np.ndarray
+) -> dict[int, TokenLogprob]:
+    """By index in [0, S).
+
+    Parameters
+    ----------
+    asked
+        `SamplingBatch.logprobs`, L of them.
+    scores
+        [L, SCORE_COLUMNS] float32.
+    """
+    top, ids = scores[:, 1 : 1 + MAX_LOGPROBS], scores.view(np.int32)[:, 1 + MAX_LOGPROBS :]
+    return {
+        i: TokenLogprob(float(own[0]), ids[n, :k].tolist(), top[n, :k].tolist())
+        for n, (own, (i, k)) in enumerate(zip(scores, asked, strict=True))
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class StepPromptLogprobs:
+    """Those of one row's `PromptTargets`, still on the device. n tokens."""
+
+    targets: PromptTargets
+    chosen: torch.Tensor  # [n] float32
+    ranks: torch.Tensor  # [n] int64
+    top: torch.Tensor  # [n, k] float32
+    top_ids: torch.Tensor  # [n, k] integers
+
+    def to_host(self) -> PromptLogprobs:
+        """Equal log-probabilities in the order of their ids."""
+        top, ids = _in_order(self.top.cpu().numpy(), self.top_ids.cpu().numpy())
+        return PromptLogprobs(
+            self.targets.start,
+            self.targets.token_ids.astype(np.int32),
+            self.chosen.cpu().numpy(),
+            self.ranks.cpu().numpy().astype(np.int32),
+            ids.astype(np.int32),
+            top,
+        )
+
+
+def score_prompt(
+    hidden: torch.Tensor,
+    targets: PromptTargets,
+    token_ids: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    max_rows: int,
+) -> StepPromptLogprobs:
+    """Log-probabilities of a prompt's tokens, given the hidden states of the step.
+
+    A slice of rows at a time, so that no more than `max_rows` rows of logits exist at once. Every row is computed
+    by itself: the result does not depend on the slices.
+
+    Parameters
+    ----------
+    hidden
+        [T, hidden size] the decoder's output.
+    token_ids
+        [n] int64, those of `targets`, where `hidden` is.
+    logits_of
+        [n, hidden size] to [n, vocab] in the model's type.
+    """
+    score = _score_on_cpu if hidden.device.type == "cpu" else _score_on_device
+    parts = []
+    for first in range(0, len(token_ids), max_rows):
+        ids = token_ids[first : first + max_rows]
+        begin = targets.begin + first
+        parts.append(score(logits_of(hidden[begin : begin + len(ids)]), ids, targets.num_top))
+    return StepPromptLogprobs(targets, *map(torch.cat, zip(*parts, strict=True)))
+
+
+Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _score_on_cpu(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
+    """Fields of `StepPromptLogprobs`: of the log-probabilities of all ids."""
+    distribution = torch.log_softmax(logits.float(), dim=-1)
+    chosen = distribution.gather(-1, ids[:, None])
+    ranks = (distribution > chosen).sum(-1) + 1
+    top, top_ids = distribution.topk(min(num_top, distribution.shape[-1]), dim=-1)
+    return chosen[:, 0], ranks, top, top_ids
+
+
+def _score_on_device(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
+    """The same by kernels, without a copy of the logits in float32."""
+    from quire.kernels.sampling.log_probs import log_probs
+
+    width = min(num_top, logits.shape[1])
+    each = torch.full((len(ids),), width, dtype=torch.int32, device=logits.device)
+    # As where tokens are sampled, so that no other variant of the kernels is needed.
+    source = torch.arange(len(ids), dtype=torch.int32, device=logits.device)
+    out = torch.empty(len(ids), 1 + 2 * width, dtype=torch.float32, device=logits.device)
+    scores = log_probs(logits, ids, each, source=source, out=out)
+    ranks = (logits > logits.gather(-1, ids[:, None])).sum(-1) + 1
+    return scores.chosen, ranks, scores.top, scores.top_ids
+
+
+def _in_order(top: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[n, k] each, best first, equal ones by id: `topk` leaves their order open."""
+    order = np.lexsort((ids, -top), axis=-1)
+    return np.take_along_axis(top, order, -1), np.take_along_axis(ids, order, -1)

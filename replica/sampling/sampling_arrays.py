@@ -1,0 +1,207 @@
+"""What the rows of a step ask of their sampling, as arrays that travel to a device in one piece.
+
+Most steps have none of it. `EditArrays` are the masks, lists and penalties of `quire.kernels.sampling.logit_edits`,
+`HistoryArrays` are what `TokenCounts` learns; all of them may be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.kernels.sampling.noise import noise_keys
+from quire.replica.core.step_plan import Penalties, SamplingBatch, TokenRules
+
+_NEVER = np.float32(-np.inf)
+_NO_ROWS = np.empty(0, np.int64)
+
+
+class EditArrays(NamedTuple):
+    """E of the S rows, in this order; the same fields as `logit_edits.Edits`, but the counts."""
+
+    rows: np.ndarray  # [E] int32, in [0, S)
+    masks: np.ndarray  # [M, ceil(vocab / 32)] int32
+    mask_rows: np.ndarray  # [E] int32
+    starts: np.ndarray  # [E + 1] int32
+    ids: np.ndarray  # [n] int32
+    bias: np.ndarray  # [n] float32
+    count_rows: np.ndarray  # [E] int32
+    repetition: np.ndarray  # [E] float32
+    presence: np.ndarray  # [E] float32
+    frequency: np.ndarray  # [E] float32
+
+    @classmethod
+    def of(
+        cls, batch: SamplingBatch, grammar_masks: np.ndarray | None, vocab_size: int
+    ) -> EditArrays:
+        """
+        Parameters
+        ----------
+        grammar_masks
+            [G, ceil(vocab / 32)] int32, of the batch's grammars; None where it has none.
+        """
+        allowed = _allowed(batch, grammar_masks, vocab_size)
+        listed = dict(_listed(batch))
+        penalties = batch.penalties
+        penalised = {} if penalties is None else _place(penalties.index)
+        rows = sorted({*allowed, *listed, *penalised})
+        mask_at, penalty_at = _place(allowed), [penalised.get(i, -1) for i in rows]
+        ids = [listed[i][0] for i in rows if i in listed]
+        bias = [listed[i][1] for i in rows if i in listed]
+        lengths = [len(listed[i][0]) if i in listed else 0 for i in rows]
+
+        def column(values: np.ndarray | None, default: float) -> np.ndarray:
+            """[E], of the rows with penalties those of `values` [P]."""
+            every = [] if values is None else values.tolist()
+            return np.array([*every, default])[penalty_at]
+
+        columns = (
+            (None,) * 4
+            if penalties is None
+            else (penalties.row, penalties.repetition, penalties.presence, penalties.frequency)
+        )
+        return cls(
+            np.array(rows, np.int32),
+            np.array(list(allowed.values()), np.int32).reshape(-1, -(-vocab_size // 32)),
+            np.array([mask_at.get(i, -1) for i in rows], np.int32),
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+            np.concatenate([np.empty(0, np.int32), *ids]).astype(np.int32),
+            np.concatenate([np.empty(0, np.float32), *bias]).astype(np.float32),
+            *(
+                column(values, default).astype(dtype)
+                for values, default, dtype in zip(
+                    columns,
+                    (-1, 1, 0, 0),
+                    (np.int32, np.float32, np.float32, np.float32),
+                    strict=True,
+                )
+            ),
+        )
+
+
+def _constrained(batch: SamplingBatch) -> np.ndarray:
+    """[C] int64, in [0, S): rows whose constraints may leave no token."""
+    allowed = [i for i, rules in batch.rules if rules.allowed_ids is not None]
+    return np.unique([i for i, _ in (*batch.grammars, *batch.suppressed)] + allowed).astype(
+        np.int64
+    )
+
+
+def _place(items: object) -> dict[int, int]:
+    """Of each item where it stands."""
+    return {int(item): place for place, item in enumerate(items)}
+
+
+def _allowed(
+    batch: SamplingBatch, grammar_masks: np.ndarray | None, vocab_size: int
+) -> dict[int, np.ndarray]:
+    """Packed mask of each row that has one."""
+    masks: dict[int, np.ndarray] = {}
+    if grammar_masks is not None:
+        masks = {i: mask for (i, _), mask in zip(batch.grammars, grammar_masks, strict=True)}
+    for i, rules in batch.rules:
+        if rules.allowed_ids is not None:
+            own = _packed(rules.allowed_ids, vocab_size)
+            masks[i] = masks[i] & own if i in masks else own
+    return masks
+
+
+def _packed(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """[ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set for each id i."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+    bits[ids] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _listed(batch: SamplingBatch) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
+    """(row, its ids each once and their bias); -inf for those that must not come."""
+    rules: dict[int, TokenRules] = {i: own for i, own in batch.rules if own.bias_ids is not None}
+    suppressed = dict(batch.suppressed)
+    for i in {**rules, **suppressed}:
+        never = np.unique(np.array(suppressed.get(i, ()), np.int64))
+        ids, bias = never, np.full(len(never), _NEVER)
+        if i in rules:
+            keeps = ~np.isin(rules[i].bias_ids, never)
+            ids = np.concatenate([ids, rules[i].bias_ids[keeps]])
+            bias = np.concatenate([bias, rules[i].bias[keeps]])
+        yield i, (ids, bias)
+
+
+class HistoryArrays(NamedTuple):
+    """Histories of B rows that sample for the first time, for `TokenCounts.write`."""
+
+    rows: np.ndarray  # [B] int64
+    prompts: np.ndarray  # [n] int64, row * vocab + id of every token of their prompts
+    outputs: np.ndarray  # [m] int64, the same of their outputs
+
+    @classmethod
+    def of(cls, penalties: Penalties, vocab_size: int) -> HistoryArrays:
+        empty = np.empty(0, np.int64)
+        begun = penalties.begun
+        return cls(
+            np.array([row for row, _, _ in begun], np.int64),
+            np.concatenate(
+                [empty, *(row * vocab_size + np.asarray(ids, np.int64) for row, ids, _ in begun)]
+            ),
+            np.concatenate(
+                [empty, *(row * vocab_size + np.asarray(ids, np.int64) for row, _, ids in begun)]
+            ),
+        )
+
+
+class SamplingArrays(NamedTuple):
+    """The rest of what S rows ask for, in the order in which it travels."""
+
+    source: np.ndarray  # [S] int32, -1 - e for row e of the edited ones, else the row itself
+    constrained: np.ndarray  # [C] int64, in [0, S): rows whose constraints may leave no token
+    # As of `HistoryArrays`
+    begun: np.ndarray  # [B] int64
+    prompts: np.ndarray  # [n] int64
+    outputs: np.ndarray  # [m] int64
+    # Rows with penalties: where in [0, S), and their places in the request table
+    counted: np.ndarray  # [P] int64
+    counted_rows: np.ndarray  # [P] int64
+    # Rows that want log-probs: where in [0, S), and how many of the likeliest ids
+    scored: np.ndarray  # [L] int32
+    num_top: np.ndarray  # [L] int32
+    # Columns of the S rows; empty where the request table has them
+    temperature: np.ndarray  # float32
+    top_k: np.ndarray  # int32
+    top_p: np.ndarray  # float32
+    min_p: np.ndarray  # float32
+    noise_keys: np.ndarray  # int64
+
+    @classmethod
+    def of(
+        cls, batch: SamplingBatch, edits: EditArrays, vocab_size: int, *, has_columns: bool
+    ) -> SamplingArrays:
+        source = np.arange(len(batch.token_index), dtype=np.int32)
+        source[edits.rows] = -1 - np.arange(len(edits.rows), dtype=np.int32)
+        penalties = batch.penalties
+        counted = (_NO_ROWS, _NO_ROWS)
+        history = HistoryArrays(_NO_ROWS, _NO_ROWS, _NO_ROWS)
+        if penalties is not None:
+            counted = penalties.index.astype(np.int64), penalties.row.astype(np.int64)
+            history = HistoryArrays.of(penalties, vocab_size)
+        scored = np.array(batch.logprobs, np.int32).reshape(-1, 2)
+        columns = _columns(batch)
+        if has_columns:
+            columns = tuple(column[:0] for column in columns)
+        return cls(
+            source, _constrained(batch), *history, *counted, scored[:, 0], scored[:, 1], *columns
+        )
+
+
+def _columns(batch: SamplingBatch) -> tuple[np.ndarray, ...]:
+    """As the last fields of `SamplingArrays`."""
+    min_p = np.zeros(len(batch.token_index)) if batch.min_p is None else batch.min_p
+    keys = noise_keys(batch.seed, batch.choice, batch.position).view(np.int64)
+    return (
+        batch.temperature.astype(np.float32),
+        batch.top_k.astype(np.int32),
+        batch.top_p.astype(np.float32),
+        min_p.astype(np.float32),
+        keys,
+    )

@@ -1,0 +1,1 @@
+"""What each step computes: queues, admission, preemption, offload, measured speeds. No torch."""

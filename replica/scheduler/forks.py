@@ -1,0 +1,181 @@
+"""Forks: requests that answer the prompt of another one, which computes it once for all of them.
+
+```
+ parent   [ full ][ full ][ full ][ pro.. ]──▶ own tokens
+              │       │       │       │ copied in the fork's first step
+ fork     [  same  ][ same ][ same ][ pro.. ]──▶ own tokens
+```
+
+A fork waits with its parent, outside the queue, until the parent has sampled its first token. Then it shares the
+blocks before the one of the last prompt token by reference, gets a copy of that one, and computes the last prompt
+token for itself, for its own logits. So a block is written by its one owner only, and nothing here needs
+the prefix index. A fork whose parent has ended or gone back to the queue is an ordinary request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.protos.errors import InvalidRequest
+from quire.replica.config import EngineConfig
+from quire.replica.core.request import Phase, Request
+from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
+from quire.replica.kv_cache.prefix import Entry, PrefixCache
+from quire.replica.request_table.rows import RowTable
+from quire.replica.scheduler.admission import Admission
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a fork gets of its parent."""
+
+    blocks: list[list[int]]  # [G], those that both own from now on
+    sources: tuple[int, ...]  # [G], the parent's blocks to copy; empty: nothing of them is needed
+    num_computed: int  # tokens: all of the prompt but the last
+    tip: Entry | None  # of the last shared block that is indexed
+    num_indexed: int
+
+
+class WaitingForks:
+    """Forks whose parents have no token yet. Every operation is O(1) but `check`."""
+
+    def __init__(self) -> None:
+        self._of_parent: dict[Hashable, dict[Hashable, Request]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, request: Request) -> bool:
+        parent = request.parent
+        return parent is not None and request.key in self._of_parent.get(parent.key, ())
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its parent."""
+        self._of_parent.setdefault(request.parent.key, {})[request.key] = request
+        self._count += 1
+
+    def remove(self, request: Request) -> None:
+        """It ends before its parent has a token."""
+        siblings = self._of_parent[request.parent.key]
+        del siblings[request.key]
+        if not siblings:
+            del self._of_parent[request.parent.key]
+        self._count -= 1
+
+    def take(self, parent: Request) -> list[Request]:
+        """The forks that wait for this parent, in order of submission; they no longer do."""
+        forks = list(self._of_parent.pop(parent.key, {}).values())
+        self._count -= len(forks)
+        return forks
+
+    def check(self, requests: Mapping[Hashable, Request]) -> set[Hashable]:
+        """Keys of the forks; `IntegrityError` when one waits for what will not come."""
+        keys = [key for forks in self._of_parent.values() for key in forks]
+        if len(keys) != self._count:
+            raise IntegrityError(f"{self._count} waiting forks are counted, there are {len(keys)}")
+        for parent_key, forks in self._of_parent.items():
+            parent = requests.get(parent_key)
+            if parent is None or parent.phase is Phase.DECODING:
+                raise IntegrityError(f"forks wait for {parent_key!r}, which has its first token")
+            if any(fork.parent is not parent for fork in forks.values()):
+                raise IntegrityError(f"forks of another wait for {parent_key!r}")
+        return set(keys)
+
+
+class Sharing:
+    """Gives forks the blocks of their parents."""
+
+    def __init__(
+        self, config: EngineConfig, prefix: PrefixCache, blocks: BlockManager, rows: RowTable
+    ):
+        self._block_size = config.block_size
+        self._num_groups = len(config.groups)
+        self._prefix = prefix
+        self._blocks = blocks
+        self._rows = rows
+
+    def offer(self, request: Request) -> Share | None:
+        """What the request can take from its parent now; None: nothing, it is an ordinary request."""
+        parent = request.parent
+        if parent is None or parent.phase is not Phase.DECODING:
+            return None
+        if request.num_tokens > request.num_prompt_tokens:  # it has a history of its own by now
+            return None
+        row, block_size = parent.row, self._block_size
+        last = request.num_tokens - 1
+        end = last // block_size
+        first = [int(group.first_key(last)) // block_size for group in self._rows.groups]
+        if (self._rows.first_block[:, row] > first).any():
+            return None  # the parent has given back what has fallen out of its window
+        tables = self._rows.block_tables[:, row]
+        num_indexed = min(parent.num_indexed, end)
+        tip = parent.tip if num_indexed else None
+        while tip is not None and tip.depth >= num_indexed:
+            tip = tip.parent
+        return Share(
+            blocks=[tables[g, first[g] : end].tolist() for g in range(self._num_groups)],
+            sources=tuple(tables[:, end].tolist()) if last % block_size else (),
+            num_computed=last,
+            tip=tip,
+            num_indexed=num_indexed,
+        )
+
+    def fits(self, request: Request, admission: Admission, prefilling: Iterable[Request]) -> bool:
+        """Whether there is room for the fork now."""
+        num_sliding = len(self._rows.sliding)
+        # It gets all blocks of its prompt that it will ever need: nothing more is to be set aside for it.
+        held = [-(-request.num_tokens // self._block_size)] * num_sliding
+        return admission.has_room(request.num_tokens, [], self._num_groups, held, prefilling)
+
+    def take(self, request: Request, share: Share) -> list[tuple[int, int]]:
+        """Give the fork its row; returns the (from, to) blocks to copy before its first step.
+
+        Room for that of the last prompt token in each group must have been found (`fits`).
+        """
+        for blocks in share.blocks:
+            self._blocks.retain(blocks)
+        fresh = self._blocks.allocate(self._num_groups)
+        if fresh is None:
+            raise IntegrityError(f"{self._num_groups} blocks were available and are not")
+        own = [[*blocks, block] for blocks, block in zip(share.blocks, fresh, strict=True)]
+        self._rows.claim(request, own, share.num_computed)
+        if share.tip is not None:
+            request.tip, request.num_indexed = share.tip, share.num_indexed
+            self._prefix.retain_entry(share.tip)
+        return list(zip(share.sources, fresh, strict=True)) if share.sources else []
+
+
+def find_parent(
+    request: Request, requests: Mapping[Hashable, Request], waiting: WaitingForks
+) -> Request | None:
+    """The live request that this one is a fork of; None: there is none, or nothing to share with it.
+
+    A request that asks for log-probabilities of its prompt computes all of it, so it shares nothing.
+
+    Raises
+    ------
+    InvalidRequest
+        `fork_of` names a request of another prompt or another tenant.
+    """
+    parent = None if request.fork_of is None else requests.get(request.fork_of)
+    if parent is None or parent.is_paused:
+        return None
+    prompt = parent.token_ids[: parent.num_prompt_tokens]
+    if request.tenant != parent.tenant or not np.array_equal(prompt, request.token_ids):
+        raise InvalidRequest(
+            f"fork_of: request {request.fork_of!r} has another prompt or cache_salt",
+            field="fork_of",
+        )
+    if request.params.prompt_logprobs is not None:
+        return None
+    # A fork of a waiting fork waits for whom that one waits for.
+    return parent.parent if parent in waiting else parent
+
+
+def held_positions(parents: Iterable[Request]) -> dict[int, int]:
+    """Row to the position from which the row's keys must stay for forks that may start now."""
+    return {p.row: p.num_prompt_tokens - 1 for p in parents if p.phase is Phase.DECODING}

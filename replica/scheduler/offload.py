@@ -1,0 +1,188 @@
+"""Requests whose blocks wait in the host tier: parking a victim's blocks there, and bringing them back.
+
+```
+ positions      0    1    2    3    4                a victim with 4.5 blocks computed
+ indexed        e0   e1   e2   -    -
+ device         d0   d1   d2   d3   d4               all released: d0..d2 stay cached, d3 and d4 are free
+ host           h0   (h1)  (h2)  (h3)  (h4)          h0 was there; (h) is saved now
+ return         d0   d1   d7   d8   d9               d0, d1 were still cached; the others are copied back
+```
+
+A parked request keeps the name of its last indexed block, so that what it has computed stays findable and what it
+will compute can be indexed behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire.replica.config import EngineConfig
+from quire.replica.core.request import Parked, ParkedBlock, Request
+from quire.replica.kv_cache.blocks import BlockManager
+from quire.replica.kv_cache.host_tier import HostTier
+from quire.replica.kv_cache.prefix import Entry, PrefixCache
+from quire.replica.request_table.rows import RowTable
+from quire.replica.scheduler.admission import Admission
+from quire.replica.scheduler.copy_speed import CopySpeed
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """What an offloaded request gets if it returns now."""
+
+    # Blocks of the device that still have the content of `Parked.blocks`; None where it must be copied back.
+    known: list[int | None]
+    num_lacking: int  # blocks to allocate in each group of full attention, beyond the parked ones
+
+
+class Offload:
+    """Moves requests between the device and the host tier."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        prefix: PrefixCache,
+        blocks: BlockManager,
+        host: HostTier,
+        rows: RowTable,
+        admission: Admission,
+        copies: CopySpeed,
+    ):
+        self._block_size = config.block_size
+        self._num_groups = len(config.groups)
+        self._prefix = prefix
+        self._blocks = blocks
+        self._host = host
+        self._rows = rows
+        self._admission = admission
+        self._copies = copies
+
+    def park(self, request: Request) -> Parked | None:
+        """Copy what a running request has computed to the host tier; its row and blocks stay its own.
+
+        Returns
+        -------
+        The host blocks, owned by the caller from now on; None, and nothing changed, when there is no room for
+        them all or nothing to keep.
+        """
+        rows, row = self._rows, request.row
+        num_computed = int(rows.num_computed[row])
+        end = -(-num_computed // self._block_size)
+        entries = self._entries(request, end)
+        places = [
+            (i, g)
+            for i in range(end)
+            for g in range(self._num_groups)
+            if i >= rows.first_block[g, row]
+        ]
+        copies = [None if (e := entries[i]) is None else e.host_blocks[g] for i, g in places]
+        known = [copy for copy in copies if copy is not None]
+        # Held before anything is allocated: that may push others out of the tier.
+        self._host.blocks.retain(known)
+        fresh = self._host.blocks.allocate(len(places) - len(known)) if places else None
+        if fresh is None:
+            self._host.blocks.release(reversed(known))
+            return None
+        unused = iter(fresh)
+        parked = []
+        for (i, g), copy in zip(places, copies, strict=True):
+            if copy is None:
+                copy = next(unused)
+                self._save(int(rows.block_tables[g, row, i]), copy, entries[i], g)
+            parked.append(ParkedBlock(i, g, copy))
+        return Parked(num_computed, parked)
+
+    def _save(self, block: int, copy: int, entry: Entry | None, g: int) -> None:
+        self._host.save(block, copy)
+        if entry is not None:
+            self._prefix.place_on_host(entry, g, copy)
+            self._host.blocks.mark_contents([copy])
+
+    def _entries(self, request: Request, end: int) -> list[Entry | None]:
+        """[end] the index entries of the request's first blocks; None where there is none, or none any more."""
+        entries: list[Entry | None] = [None] * end
+        entry = request.tip if request.tip is not None and request.tip.alive else None
+        while entry is not None:
+            if entry.depth < end:
+                entries[entry.depth] = entry
+            entry = entry.parent
+        return entries
+
+    def prefers_copy(self, request: Request) -> bool:
+        """Whether an offloaded request's blocks are faster copied back than computed again."""
+        parked = request.parked
+        known = self._known(request)
+        missing = [b.index for b, k in zip(parked.blocks, known, strict=True) if k is None]
+        if not missing:
+            return True
+        start = min(missing) * self._block_size
+        return self._copies.prefers_copy(len(missing), start, parked.num_computed - start)
+
+    def _known(self, request: Request) -> list[int | None]:
+        """As `Return.known`."""
+        parked = request.parked
+        entries = self._entries(request, -(-parked.num_computed // self._block_size))
+        return [
+            None if (e := entries[block.index]) is None else e.blocks[block.group]
+            for block in parked.blocks
+        ]
+
+    def offer(self, request: Request, prefilling: Iterable[Request]) -> Return | None:
+        """What the offloaded request gets if it returns now, or None if it must wait; nothing is changed.
+
+        Parameters
+        ----------
+        prefilling
+            As of `Admission.offer`, whose rules hold here too.
+        """
+        parked = request.parked
+        end = -(-parked.num_computed // self._block_size)
+        known = self._known(request)
+        lacking = -(-request.num_tokens // self._block_size) - end
+        num_full = self._num_groups - len(self._rows.sliding)
+        on_device = [block for block in known if block is not None]
+        fits = self._admission.has_room(
+            request.num_tokens,
+            on_device,
+            lacking * num_full + len(known) - len(on_device),
+            [sum(block.group == g for block in parked.blocks) for g in self._rows.sliding],
+            prefilling,
+        )
+        return Return(known, lacking) if fits else None
+
+    def take(self, request: Request, offer: Return) -> None:
+        """Give the request a row and its blocks back; the next step copies what is only in the host tier."""
+        parked = request.parked
+        end = -(-parked.num_computed // self._block_size)
+        entries = self._entries(request, end)
+        self._blocks.retain(block for block in offer.known if block is not None)
+        fresh = iter(self._admission.allocate(offer.known.count(None)))
+        tables: list[list[int]] = [[] for _ in range(self._num_groups)]
+        unneeded = []
+        for parked_block, known in zip(parked.blocks, offer.known, strict=True):
+            g, copy = parked_block.group, parked_block.host_block
+            if known is not None:
+                block = known
+                unneeded.append(copy)
+            else:
+                block = next(fresh)
+                entry = entries[parked_block.index]
+                if entry is not None:
+                    self._admission.restore(entry, g, copy, block)
+                else:
+                    self._host.restore(copy, block)
+            tables[g].append(block)
+        num_full = self._num_groups - len(self._rows.sliding)
+        lacking = offer.num_lacking
+        more = self._admission.allocate(lacking * num_full)
+        for g in range(num_full):
+            tables[g] += more[g * lacking : (g + 1) * lacking]
+        self._host.blocks.release(reversed(unneeded))
+        request.parked = None
+        self._rows.claim(request, tables, parked.num_computed)
+
+    def drop(self, request: Request) -> None:
+        """Give back what an offloaded request owns: it returns from nothing, or not at all."""
+        self._host.blocks.release(block.host_block for block in reversed(request.parked.blocks))
+        request.parked = None

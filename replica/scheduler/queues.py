@@ -1,0 +1,89 @@
+"""Requests that wait, and requests that cannot wait for ever."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+
+from quire.replica.core.request import Phase, Request
+from quire.replica.kv_cache.blocks import IntegrityError
+
+
+class WaitingQueue:
+    """Pending requests, first come, first served. Every operation is O(1), removal by key included."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[Hashable, Request] = OrderedDict()
+        self.num_missing_tokens = 0  # of all of them, generated ones included after a soft reset
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def head(self) -> Request:
+        return next(iter(self._requests.values()))
+
+    def append(self, request: Request) -> None:
+        self._requests[request.key] = request
+        self.num_missing_tokens += request.num_missing_tokens
+
+    def push_front(self, request: Request) -> None:
+        WaitingQueue.append(self, request)  # not that of a subclass, whose order does not hold here
+        self._requests.move_to_end(request.key, last=False)
+
+    def start(self, request: Request) -> None:
+        """Take out the head, which starts."""
+        self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request.key]
+        self.num_missing_tokens -= request.num_missing_tokens
+
+    def check(self, pending: set[Hashable]) -> None:
+        """Raise `IntegrityError` unless exactly the requests of these keys wait."""
+        if pending != set(self._requests):
+            raise IntegrityError("the waiting queue is not the set of pending requests")
+        if self.num_missing_tokens != sum(request.num_missing_tokens for request in self):
+            raise IntegrityError(
+                f"{self.num_missing_tokens} missing tokens are counted, not those of who waits"
+            )
+
+
+class Deadlines:
+    """The deadlines of live requests; those of requests that ended earlier are dropped in passing."""
+
+    def __init__(self) -> None:
+        # arrival_index is unique, so two requests are never compared.
+        self._heap: list[tuple[float, int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, request: Request, deadline_s: float, num_live: int) -> None:
+        """Watch a request.
+
+        Parameters
+        ----------
+        num_live
+            Requests alive now: the heap is rebuilt when most of it is about requests that have ended.
+        """
+        if len(self._heap) > 2 * num_live + 64:
+            self._heap = [entry for entry in self._heap if entry[2].phase is not Phase.FINISHED]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (deadline_s, request.arrival_index, request))
+
+    def next_s(self) -> float | None:
+        """The first deadline of a live request."""
+        while self._heap and self._heap[0][2].phase is Phase.FINISHED:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def pop_expired(self, now_s: float) -> Iterator[tuple[float, Request]]:
+        """(deadline, request) of every live request whose deadline has passed."""
+        while self._heap and self._heap[0][0] <= now_s:
+            deadline_s, _, request = heapq.heappop(self._heap)
+            if request.phase is not Phase.FINISHED:
+                yield deadline_s, request

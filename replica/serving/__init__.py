@@ -1,0 +1,1 @@
+"""The Ray shell around one engine."""

@@ -1,0 +1,339 @@
+"""The replica as a Serve deployment: the thin Ray shell around one engine.
+
+```
+ router ──generate(Submit)──▶ future of the request ◀── finish ──┐
+        ◀─────Completion─────                                     │
+ router ──attach()──────────▶ attach stream ◀── frames ── Attachments ◀── LoopOutput ── engine thread
+ router ──abort(ids)────────▶ engine.abort
+```
+
+The unary call `generate` stays open as long as its request lives, so Serve's own machinery sees the work
+(cancellation, drain, autoscaling, death); the tokens travel in the attach stream's frames. Every way in which a
+request can lose its reader ends it: cancelled call, explicit abort, end of the router's attach stream, and where all
+of these fail, the end of its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import logging
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from quire.protos.engine_facts import describe, describe_phases, engine_facts
+from quire.protos.errors import Aborted, QuireError, Unavailable
+from quire.protos.metric_families import Page
+from quire.protos.parts import Part, parts_of
+from quire.protos.wire import LEASE_S, Completion, Submit
+from quire.replica.config import EngineArgs
+from quire.replica.core.request import Request
+from quire.replica.core.step_plan import RequestDelta
+from quire.replica.engine import Engine
+from quire.replica.loop import LoopOutput
+from quire.replica.serving.arrivals import Arrivals
+from quire.replica.serving.attachments import Attachments
+from quire.replica.serving.final_errors import final_errors
+from quire.replica.serving.leases import Leases, StreamKey
+from quire.replica.serving.ray_metrics import RayMetrics
+from quire.replica.serving.replica_metrics import ReplicaMetrics
+
+logger = logging.getLogger("ray.serve")
+_LEASE_CHECKS = 10  # in the time of a lease
+
+
+class Replica:
+    """One engine behind Serve handle calls.
+
+    Parameters
+    ----------
+    engine_args
+        Fields of `EngineArgs`.
+    heartbeat_ms
+        An idle replica reports to each router after this many milliseconds, backing off to 1000.
+    """
+
+    engine_class = Engine
+
+    async def __init__(self, engine_args: dict[str, Any], heartbeat_ms: int):
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._event_loop = asyncio.get_running_loop()
+        self._finished: dict[StreamKey, asyncio.Future[Completion]] = {}
+        self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        with final_errors("replica"):
+            self._engine = await asyncio.to_thread(
+                self.engine_class,
+                EngineArgs(**engine_args),
+                on_output=self._on_output,
+                flight_path=_flight_folder() / self._replica_id,
+            )
+        self._engine.recorder.catch_fatal_signals()
+        # What is loaded stays: no collection walks torch and the model again in the middle of a step.
+        gc.collect()
+        gc.freeze()
+        # Once more: a full collection waits for a quarter of what the last one left, and that was all of it.
+        gc.collect()
+        self._attachments = Attachments(
+            self._engine.epoch, self._on_detach, heartbeat_s=heartbeat_ms / 1000
+        )
+        self._arrivals = Arrivals()
+        self._engine.watch(self._end_process)
+        self._router_queues: dict[str, float] = {}  # seconds of prefill, by router
+        self._leases = Leases(LEASE_S)
+        self._reaper = asyncio.create_task(self._reap())
+        self._metrics = ReplicaMetrics(self._engine)
+        self._ray_metrics = RayMetrics(self._metrics.metrics)
+        hello = self._engine.hello(self._replica_id, self._node)
+        phases = describe_phases(hello.startup_s)
+        logger.info("ready: %s; loaded in %s", describe(engine_facts(hello)), phases)
+
+    # -- the bus -----------------------------------------------------------------------------------------
+
+    async def attach(self, router_id: str, *, route: list[str]) -> AsyncIterator[bytes | Part]:
+        """`Hello`, then a snapshot of the cache, then a frame per step until the router goes away; a long one in parts.
+
+        `route` is read by `router.serve_router`. Serve may pass over the replica it names: then `Hello` is all,
+        since a second attachment would end the one that this router has here already.
+        """
+        yield self._engine.hello(self._replica_id, self._node).encode()
+        if route != [self._replica_id]:
+            return
+        frames = self._frames(router_id)
+        self._leases.attach(router_id, time.monotonic())
+        snapshot = asyncio.create_task(self._send_snapshot(router_id))
+        try:
+            async for frame in frames:
+                for part in parts_of(frame):
+                    yield part
+        finally:
+            snapshot.cancel()
+            await frames.aclose()
+
+    def _frames(self, router_id: str) -> AsyncIterator[bytes]:
+        """What a router's attach stream carries; tests that inject faults (`faulty_actor.py`) override it."""
+        return self._attachments.stream(router_id, self._engine.load)
+
+    async def resync(self, router_id: str, from_seq: int, *, route: list[str]) -> None:
+        """Send in the router's attach stream the cache events after `from_seq`, or a snapshot when they
+        are no longer kept or would not do (-1)."""
+        events = await asyncio.wrap_future(
+            self._engine.call(lambda scheduler: scheduler.events.since(from_seq))
+        )
+        if events is None:
+            await self._send_snapshot(router_id)
+        else:
+            self._attachments.send_events(router_id, events)
+
+    async def generate(self, submit: bytes, *, route: list[str]) -> bytes:
+        """Run one request to its end and return its `Completion`; its tokens travel in frames."""
+        request = Submit.decode(submit)
+        key = (request.router_id, request.stream_id)
+        if request.router_id not in self._attachments:
+            error = Unavailable("this router is not attached to the replica")
+            return _failed(error, request).encode()
+        finished = asyncio.get_running_loop().create_future()
+        self._finished[key] = finished
+        self._leases.begin(key, time.monotonic())
+        try:
+            source = self._attachments.source(request.router_id)
+            self._arrivals.tell(key)
+            if request.fork_of is not None:
+                await self._arrivals.wait((request.router_id, request.fork_of))
+            self._engine.submit(_engine_request(key, source, request))
+            return (await finished).encode()
+        except QuireError as error:
+            return _failed(error, request).encode()
+        except asyncio.CancelledError:
+            self._engine.abort(key)
+            raise
+        finally:
+            self._finished.pop(key, None)
+            self._leases.end(key)
+
+    async def renew(
+        self,
+        router_id: str,
+        stream_ids: list[int],
+        queued_prefill_s: float = 0.0,
+        *,
+        route: list[str],
+    ) -> None:
+        """The router lives and wants these streams for another `LEASE_S`; so many seconds of prefill that wait
+        there are this replica's share."""
+        if router_id in self._attachments:
+            self._router_queues[router_id] = queued_prefill_s
+        self._leases.renew(router_id, stream_ids, time.monotonic())
+
+    async def grant(self, router_id: str, credit: dict[int, int], *, route: list[str]) -> bool:
+        """Let the router's streams run further: stream id to output tokens that it may have.
+
+        False when Serve has brought the call to another replica than that of the streams.
+        """
+        if route != [self._replica_id]:
+            return False
+        self._engine.grant({(router_id, stream): end for stream, end in credit.items()})
+        return True
+
+    async def ping(self, *, route: list[str]) -> None:
+        """Answer: the first call through a handle makes Serve tell it the running replicas."""
+
+    async def abort(self, router_id: str, stream_ids: list[int], *, route: list[str]) -> None:
+        """End these requests if they are still alive."""
+        for stream_id in stream_ids:
+            self._engine.abort((router_id, stream_id))
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve's way to change a deployment in place: `user_config` names `LIGHT_FIELDS` of the engine."""
+        await asyncio.to_thread(self._engine.reconfigure, user_config)
+
+    # -- what Serve calls --------------------------------------------------------------------------------
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        config = self._engine.config
+        return {
+            "epoch": self._engine.epoch,
+            "model": config.model_name,
+            "blocks": config.num_blocks,
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `cluster/autoscaling.py` scales on; Serve asks a few times in its look-back period."""
+        load = self._engine.load()
+        queued_s = load.queued_prefill_tokens * load.prefill_s_per_token
+        return {
+            "queued_prefill_s": queued_s + sum(self._router_queues.values()),
+            "kv_in_use": load.blocks_in_use / load.blocks_total if load.blocks_total else 0.0,
+            "num_requests": float(load.num_running + load.num_waiting),
+        }
+
+    def check_health(self) -> None:
+        self._engine.check_health()
+
+    def __del__(self) -> None:
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.close()
+
+    # -- introspection -----------------------------------------------------------------------------------
+
+    async def snapshot(self, *, route: list[str]) -> dict[str, Any]:
+        """Blocks, rows and queues as plain data, after an integrity check."""
+
+        def take(scheduler: Any) -> dict[str, Any]:
+            scheduler.check()
+            return scheduler.snapshot()
+
+        state = await asyncio.wrap_future(self._engine.call(take))
+        return {
+            **state,
+            "fused": self._engine.fused,
+            "replica": self._replica_id,
+            "epoch": self._engine.epoch,
+            "attached_routers": len(self._attachments),
+            "open_calls": len(self._finished),
+            "load": self._engine.load()._asdict(),
+        }
+
+    async def metrics_page(self, labels: dict[str, str], *, route: list[str]) -> tuple[str, Page]:
+        """This replica's id and its metrics, with these labels and its own."""
+        return self._replica_id, self._metrics.page({**labels, "replica": self._replica_id})
+
+    # -- from the engine's thread and back ---------------------------------------------------------------
+
+    def _on_output(self, output: LoopOutput) -> None:
+        """Engine's thread: one hop to the event loop for each step."""
+        self._event_loop.call_soon_threadsafe(self._publish, output)
+
+    def _publish(self, output: LoopOutput) -> None:
+        self._attachments.publish(output)
+        self._metrics.on_output(output)
+        for delta in output.deltas.whole:
+            if delta.finish_reason is not None:
+                future = self._finished.get(delta.key)
+                if future is not None and not future.done():
+                    future.set_result(_completion(delta))
+
+    def _end_process(self, complaint: str) -> None:
+        """A device that hangs cannot be helped from here. Serve sees the actor die, at once, and starts another."""
+        self._engine.recorder.report(complaint)
+        logger.error("%s: this process ends", complaint)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
+
+    def _on_detach(self, router_id: str) -> None:
+        """A router is gone: nobody can read its streams any more."""
+        self._router_queues.pop(router_id, None)
+        for key in list(self._finished):
+            if key[0] == router_id:
+                self._engine.abort(key)
+
+    async def _reap(self) -> None:
+        """End what no router wants any more."""
+        while True:
+            await asyncio.sleep(LEASE_S / _LEASE_CHECKS)
+            for router_id in self._leases.expire_routers():
+                if router_id in self._attachments:
+                    logger.warning("%s has been silent for %.0f s: detached", router_id, LEASE_S)
+                    self._attachments.detach(router_id)
+            for key in self._leases.expired_streams():
+                logger.warning("stream %s has not been renewed for %.0f s: aborted", key, LEASE_S)
+                self._engine.abort(key)
+
+    async def _send_snapshot(self, router_id: str) -> None:
+        snapshot = await asyncio.wrap_future(
+            self._engine.call(lambda scheduler: scheduler.events.snapshot())
+        )
+        self._attachments.send_snapshot(router_id, *snapshot)
+
+
+def _flight_folder() -> Path:
+    """Beside the logs of this Ray session, so that it goes when they go; without Ray a temporary folder."""
+    if not ray.is_initialized():
+        return Path(tempfile.mkdtemp(prefix="quire-"))
+    return Path(ray._private.worker._global_node.get_session_dir_path()) / "quire"
+
+
+def _engine_request(key: StreamKey, source: int, submit: Submit) -> Request:
+    now = time.monotonic()
+    return Request(
+        key,
+        submit.prompt_ids,
+        submit.params,
+        num_emitted=submit.num_emitted,
+        tenant=submit.tenant,
+        source=source,
+        stream_id=submit.stream_id,
+        arrival_s=now,
+        deadline_s=None if submit.deadline_s is None else now + submit.deadline_s,
+        priority=submit.priority,
+        fork_of=None if submit.fork_of is None else (submit.router_id, submit.fork_of),
+        credit_tokens=submit.credit_tokens,
+        alone=submit.alone,
+        num_expected_cached=submit.num_expected_cached,
+    )
+
+
+def _completion(delta: RequestDelta) -> Completion:
+    return Completion(
+        delta.finish_reason or "error",
+        delta.num_prompt_tokens,
+        delta.num_output_tokens,
+        delta.num_cached_tokens,
+        delta.queue_s,
+        delta.prefill_s,
+        None if delta.error is None else delta.error.to_wire(),
+        delta.num_host_cached_tokens,
+    )
+
+
+def _failed(error: QuireError, submit: Submit) -> Completion:
+    reason = "abort" if isinstance(error, Aborted) else "error"
+    return Completion(reason, len(submit.prompt_ids), 0, 0, error=error.to_wire())

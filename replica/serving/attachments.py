@@ -1,0 +1,305 @@
+"""The replica's side of the bus: who is attached, and the frames each of them gets.
+
+```
+ engine thread                          event loop of the actor
+ step ─▶ LoopOutput ──call_soon_threadsafe──▶ publish ─┬▶ queue of router A ─▶ attach stream A
+                                                       └▶ queue of router B ─▶ attach stream B
+```
+
+One frame per step and router carries that router's tokens and everybody's cache events. A router that gets none
+still hears a heartbeat with the load and the cache's digest: `heartbeat_s` after the last frame while the load
+changes, backing off to `max_heartbeat_s` while nothing happens. So a lost event heals, and a router knows that the
+replica lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+
+from quire.protos.wire import (
+    CacheEvents,
+    Frame,
+    Load,
+    TokenColumns,
+    TokenDelta,
+    tier_digest,
+    xor_hashes,
+)
+from quire.replica.core.request import DeltaBatch
+from quire.replica.loop import LoopOutput
+
+SNAPSHOT_PAGE_HASHES = 65_536  # 512 KiB a frame
+MAX_QUEUED_FRAMES = (
+    4_096  # 80 s of 20 ms steps: a router this far behind is cut off and attaches anew
+)
+
+
+class _ColumnFilter:
+    """Picks one attachment's rows out of the columns of every step.
+
+    While the same rows decode, their sources are one array, which is looked through once.
+    """
+
+    def __init__(self, source: int):
+        self._source = source
+        self._sources: np.ndarray | None = None  # looked through last
+        self._mine: np.ndarray | None = None  # [n] bool; None: all of them
+        self._count = 0
+
+    def take(self, deltas: DeltaBatch) -> TokenColumns | None:
+        """The single tokens of the attachment's streams; None if there are none."""
+        sources = deltas.sources
+        if sources is not self._sources:
+            mine = sources == self._source
+            self._count = np.count_nonzero(mine)
+            self._mine = None if self._count == len(mine) else mine
+            self._sources = sources
+        if self._count == 0:
+            return None
+        if self._mine is None:
+            return TokenColumns(deltas.stream_ids, deltas.index, deltas.token_ids)
+        mine = self._mine
+        return TokenColumns(deltas.stream_ids[mine], deltas.index[mine], deltas.token_ids[mine])
+
+
+class _Attachment:
+    """The frames on their way to one router, and when it gets a heartbeat if there are none."""
+
+    def __init__(
+        self,
+        source: int,
+        clock: Callable[[], float],
+        heartbeat_s: float,
+        max_heartbeat_s: float,
+    ):
+        self.source = source
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._max_heartbeat_s = max_heartbeat_s
+        self._frames: deque[Frame] = deque()
+        self._ready = asyncio.Event()
+        self._sent_s = clock()
+        self._wait_s = heartbeat_s  # from the last frame to the next heartbeat
+        self.closed = False
+        self._columns = _ColumnFilter(source)
+
+    def columns(self, deltas: DeltaBatch) -> TokenColumns | None:
+        """The single tokens of this router's streams."""
+        return self._columns.take(deltas)
+
+    def put(self, frame: Frame) -> None:
+        self._frames.append(frame)
+        self._ready.set()
+
+    def is_too_slow(self) -> bool:
+        return len(self._frames) > MAX_QUEUED_FRAMES
+
+    def close(self) -> None:
+        self.closed = True
+        self._frames.clear()
+        self._ready.set()
+
+    def touch(self) -> None:
+        """The load changed: no later than `heartbeat_s` after the last frame the router shall know."""
+        if self._wait_s > self._heartbeat_s:
+            self._wait_s = self._heartbeat_s
+            self._ready.set()
+
+    async def next(self) -> Frame | None:
+        """The next frame, or None when a heartbeat is due or it is closed."""
+        while not self._frames and not self.closed:
+            self._ready.clear()
+            left_s = self._sent_s + self._wait_s - self._clock()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                if self._frames:  # at the same time; a heartbeat before it would tell of its events
+                    break
+                self._sent_s = self._clock()
+                self._wait_s = min(2 * self._wait_s, self._max_heartbeat_s)
+                return None
+        if self.closed:
+            return None
+        self._sent_s = self._clock()
+        self._wait_s = self._heartbeat_s
+        return self._frames.popleft()
+
+
+class Attachments:
+    """The attached routers of one replica. Lives in the actor's event loop; not thread-safe.
+
+    Parameters
+    ----------
+    epoch
+        The engine's incarnation, in every frame.
+    on_detach
+        Called with a router's id when its attachment ends, for whatever reason: all requests that it has sent
+        so far have lost their reader. When a second attachment ends the first it is called before the second
+        begins, so requests sent after that are not meant.
+    """
+
+    def __init__(
+        self,
+        epoch: str,
+        on_detach: Callable[[str], None],
+        *,
+        heartbeat_s: float = 0.1,
+        max_heartbeat_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._epoch = epoch
+        self._on_detach = on_detach
+        self._heartbeat_s = heartbeat_s
+        self._max_heartbeat_s = max_heartbeat_s
+        self._clock = clock
+        self._by_router: dict[str, _Attachment] = {}
+        self._sources = itertools.count(1)
+        self._last = LoopOutput()
+
+    def __contains__(self, router_id: str) -> bool:
+        return router_id in self._by_router
+
+    def __len__(self) -> int:
+        return len(self._by_router)
+
+    def source(self, router_id: str) -> int:
+        """The number of a router's attachment: what requests are marked with that it sends from now on
+        (`Request.source`), so that the tokens of an earlier attachment's requests reach nobody."""
+        return self._by_router[router_id].source
+
+    def publish(self, output: LoopOutput) -> None:
+        """Queue what a step did: to each router its own deltas, to all of them the events and the load.
+
+        Deltas carry keys (router_id, stream_id); those of a router that is gone are dropped, its requests
+        have been aborted.
+        """
+        self._last = output
+        by_router: dict[str, list[TokenDelta]] = {}
+        for delta in output.deltas.whole:
+            router_id, stream_id = delta.key
+            by_router.setdefault(router_id, []).append(
+                TokenDelta(
+                    stream_id,
+                    delta.index,
+                    delta.token_ids,
+                    delta.finish_reason,
+                    delta.num_cached_tokens,
+                    delta.queue_s,
+                    delta.num_host_cached_tokens,
+                    delta.logprobs,
+                    delta.prompt_logprobs,
+                )
+            )
+        events = [] if output.events is None else [output.events]
+        for router_id, attachment in list(self._by_router.items()):
+            deltas = by_router.get(router_id, [])
+            columns = attachment.columns(output.deltas)
+            if deltas or columns is not None or events:
+                attachment.put(self._frame(deltas, events, columns=columns))
+            else:
+                attachment.touch()
+            if attachment.is_too_slow():
+                self._detach(router_id, attachment)
+
+    def send_events(self, router_id: str, events: list[CacheEvents]) -> None:
+        """Queue event batches that the router missed; nothing when the router is gone."""
+        attachment = self._by_router.get(router_id)
+        if attachment is not None:
+            attachment.put(self._frame([], events))
+
+    def send_snapshot(self, router_id: str, seq: int, gpu: np.ndarray, host: np.ndarray) -> None:
+        """Queue pages of the hashes held in the tiers `gpu` and `host` at event `seq`, [n] and [m] uint64;
+        nothing when the router is gone."""
+        attachment = self._by_router.get(router_id)
+        if attachment is not None:
+            for frame in self._snapshot_frames(seq, gpu, host):
+                attachment.put(frame)
+
+    async def stream(self, router_id: str, load: Callable[[], Load]) -> AsyncIterator[bytes]:
+        """Encoded frames for one router until it goes away; a second attachment ends the first.
+
+        Parameters
+        ----------
+        load
+            Called for a heartbeat's load; must be cheap and safe outside the engine's thread.
+        """
+        attachment = self._by_router.get(router_id)
+        if attachment is not None:
+            self._detach(router_id, attachment)
+        attachment = _Attachment(
+            next(self._sources), self._clock, self._heartbeat_s, self._max_heartbeat_s
+        )
+        self._by_router[router_id] = attachment
+        try:
+            while True:
+                frame = await attachment.next()
+                if attachment.closed:
+                    return
+                yield (frame or self._frame([], [], load())).encode()
+        finally:
+            self._detach(router_id, attachment)
+
+    def _detach(self, router_id: str, attachment: _Attachment) -> None:
+        """End an attachment; nothing when it has ended before."""
+        attachment.close()
+        if self._by_router.get(router_id) is attachment:
+            del self._by_router[router_id]
+            self._on_detach(router_id)
+
+    def detach(self, router_id: str) -> None:
+        """End a router's attachment from here; nothing when it has none."""
+        attachment = self._by_router.get(router_id)
+        if attachment is not None:
+            self._detach(router_id, attachment)
+
+    def close(self) -> None:
+        for attachment in self._by_router.values():
+            attachment.close()
+
+    def _frame(
+        self,
+        deltas: list[TokenDelta],
+        events: list[CacheEvents],
+        load: Load | None = None,
+        columns: TokenColumns | None = None,
+    ) -> Frame:
+        return Frame(
+            self._epoch,
+            deltas,
+            events,
+            self._last.events_seq,
+            self._last.digest,
+            self._shared(self._last.load if load is None else load),
+            columns=columns,
+        )
+
+    def _shared(self, load: Load) -> Load:
+        """With the number of routers that are told."""
+        num_routers = len(self._by_router)
+        return load if num_routers <= 1 else load._replace(num_routers=num_routers)
+
+    def _snapshot_frames(self, seq: int, gpu: np.ndarray, host: np.ndarray) -> list[Frame]:
+        digest = tier_digest(xor_hashes(gpu), xor_hashes(host))
+        num_hashes = len(gpu) + len(host)
+        frames = []
+        for start in range(0, max(num_hashes, 1), SNAPSHOT_PAGE_HASHES):
+            end = start + SNAPSHOT_PAGE_HASHES
+            frames.append(
+                Frame(
+                    self._epoch,
+                    events_seq=seq,
+                    digest=digest,
+                    load=self._shared(self._last.load),
+                    snapshot=gpu[start:end],
+                    snapshot_more=end < num_hashes,
+                    host_snapshot=host[max(0, start - len(gpu)) : max(0, end - len(gpu))],
+                )
+            )
+        return frames

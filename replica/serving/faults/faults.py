@@ -1,0 +1,262 @@
+"""Faults on demand, for tests: a replica that does what a request's label tells it to.
+
+The application makes `faulty_actor.FaultyReplica` instead of `Replica` where `fault_injection` is set, and nowhere
+else; nothing in the serving path knows of it. A request whose `x-request-id` (HTTP) or `request_id` (gRPC) is
+
+```
+ fault:KIND[:NUMBER][!]@INDEX
+```
+
+has the fault happen when its output token INDEX is computed or sent: in attempts that begin with the first token, or
+with `!` in every one, so that it follows the request from replica to replica.
+
+| kind | NUMBER | what happens |
+|---|---|---|
+| `kill` | | SIGKILL in the middle of the step: a kill from outside |
+| `crash` | | a segmentation fault in the step: a death of its own making |
+| `hang` | seconds | the step does not return for so long |
+| `slow` | milliseconds | this step and those after it take so much longer |
+| `fail` | | the step raises |
+| `oom` | | an allocation fails in the step |
+| `drag` | milliseconds | this step and every one after it, whoever is in it, takes so much longer |
+| `crawl` | milliseconds | as `drag`, and the engine measures it as the time of its steps: a slower device |
+| `leak` | KiB | this step and every one after it, whoever is in it, keeps so much memory for ever |
+| `clock` | seconds | the engine's clock jumps, also back |
+| `forget` | seconds | so long after the step began the cache is cleared, whether or not anything runs |
+| `drop` | | the frame with the token is not sent |
+| `lose` | | the frame is sent without the request's token, but with those of the others |
+| `duplicate` | | it is sent twice, and the one before it once more |
+| `delay` | seconds | it and all after it are sent so much later |
+| `corrupt` | | one of its bits is flipped |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quire.protos.wire import Frame, Submit, TokenColumns
+from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
+from quire.replica.engine import Engine
+from quire.replica.loop import StepRunner
+
+logger = logging.getLogger("ray.serve")
+IN_STEP = (
+    "kill",
+    "crash",
+    "hang",
+    "slow",
+    "fail",
+    "oom",
+    "drag",
+    "crawl",
+    "leak",
+    "clock",
+    "forget",
+)
+IN_STREAM = ("drop", "lose", "duplicate", "delay", "corrupt")
+_LABEL = re.compile(r"fault:([a-z]+)(?::(-?[0-9.]+))?(!?)@([0-9]+)")
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault that waits for its token."""
+
+    kind: str
+    number: float
+    index: int  # of the output token
+    router_id: str
+    stream_id: int
+    seed: int
+    position: int  # of the token in the sequence
+    fired: bool = False
+
+    def is_in(self, plan: StepPlan) -> bool:
+        """Whether the step computes the token, or a later one for what lasts."""
+        sampling = plan.sampling
+        mine = (sampling.seed == np.uint64(self.seed)) & (sampling.choice == 0)
+        if self.kind == "slow":
+            return bool((mine & (sampling.position >= self.position)).any())
+        return bool((mine & (sampling.position == self.position)).any())
+
+
+def parse(submit: Submit) -> Fault | None:
+    """The fault that a request asks for, if this is the attempt for it.
+
+    Raises
+    ------
+    ValueError
+        The label asks for a fault that is none.
+    """
+    if not submit.request_id.startswith("fault:") or submit.params.choice:
+        return None
+    match = _LABEL.fullmatch(submit.request_id)
+    if match is None or match[1] not in IN_STEP + IN_STREAM:
+        raise ValueError(f"no fault: {submit.request_id!r}")
+    index = int(match[4])
+    if submit.num_emitted and not match[3]:
+        return None
+    return Fault(
+        match[1],
+        float(match[2] or 0),
+        index,
+        submit.router_id,
+        submit.stream_id,
+        submit.params.seed,
+        len(submit.prompt_ids) - submit.num_emitted + index,
+    )
+
+
+@dataclass(slots=True)
+class Faults:
+    """Those that wait, and the clock that one of them turns. Armed in the event loop, fired in both threads."""
+
+    waiting: list[Fault] = field(default_factory=list)
+    clock_offset_s: float = 0.0
+    drag_s: float = 0.0  # of each step
+    crawl_s: float = 0.0  # of each step, and counted as such
+    leak_bytes: int = 0  # in each step
+    leaked: list[bytes] = field(default_factory=list)
+
+    def arm(self, fault: Fault) -> None:
+        self.waiting.append(fault)
+
+    def now_s(self) -> float:
+        """The engine's clock."""
+        return time.monotonic() + self.clock_offset_s
+
+    def of_step(self, plan: StepPlan) -> Iterator[Fault]:
+        """Those that happen in this step."""
+        for fault in list(self.waiting):
+            if fault.kind in IN_STEP and not fault.fired and fault.is_in(plan):
+                fault.fired = fault.kind != "slow"
+                yield fault
+
+    def of_frame(self, router_id: str, frame: Frame) -> Fault | None:
+        """The one that happens to this frame."""
+        for fault in self.waiting:
+            if fault.kind in IN_STREAM and fault.router_id == router_id and not fault.fired:
+                for delta in frame.token_deltas():
+                    ends = delta.index + len(delta.token_ids)
+                    if delta.stream_id == fault.stream_id and delta.index <= fault.index < ends:
+                        fault.fired = True
+                        return fault
+        return None
+
+
+class FaultyRunner:
+    """A `StepRunner` to which faults happen.
+
+    Parameters
+    ----------
+    clear_cache
+        Called in a thread of its own for `forget`.
+    """
+
+    def __init__(self, runner: StepRunner, faults: Faults, clear_cache: Callable[[], None]):
+        self._runner = runner
+        self._faults = faults
+        self._clear_cache = clear_cache
+
+    @property
+    def num_compiles(self) -> int:
+        return self._runner.num_compiles
+
+    def launch(self, plan: StepPlan) -> Any:
+        for fault in self._faults.of_step(plan):
+            logger.warning("fault: %s %g in step %d", fault.kind, fault.number, plan.step)
+            if fault.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.kind == "crash":
+                signal.raise_signal(signal.SIGSEGV)  # in this thread: the step does not go on
+            elif fault.kind == "hang":
+                time.sleep(fault.number)
+            elif fault.kind == "slow":
+                time.sleep(fault.number / 1000)
+            elif fault.kind == "fail":
+                raise RuntimeError("a fault was asked for")
+            elif fault.kind == "oom":
+                raise MemoryError("a fault was asked for")
+            elif fault.kind == "drag":
+                self._faults.drag_s = fault.number / 1000
+            elif fault.kind == "crawl":
+                self._faults.crawl_s = fault.number / 1000
+            elif fault.kind == "leak":
+                self._faults.leak_bytes = int(fault.number * 1024)
+            elif fault.kind == "forget":
+                threading.Timer(fault.number, self._clear_cache).start()
+            else:
+                self._faults.clock_offset_s += fault.number
+        if self._faults.drag_s:
+            time.sleep(self._faults.drag_s)
+        if self._faults.leak_bytes:
+            # Not zeros, which the kernel would give no memory for.
+            self._faults.leaked.append(b"\xff" * self._faults.leak_bytes)
+        return self._runner.launch(plan)
+
+    def sample(self, in_flight: Any, sampling: SamplingBatch) -> None:
+        self._runner.sample(in_flight, sampling)
+
+    def collect(self, in_flight: Any) -> StepResult:
+        result = self._runner.collect(in_flight)
+        crawl_s = self._faults.crawl_s
+        if crawl_s:
+            time.sleep(crawl_s)
+            result = dataclasses.replace(result, duration_s=result.duration_s + crawl_s)
+        return result
+
+    def use_idle(self) -> bool:
+        return self._runner.use_idle()
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def telemetry(self) -> dict[str, object]:
+        return self._runner.telemetry()
+
+
+class FaultyEngine(Engine):
+    """An engine to whose steps faults happen."""
+
+    def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
+        self.faults = Faults()
+        return FaultyRunner(runner, self.faults, self._forget), self.faults.now_s
+
+    def _forget(self) -> None:
+        self.call(lambda scheduler: scheduler.clear_cache()).result()
+
+
+def disturbed(fault: Fault, data: bytes, before: bytes) -> list[bytes]:
+    """What is sent instead of a frame, after the frame before it."""
+    kind = fault.kind
+    if kind == "drop":
+        return []
+    if kind == "lose":
+        return [_without(Frame.decode(data), fault.stream_id).encode()]
+    if kind == "duplicate":
+        return [data, data, before] if before else [data, data]
+    if kind == "corrupt":
+        middle = len(data) // 2
+        return [data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]]
+    return [data]
+
+
+def _without(frame: Frame, stream_id: int) -> Frame:
+    columns = frame.columns
+    if columns is not None:
+        kept = columns.stream_ids != stream_id
+        columns = TokenColumns(
+            columns.stream_ids[kept], columns.index[kept], columns.token_ids[kept]
+        )
+    deltas = [delta for delta in frame.deltas if delta.stream_id != stream_id]
+    return dataclasses.replace(frame, deltas=deltas, columns=columns)

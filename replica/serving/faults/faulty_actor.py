@@ -1,0 +1,44 @@
+"""The Serve shell of `faults.py`: a replica that does what a request's label tells it to. Only for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quire.protos.wire import Frame, Submit
+from quire.replica.serving.actor import Replica
+from quire.replica.serving.faults.faults import FaultyEngine, disturbed, parse
+
+logger = logging.getLogger("ray.serve")
+
+
+class FaultyReplica(Replica):
+    """A replica to which faults happen."""
+
+    engine_class = FaultyEngine
+
+    async def __init__(self, engine_args: dict[str, Any], heartbeat_ms: int):
+        logger.warning("fault_injection is on: requests can bring this process down")
+        await super().__init__(engine_args, heartbeat_ms)
+
+    async def generate(self, submit: bytes, *, route: list[str]) -> bytes:
+        fault = parse(Submit.decode(submit))
+        if fault is not None:
+            self._engine.faults.arm(fault)
+        return await super().generate(submit, route=route)
+
+    async def _frames(self, router_id: str) -> AsyncIterator[bytes]:
+        before = b""
+        async for data in super()._frames(router_id):
+            fault = self._engine.faults.of_frame(router_id, Frame.decode(data))
+            if fault is None:
+                yield data
+            else:
+                logger.warning("fault: %s %g", fault.kind, fault.number)
+                if fault.kind == "delay":
+                    await asyncio.sleep(fault.number)
+                for frame in disturbed(fault, data, before):
+                    yield frame
+            before = data

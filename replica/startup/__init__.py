@@ -1,0 +1,1 @@
+"""What an engine runs on: sizes, measured memory, assembly."""

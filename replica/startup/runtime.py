@@ -1,0 +1,99 @@
+"""What an engine runs on: checkpoint → spec → sizes → model, KV pool and runner, warmed up. Imports torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.replica.checkpoint.checkpoint import resolve_checkpoint
+from quire.replica.checkpoint.model_spec import ModelSpec
+from quire.replica.config import EngineArgs, EngineConfig, SizingError
+from quire.replica.device.device import Device
+from quire.replica.device.open_device import open_device
+from quire.replica.machine import give_back_free_memory
+from quire.replica.model.loader import load_model
+from quire.replica.runner.runner import Runner
+from quire.replica.startup.device_memory import measure_memory
+from quire.replica.startup.sizing import GIB, resolve
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Everything that is decided and loaded before the first step."""
+
+    checkpoint: Path
+    spec: ModelSpec
+    config: EngineConfig
+    runner: Runner
+
+
+def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
+    """Load what `args` names and warm it up: nothing is compiled or first touched afterwards.
+
+    Parameters
+    ----------
+    startup_s
+        Gets the seconds of the phases `checkpoint`, `load` (on a GPU with what measures its memory) and `warm_up`.
+
+    Raises
+    ------
+    CheckpointError, SizingError
+        The checkpoint cannot be served, or does not fit.
+    """
+    began = time.perf_counter()
+    checkpoint = resolve_checkpoint(args.model, args.revision)
+    spec = ModelSpec.from_checkpoint(checkpoint)
+    config = resolve(args, spec, checkpoint)
+    device = open_device(config.device, use_nvtx=config.nvtx)
+    startup_s["checkpoint"] = -began + (began := time.perf_counter())
+    device.trim()  # memory that an earlier engine of this process left for reuse is available
+    available = 0 if device.is_immediate else device.free_bytes()
+    try:
+        if device.is_immediate:
+            runner = Runner.from_config(config, spec)
+        else:
+            config, runner = _load_measured(args, config, spec, checkpoint, device, available)
+        startup_s["load"] = -began + (began := time.perf_counter())
+        runner.warm_up()
+    except torch.OutOfMemoryError as error:
+        raise SizingError(
+            f"{spec.path}: the device ran out of memory while the engine started, of the {available / GIB:.3f} GiB "
+            f"that were free before: {error}"
+        ) from error
+    if available:
+        _check_budget(available - device.free_bytes(), int(available * args.max_memory_percent))
+    # Loading and the largest steps leave more behind than serving needs.
+    give_back_free_memory()
+    runner.mark_ready()
+    startup_s["warm_up"] = time.perf_counter() - began
+    return Runtime(checkpoint, spec, config, runner)
+
+
+def _load_measured(
+    args: EngineArgs,
+    config: EngineConfig,
+    spec: ModelSpec,
+    checkpoint: Path,
+    device: Device,
+    available: int,
+) -> tuple[EngineConfig, Runner]:
+    """Load, measure, and size the KV pool by what is left: `device_memory.py` says why in this order."""
+    model = load_model(spec, config.device, config.dtype, config.weights)
+    measured, fused = measure_memory(config, spec, model, device, available)
+    config = resolve(args, spec, checkpoint, measured)
+    return config, Runner.with_pool(config, spec, model, device=device, fused=fused)
+
+
+def _check_budget(used: int, budget: int) -> None:
+    if used > budget:
+        logger.warning(
+            "the engine has %.3f GiB of the device, the budget of max_memory_percent is %.3f GiB",
+            used / GIB,
+            budget / GIB,
+        )

@@ -1,0 +1,1 @@
+"""Decisions as they were made: remembered, recorded, replayed."""

@@ -1,0 +1,173 @@
+"""A recorded log of decisions, decided again by another policy: what would have changed.
+
+Each decision is made in the state that the recorded ones had led to: had the other policy been in charge, queues
+and caches would have come to differ, and so would its later choices. So the numbers are estimates, good for
+telling policies apart decision by decision, not for what a cluster would have done; `bench routersim` simulates
+that.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.router.explain.decision_log import LoggedDecision
+from quire.router.policy.cost import CostPolicy
+from quire.router.policy.fleet import Fleet
+from quire.router.policy.policy import Policy, RouteRequest
+
+_TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s")
+_TIE = 1e-6  # costs that differ by less are equal, as for `CostPolicy.tie_s`
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One request on one replica, as the cost prices it."""
+
+    replica: str
+    cached_tokens: int  # predicted, on the device and in host memory
+    ttft_s: float  # predicted: queue, prefill and copy from host memory
+
+
+@dataclass(frozen=True, slots=True)
+class Redecision:
+    """A recorded decision beside the one that another policy makes of the same knowledge.
+
+    Attributes
+    ----------
+    is_tie
+        The recorded replica was as good to the other policy as the one that it drew.
+    """
+
+    decision: LoggedDecision
+    recorded: Placement
+    replayed: Placement
+    is_tie: bool
+
+    @property
+    def is_changed(self) -> bool:
+        return self.recorded.replica != self.replayed.replica and not self.is_tie
+
+
+@dataclass(slots=True)
+class Replay:
+    """All decisions of some logs, under one policy; see the module's text for what that says."""
+
+    policy: str
+    redecisions: list[Redecision] = field(default_factory=list)
+
+    @property
+    def num_changed(self) -> int:
+        return sum(one.is_changed for one in self.redecisions)
+
+    @property
+    def num_ties(self) -> int:
+        return sum(one.is_tie for one in self.redecisions)
+
+    def largest_changes(self, limit: int) -> list[Redecision]:
+        """Changed placements whose predicted time to first token differs most."""
+        changed = [one for one in self.redecisions if one.is_changed]
+        changed.sort(key=lambda one: -abs(one.replayed.ttft_s - one.recorded.ttft_s))
+        return changed[:limit]
+
+
+def replay(decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed: int = 0) -> Replay:
+    """Decide again.
+
+    Parameters
+    ----------
+    policy
+        Of `router.policy.by_name.make_policy`; one that prices nothing is priced by `slo`.
+    seed
+        For its random ties.
+    """
+    rng = random.Random(seed)
+    pricing = policy if isinstance(policy, CostPolicy) else CostPolicy()
+    result = Replay(name)
+    for decision in decisions:
+        fleet, request = decision.fleet, decision.request
+        ranking = policy.choose(request, fleet, decision.now_s, rng)
+        then, now = fleet.replicas.index(decision.chosen), ranking.rows[0]
+        placement = functools.partial(_placement, pricing, request, fleet)
+        is_tie = then != now and abs(ranking.cost_s[then] - ranking.cost_s[now]) <= _TIE
+        result.redecisions.append(
+            Redecision(decision, placement(then), placement(now), bool(is_tie))
+        )
+    return result
+
+
+def report(result: Replay, limit: int = 10) -> str:
+    """The replay as text, with the largest changes."""
+    ones = result.redecisions
+    if not ones:
+        return "no decisions in the log"
+    routers = {one.decision.router for one in ones}
+    policies = ", ".join(sorted({one.decision.policy for one in ones}))
+    times_s = [one.decision.time_s for one in ones]
+    lines = [
+        f"{len(ones)} decisions of {len(routers)} routers under {policies}, "
+        f"{max(times_s) - min(times_s):.1f} s",
+        "",
+        f"{'':34}{'recorded':>14}{result.policy:>18}",
+        f"{'placements changed':34}{'':>14}{_share(result.num_changed, len(ones)):>18}",
+        f"{'  equal in cost, drawn otherwise':34}{'':>14}{_share(result.num_ties, len(ones)):>18}",
+    ]
+    for what, value, width in (
+        ("predicted cached tokens", lambda p: p.cached_tokens, 0),
+        ("predicted TTFT in ms", lambda p: 1000 * p.ttft_s, 1),
+    ):
+        columns = [
+            np.array([value(getattr(one, side)) for one in ones], np.float64)
+            for side in ("recorded", "replayed")
+        ]
+        for name, reduced in (("mean", np.mean), ("p50", np.median), ("p99", _p99)):
+            cells = (f"{reduced(column):,.{width}f}" for column in columns)
+            lines.append("{:34}{:>14}{:>18}".format(f"{what}, {name}", *cells))
+    outcomes = [one.decision.outcome for one in ones if one.decision.outcome is not None]
+    if outcomes:
+        ttft_ms = 1000 * np.mean([outcome["ttft_s"] for outcome in outcomes])
+        cached = np.mean([outcome["cached_tokens"] for outcome in outcomes])
+        known = f"(of {len(outcomes)} answered)"
+        lines.append(f"{'measured cached tokens, mean':34}{cached:>14,.0f}  {known}")
+        lines.append(f"{'measured TTFT in ms, mean':34}{ttft_ms:>14,.1f}  {known}")
+    changes = result.largest_changes(limit)
+    if changes:
+        lines += ["", "largest changes of the predicted TTFT"]
+        lines += [
+            f"  prompt {one.decision.request.num_prompt_tokens:>7} tokens: "
+            f"{_described(one.recorded)} -> {_described(one.replayed)}"
+            for one in changes
+        ]
+    lines += [
+        "",
+        "An estimate: each decision is made in the state that the recorded decisions had led to, and",
+        "predictions are the cost's own terms. What differs later because of a change is not in it.",
+    ]
+    return "\n".join(lines)
+
+
+def _placement(pricing: CostPolicy, request: RouteRequest, fleet: Fleet, row: int) -> Placement:
+    (score,) = pricing.choose(request, fleet.only(row), fleet.now_s, random.Random(0))
+    return Placement(
+        score.replica,
+        score.cached_tokens + score.host_tokens,
+        sum(score.terms[name] for name in _TTFT_TERMS),
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} ({100 * part / whole:.1f} %)"
+
+
+def _p99(values: np.ndarray) -> float:
+    return float(np.percentile(values, 99))
+
+
+def _described(placement: Placement) -> str:
+    return (
+        f"{placement.replica} ({placement.cached_tokens} cached, {1000 * placement.ttft_s:.1f} ms)"
+    )

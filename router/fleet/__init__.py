@@ -1,0 +1,1 @@
+"""What this router knows of each replica: cache, load, speed, demand."""

@@ -1,0 +1,1 @@
+"""Which replica holds which block, by the replicas' own reports."""

@@ -1,0 +1,424 @@
+"""A hash table of 64-bit hashes to small numbers, in one numpy array, for millions of entries.
+
+A Python dict of such hashes takes 110 bytes an entry, stops the caller for as long as it takes to grow, and is asked
+one hash at a time. This one takes less than half of that, grows a few buckets at a time, and answers for a whole prompt
+in one pass, in which the cache misses overlap.
+
+A bucket is a cache line, so that a look-up is one miss:
+
+    bytes     0        40       60     64
+             | 5 keys | 5 ids  | link |      keys uint64, 0: an empty place; ids int32
+
+    link      another line, for what did not fit; 0: there is none
+
+*Linear hashing* (Litwin 1980). A bucket's number is the low bits of the mixed hash; buckets are split one after the
+other, and the number of bits goes up when all are:
+
+    level = 4, split = 2        bucket   0   1 | 2   3 | 4   5
+                                        split  | not   | what left 0 and 1: bit 2 of the mixed hash was set
+
+    bucket of a hash: its low 3 bits, or, when there is no such bucket yet, its low 2
+
+A bucket has 1.5 entries in the mean, twice as many if its turn to be split comes last: one of a hundred entries lies
+behind a link. The array is as large as it will ever be, lines for what overflows included; the system gives memory to
+the lines in use only.
+
+Who chooses prompts can choose their hashes, which are no secret; so a hash is mixed with a number that is, and no
+choice fills one bucket: multiplication by a secret, its high bits taken (Dietzfelbinger et al. 1997), in two rounds.
+
+Many hashes are looked up by `native/prefix.c`, if it was compiled, in a fraction of the time that numpy takes; what
+they say is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import random
+
+import numpy as np
+
+from quire.router import compiled_router
+
+_U64 = np.uint64
+_KEYS = 5  # of a line
+_LINE, _LINE_SHIFT = 8, 3  # uint64 of a line
+_FIRST_ID, _LINK = 10, 15  # of the 16 int32 of a line
+_WORDS_SHIFT = 4
+_FIRST_BUCKETS = 64
+_LEAST_SPLIT = 64  # buckets: splitting them one at a time costs as much
+_ALL_BITS = 2**64 - 1
+# As arrays of no dimension: an operation takes them as they are, where a number costs it a conversion.
+_SIGN_SHIFTS, _HALF = np.array(63), np.array(32, _U64)
+
+FULL = -1  # as a place: it needs a new line
+
+
+def _buckets_for(entries: int) -> int:
+    """1.5 in each."""
+    return 2 * entries // 3
+
+
+class BlockTable:
+    """Hash -> positive number below 2^31, for at most `max_entries` hashes.
+
+    Places are positions in the array; adding an entry may move others.
+    """
+
+    def __init__(self, max_entries: int):
+        # The lines of the buckets, then those behind links, none of which is kept empty.
+        self._max_buckets = max(_FIRST_BUCKETS, _buckets_for(max_entries + 1))
+        self._next_line = self._max_buckets  # never used so far
+        self._free_lines: list[int] = []  # used before
+        self._lines = _zeros((self._max_buckets + max_entries, _LINE))
+        self._words = self._lines.view(np.int32)
+        # For a few lines: `take` would first copy all of what is not contiguous.
+        self._keys, self._ids = self._lines[:, :_KEYS], self._words[:, _FIRST_ID:_LINK]
+        self._links = self._words[:, _LINK]
+        self._flat_keys, self._flat_words = self._lines.reshape(-1), self._words.reshape(-1)
+        # Reading one element of a memoryview takes half the time of one of an array.
+        self._key_view, self._word_view = memoryview(self._flat_keys), memoryview(self._flat_words)
+        self._size = 0
+        self._secret = random.SystemRandom().getrandbits(64) | 1
+        self._secret_factor = np.array(self._secret, _U64)
+        self.native = compiled_router.Table(
+            lines=compiled_router.address(self._lines), secret=self._secret
+        )
+        self._native_address = ctypes.addressof(self.native)
+        self._said = np.empty((2, 0), np.int32)  # room for what the library says
+        self._said_addresses: tuple[int, ...] = ()
+        self._room_for(512)  # blocks: what the index asks for at once
+        self._set_size(_FIRST_BUCKETS)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def num_links(self) -> int:
+        """Lines that hold what did not fit into its bucket."""
+        return self._next_line - self._max_buckets - len(self._free_lines)
+
+    # ----------------------------------------------------------------------------------- many hashes
+
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Look hashes up.
+
+        Parameters
+        ----------
+        hashes
+            [n] uint64.
+
+        Returns
+        -------
+        [n] int64 places, of no meaning for what is absent; [n] int32 ids, 0 where absent.
+        """
+        n, library = len(hashes), compiled_router.load()
+        if library is not None:
+            address = compiled_router.address
+            hashes = np.ascontiguousarray(hashes, _U64)
+            places, ids = np.empty(n, np.int64), np.empty(n, np.int32)
+            where = (address(hashes), n, address(ids), address(places))
+            library.quire_find_blocks(self._native_address, *where)
+            return places, ids
+        return self._find_by_numpy(hashes)
+
+    def runs(self, hashes: np.ndarray) -> tuple[list[int], list[int]]:
+        """Where in a chain of hashes, [n] uint64, the ids change.
+
+        Returns
+        -------
+        The first hash of each run, ascending; and the id of all in it, 0: absent.
+        """
+        library = compiled_router.load()
+        if library is None:
+            return self._runs_by_numpy(hashes)
+        n = len(hashes)
+        hashes = np.ascontiguousarray(hashes, _U64)
+        where = (compiled_router.address(hashes), n, *self._room_for(n))
+        num_runs = library.quire_find_runs(self._native_address, *where)
+        starts, ids = self._said[:, :num_runs].tolist()
+        return starts, ids
+
+    def _runs_by_numpy(self, hashes: np.ndarray) -> tuple[list[int], list[int]]:
+        if not len(hashes):
+            return [], []
+        ids = self._find_by_numpy(hashes)[1]
+        last = (ids[1:] != ids[:-1]).nonzero()[0]  # of each run but the last
+        return [0, *(end + 1 for end in last.tolist())], [*ids.take(last).tolist(), int(ids[-1])]
+
+    def _find_by_numpy(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        n, keys = len(hashes), self._as_keys(hashes)
+        lines = self._buckets(keys)
+        queries, hits = self._hits(keys, lines)
+        found = self._flat_words.take(_id_place(hits))
+        if len(hits) == n:
+            return hits, found
+        places, ids = np.zeros(n, np.int64), np.zeros(n, np.int32)
+        places[queries], ids[queries] = hits, found
+        links = self._flat_words.take((lines << _WORDS_SHIFT) + _LINK)
+        links[queries] = 0
+        for i in links.nonzero()[0].tolist():  # few
+            places[i], ids[i] = self.locate(int(keys[i]))
+        return places, ids
+
+    def _room_for(self, n: int) -> tuple[int, ...]:
+        """Addresses of the rows of `_said`, which have room for n."""
+        if n > self._said.shape[1]:
+            self._said = np.empty((2, n), np.int32)
+            self._said_addresses = tuple(map(compiled_router.address, self._said))
+        return self._said_addresses
+
+    def _hits(self, keys: np.ndarray, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where a key, [n] uint64, is in its line, [n] int64: [hits] int64, which key, ascending; [hits] int64, its
+        place."""
+        equal = self._lines.take(lines, axis=0) == keys[:, None]
+        equal[:, _KEYS:] = False
+        hits = equal.ravel().nonzero()[0]
+        queries = hits >> _LINE_SHIFT
+        hits += (lines.take(queries) - queries) << _LINE_SHIFT
+        return queries, hits
+
+    def insert(self, hashes: np.ndarray, ids: np.ndarray) -> None:
+        """Add entries.
+
+        Parameters
+        ----------
+        hashes
+            [n] uint64, distinct and absent.
+        ids
+            [n] int32.
+        """
+        self._grow(len(hashes))
+        self._size += len(hashes)
+        keys = self._as_keys(hashes)
+        lines = self._buckets(keys)
+        while len(keys):
+            empty = self._lines.take(lines, axis=0)[:, :_KEYS] == 0
+            places = empty.argmax(axis=1)
+            is_full = ~empty[np.arange(len(places)), places]
+            if is_full.any():
+                for key, new_id in zip(keys[is_full].tolist(), ids[is_full].tolist(), strict=True):
+                    self._put(key, self.locate(key)[0], new_id)
+                fits = ~is_full
+                keys, ids, lines, places = keys[fits], ids[fits], lines[fits], places[fits]
+            places += lines << _LINE_SHIFT
+            self._flat_keys[places] = keys
+            # Of those that chose the same place one is there; the others choose again.
+            is_lost = self._flat_keys.take(places) != keys
+            if not is_lost.any():
+                self._flat_words[_id_place(places)] = ids
+                return
+            won = ~is_lost
+            self._flat_words[_id_place(places[won])] = ids[won]
+            keys, ids, lines = keys[is_lost], ids[is_lost], lines[is_lost]
+
+    def set_ids(self, places: np.ndarray, ids: np.ndarray) -> None:
+        """Change entries to other ids, [n] int32, all > 0; the places are from `find`."""
+        self._flat_words[_id_place(places)] = ids
+
+    def remove(self, hashes: np.ndarray, places: np.ndarray) -> None:
+        """Remove entries; arguments as `find` returned them."""
+        self._flat_keys[places] = 0
+        self._flat_words[_id_place(places)] = 0
+        self._size -= len(places)
+        behind = (places >= self._max_buckets << _LINE_SHIFT).nonzero()[0]
+        if len(behind):
+            lines = (places.take(behind) >> _LINE_SHIFT).tolist()
+            for line, key in dict(zip(lines, hashes.take(behind).tolist(), strict=True)).items():
+                self._free_if_empty(line, key)
+
+    # -------------------------------------------------------------------------------------- one hash
+
+    def locate(self, routing_hash: int) -> tuple[int, int]:
+        """Look one hash up.
+
+        Returns
+        -------
+        Its place, or the one for it, or `FULL`; and its id, 0 if it is absent.
+        """
+        key = routing_hash or self._secret
+        line, place = self._bucket(key), FULL
+        while True:
+            start = line << _LINE_SHIFT
+            keys = self._key_view[start : start + _KEYS].tolist()
+            if key in keys:
+                k = keys.index(key)
+                return start + k, self._word_view[2 * start + _FIRST_ID + k]
+            if place < 0 and 0 in keys:
+                place = start + keys.index(0)
+            line = self._word_view[2 * start + _LINK]
+            if not line:
+                return place, 0
+
+    def add(self, routing_hash: int, place: int, new_id: int) -> None:
+        """Add an entry that `locate` has just not found; the place is from it."""
+        self._put(routing_hash or self._secret, place, new_id)
+        self._size += 1
+        if self._size > self._grows_above:
+            self._grow(0)
+
+    def change(self, place: int, new_id: int) -> None:
+        """Give an entry another id; the place is from `locate`."""
+        self._word_view[_id_place(place)] = new_id
+
+    def delete(self, routing_hash: int, place: int) -> None:
+        """Remove an entry; the place is from `locate`."""
+        self._size -= 1
+        self._key_view[place] = self._word_view[_id_place(place)] = 0
+        line = place >> _LINE_SHIFT
+        if line >= self._max_buckets:
+            self._free_if_empty(line, routing_hash)
+
+    # ---------------------------------------------------------------------------------------- a scan
+
+    def scan(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Entries of the buckets [first, last), as keys (the hashes, but for that of 0), places and ids."""
+        lines = linked = np.arange(first, last)
+        while len(linked):
+            links = self._links[linked]
+            linked = links[links != 0].astype(np.int64)
+            lines = np.append(lines, linked)
+        entries = self._words.take(lines, axis=0)[:, _FIRST_ID:_LINK]
+        line, k = entries.nonzero()
+        places = (lines.take(line) << _LINE_SHIFT) + k
+        return self._flat_keys.take(places), places, entries[line, k]
+
+    # --------------------------------------------------------------------------------------- buckets
+
+    def _set_size(self, num_buckets: int) -> None:
+        self.num_buckets = num_buckets
+        self._level = 1 << (num_buckets.bit_length() - 1)
+        self._low, self._high = self._level - 1, 2 * self._level - 1
+        self.native.num_buckets = num_buckets
+        self.native.low, self.native.high = self._low, self._high
+        # As arrays for `_buckets`, see `_SIGN_SHIFTS`.
+        self._num, self._low_bits = np.array(num_buckets), np.array(self._low)
+        self._high_bits = np.array(self._high, _U64)
+        # The bound on the entries holds at the last bucket.
+        is_last = num_buckets == self._max_buckets
+        self._grows_above = math.inf if is_last else 3 * num_buckets // 2
+
+    def _buckets(self, keys: np.ndarray) -> np.ndarray:
+        """[n] int64."""
+        buckets = (self._mixed(keys) & self._high_bits).view(np.int64)
+        # All bits of those that are there, the low ones of the others: a sign, spread over the number.
+        bits = buckets - self._num
+        bits >>= _SIGN_SHIFTS
+        bits |= self._low_bits
+        buckets &= bits
+        return buckets
+
+    def _bucket(self, key: int) -> int:
+        product = (key ^ (key >> 32) * self._secret & _ALL_BITS) * self._secret & _ALL_BITS
+        product = (product ^ product >> 32) * self._secret & _ALL_BITS
+        mixed = int.from_bytes(product.to_bytes(8, "little"), "big")
+        bucket = mixed & self._high
+        return bucket if bucket < self.num_buckets else mixed & self._low
+
+    def _mixed(self, keys: np.ndarray) -> np.ndarray:
+        """uint64, of which the low bits are used. A bit of a product depends on the bits of its factors up to it: the
+        high ones, on all. Two rounds, since the swap leaves them in their order within a byte; and of a key whose low
+        bits are 0 few bits of the secret would be seen, if its high ones did not come there first, times the secret
+        lest somebody undo it."""
+        product = keys >> _HALF
+        product *= self._secret_factor
+        product ^= keys
+        product *= self._secret_factor
+        product ^= product >> _HALF
+        product *= self._secret_factor
+        return product.byteswap(inplace=True)
+
+    def _as_keys(self, hashes: np.ndarray) -> np.ndarray:
+        """[n] uint64, none 0: that marks an empty place."""
+        if len(hashes) and not hashes[hashes.argmin()]:
+            return np.where(hashes == 0, self._secret_factor, hashes)
+        return hashes
+
+    def _put(self, key: int, place: int, new_id: int) -> None:
+        if place == FULL:
+            place = self._append_line(self._bucket(key)) << _LINE_SHIFT
+        self._key_view[place], self._word_view[_id_place(place)] = key, new_id
+
+    def _append_line(self, line: int) -> int:
+        """Another line for a bucket."""
+        if self._free_lines:
+            new_line = self._free_lines.pop()
+        else:
+            new_line = self._next_line
+            self._next_line += 1
+        links = self._links
+        while links[line]:
+            line = links[line]
+        links[line] = new_line
+        return new_line
+
+    def _free_if_empty(self, line: int, routing_hash: int) -> None:
+        """Give a line back that lies behind the bucket of this hash."""
+        if self._ids[line].any():
+            return
+        links, before = self._links, self._bucket(routing_hash or self._secret)
+        while links[before] != line:
+            before = links[before]
+        links[before] = links[line]
+        links[line] = 0
+        self._free_lines.append(line)
+
+    def _take_linked(self, bucket: int) -> list[tuple[int, int]]:
+        """Keys and ids of what lies behind a bucket; it is gone from there."""
+        entries = []
+        line, self._links[bucket] = int(self._links[bucket]), 0
+        while line:
+            keys, ids = self._keys[line].tolist(), self._ids[line].tolist()
+            entries += [(key, i) for key, i in zip(keys, ids, strict=True) if i]
+            self._free_lines.append(line)
+            link = int(self._links[line])
+            self._lines[line] = 0
+            line = link
+        return entries
+
+    def _grow(self, num_new: int) -> None:
+        """Split buckets until they are no fuller than they should be with so many more entries."""
+        if self._size + num_new <= self._grows_above:
+            return
+        needed = max(_buckets_for(self._size + num_new), self.num_buckets + _LEAST_SPLIT)
+        needed = min(self._max_buckets, needed)
+        while self.num_buckets < needed:
+            self._split(min(needed, 2 * self._level) - self.num_buckets)
+
+    def _split(self, num: int) -> None:
+        """Split the next buckets, not beyond the last of this level."""
+        first, level = self.num_buckets - self._level, self._level
+        old, new = slice(first, first + num), slice(first + level, first + level + num)
+        keys, ids = self._keys[old], self._ids[old]
+        moves = (self._mixed(keys) & _U64(level)) != 0
+        np.multiply(keys, moves, out=self._keys[new])
+        np.multiply(ids, moves, out=self._ids[new])
+        np.logical_not(moves, out=moves)
+        keys *= moves
+        ids *= moves
+        linked = self._links[old].nonzero()[0] + first
+        self._set_size(self.num_buckets + num)
+        for bucket in linked.tolist():
+            for key, entry_id in self._take_linked(bucket):
+                self._put(key, self.locate(key)[0], entry_id)
+
+
+def _id_place(place: np.ndarray | int) -> np.ndarray | int:
+    """Where an entry's id lies, in int32."""
+    return 2 * place + _FIRST_ID - (place & (_LINE - 1))
+
+
+def _zeros(shape: tuple[int, int]) -> np.ndarray:
+    """uint64 zeros on huge pages where the system has them: of hundreds of look-ups each goes to another small page,
+    and to find these took a third of the time."""
+    size = math.prod(shape) * _U64().itemsize
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        # Private: what could be shared with a child is a file to the system, and has small pages.
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        memory = mmap.mmap(-1, size)
+    return np.frombuffer(memory, _U64).reshape(shape)

@@ -1,0 +1,585 @@
+"""Which replica holds which prefix: an exact replay of the replicas' cache events, plus bookings.
+
+A prompt is a chain of routing hashes (`quire.protos.wire.RoutingHasher`), one for each 64-token
+prefix. The index maps a hash to the replicas that hold it, as the bits of an int:
+
+    confirmed   hash -> mask    what the replicas' own events say, in whichever tier
+    host        hash -> mask    those of them that are in the replica's `host` tier
+    booked      hash -> mask    requests on their way or in prefill
+
+    prompt      h0     h1     h2     h3
+    mask        0b111  0b111  0b101  0b001      blocks matched: replica 0: 4, 1: 2, 2: 3
+
+The first two are a `HolderMap` each: a prompt's blocks are looked up in one pass, and what is left to
+do is to look at the few places where the holders change. So the order in which a replica evicts does
+not matter, neither to the result nor to its time.
+
+Dropping a replica, or all it held, is O(1): its slot (bit number) leaves the live mask and a fresh
+one is given. The dead bits are swept a little after each later update; only then is the slot used
+again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+
+import numpy as np
+
+from quire.protos.wire import CacheEvents, tier_digest
+from quire.router import compiled_router
+from quire.router.index.bookings import BookedBlocks, Counts
+from quire.router.index.holder_map import HolderMap
+from quire.router.index.native_match import NativeMatch
+
+_FEW_BITS = 8  # more replicas than these are cheaper to write as an array
+# Of a prompt with bookings, before it is walked with masks: each takes a tenth of that.
+_MAX_COMPARISONS = 8
+_WINDOW = (
+    512  # blocks of a prompt that are looked up at a time: most prompts, and an end for the rest
+)
+_NO_HASHES = np.empty(0, np.uint64)
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """One incarnation (epoch) of a replica."""
+
+    replica: str
+    epoch: str
+    seq: int
+    slot: int
+    bit: int  # 1 << slot
+    gpu_xor: int = 0  # XOR of the confirmed hashes in its `gpu` tier
+    host_xor: int = 0  # of those in its `host` tier
+    num_blocks: int = 0
+    num_removed: int = 0  # evictions from its `gpu` tier that were replayed
+    complete: bool = True  # False: a store was dropped at the memory bound
+    booked: Counts = field(default_factory=dict)
+    begun: dict[int, Booking] = field(default_factory=dict)  # first hash -> the last that began so
+    alive: bool = True
+    row: int = -1  # where `match_into` writes
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """Optimistic entries of one request on one replica; given back with `PrefixIndex.unbook`."""
+
+    holder: _Holder
+    hashes: Sequence[int]  # that its counts have
+    chain: np.ndarray  # the same, [blocks] uint64, to be compared with a prompt's
+    active: bool = True
+
+
+class PrefixIndex:
+    """Routing hash -> holders, for every replica that this router is attached to.
+
+    Parameters
+    ----------
+    max_blocks
+        Bound on distinct confirmed hashes, and so on the memory: 43 bytes each, and a set of holders
+        where the neighbours have others. At the bound a hash that no replica holds yet is not stored:
+        predictions are then too small, never too large, and `is_complete` is False for the replica
+        until its next snapshot.
+    max_booked_blocks
+        Bound on booked (replica, hash) pairs. At the bound only the first blocks of a request are
+        booked.
+    """
+
+    def __init__(self, *, max_blocks: int = 8_000_000, max_booked_blocks: int = 1_000_000):
+        for name, bound in (("max_blocks", max_blocks), ("max_booked_blocks", max_booked_blocks)):
+            if bound < 1:
+                raise ValueError(f"{name} must be >= 1, got {bound}")
+        self.max_blocks = max_blocks
+        self.max_booked_blocks = max_booked_blocks
+        self._confirmed = HolderMap(max_blocks, with_sets=True)
+        self._host = HolderMap(max_blocks)
+        self._booked = BookedBlocks(max_booked_blocks)
+        self._holders: dict[str, _Holder] = {}
+        self._staged: dict[str, _Holder] = {}  # snapshots under way, not yet live
+        self._by_slot: dict[int, _Holder] = {}
+        self._row_by_slot = np.full(64, -1, np.int64)
+        self._live = 0  # bits that `match` may see
+        self._native_match = NativeMatch(self._confirmed)
+        self._free_slots: list[int] = []  # heap
+        self._num_slots = 0
+        self._retired = 0  # dead bits that wait for the next sweep
+        self._sweeping = 0  # dead bits of the sweep under way
+        self._unswept: list[HolderMap] = []
+
+    def __len__(self) -> int:
+        """Distinct confirmed hashes stored, dead ones that are not swept yet included."""
+        return len(self._confirmed)
+
+    # ---------------------------------------------------------------------------------- membership
+
+    def add_replica(self, replica: str) -> None:
+        """Start to index a replica, empty and of no epoch.
+
+        Raises
+        ------
+        ValueError
+            The replica is already there.
+        """
+        if replica in self._holders:
+            raise ValueError(f"replica {replica!r} is already indexed")
+        self._make_live(self._new_holder(replica, "", 0))
+
+    def remove_replica(self, replica: str) -> None:
+        """Forget a replica, its blocks and its bookings; unknown ones are ignored."""
+        self._drop_staged(replica)
+        holder = self._holders.pop(replica, None)
+        if holder is None:
+            return
+        holder.alive = False
+        self._booked.drop(holder.booked, holder.bit)
+        holder.begun.clear()  # they name it in turn
+        self._make_dead(holder)
+
+    def epoch(self, replica: str) -> str:
+        return self._holders[replica].epoch
+
+    def seq(self, replica: str) -> int:
+        """Sequence number of the last event batch that is in the index."""
+        return self._holders[replica].seq
+
+    def digest(self, replica: str) -> int:
+        """`tier_digest` of the replica's confirmed hashes: equals `Frame.digest` if `is_complete`."""
+        holder = self._holders[replica]
+        return tier_digest(holder.gpu_xor, holder.host_xor)
+
+    def num_blocks(self, replica: str) -> int:
+        """Confirmed routing blocks of the replica."""
+        return self._holders[replica].num_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Distinct hashes that some replica holds in its `host` tier."""
+        return len(self._host)
+
+    def num_removed(self, replica: str) -> int:
+        """Routing blocks that left the replica's `gpu` tier, by the events replayed in this epoch."""
+        return self._holders[replica].num_removed
+
+    def is_complete(self, replica: str) -> bool:
+        """Whether everything that the replica reported was stored (see `max_blocks`)."""
+        return self._holders[replica].complete
+
+    # -------------------------------------------------------------------------------------- events
+
+    def apply(self, replica: str, epoch: str, events: CacheEvents) -> bool:
+        """Replay one batch of a replica's cache events.
+
+        Returns
+        -------
+        False when the batch cannot follow what is there (unknown replica, another epoch, a gap in
+        seq): the caller must resynchronise. A batch that was applied before is True and changes
+        nothing.
+        """
+        holder = self._holders.get(replica)
+        if holder is None or holder.epoch != epoch or events.seq > holder.seq + 1:
+            return False
+        if events.seq <= holder.seq:
+            return True
+        if events.cleared:
+            self._clear(holder)
+        holder.num_removed += len(events.removed)
+        holder.gpu_xor ^= self._remove(holder, events.removed)
+        self._remove_host(holder, events.host_removed)
+        holder.gpu_xor ^= self._store(holder, events.stored)
+        self._store_host(holder, events.host_stored)
+        holder.seq = events.seq
+        self._sweep_step()
+        return True
+
+    def reset(
+        self,
+        replica: str,
+        epoch: str,
+        seq: int,
+        hashes: np.ndarray,
+        host_hashes: np.ndarray = _NO_HASHES,
+    ) -> None:
+        """Replace all that is known of a replica by a snapshot.
+
+        Bookings survive when the epoch is the same and are dropped when it is another.
+
+        Parameters
+        ----------
+        hashes
+            [n] uint64, all routing hashes in the replica's `gpu` tier after event batch `seq`.
+        host_hashes
+            [m] uint64, those in its `host` tier.
+        """
+        self.begin_reset(replica, epoch, seq)
+        self.extend_reset(replica, hashes, host_hashes)
+        self.commit_reset(replica)
+
+    def begin_reset(self, replica: str, epoch: str, seq: int) -> None:
+        """Start a snapshot that comes in pages; until `commit_reset` the old state answers."""
+        self._drop_staged(replica)
+        self._staged[replica] = self._new_holder(replica, epoch, seq)
+
+    def extend_reset(
+        self, replica: str, hashes: np.ndarray, host_hashes: np.ndarray = _NO_HASHES
+    ) -> None:
+        """Add one page of the snapshot under way."""
+        staged = self._staged[replica]
+        staged.gpu_xor ^= self._store(staged, hashes)
+        self._store_host(staged, host_hashes)
+
+    def commit_reset(self, replica: str) -> None:
+        """Put the snapshot in the place of what was known."""
+        staged = self._staged.pop(replica)
+        old = self._holders.get(replica)
+        if old is not None and old.epoch == staged.epoch:
+            # The holder object stays, since bookings point to it; it takes over the slot and the
+            # counts.
+            self._booked.move(old.booked, old.bit, staged.bit)
+            self._make_dead(old)
+            for name in ("seq", "slot", "bit", "gpu_xor", "host_xor", "num_blocks", "complete"):
+                setattr(old, name, getattr(staged, name))
+            staged = old
+        else:
+            if old is not None:
+                staged.row = old.row
+            self.remove_replica(replica)
+        self._make_live(staged)
+        self._sweep_step()
+
+    # ------------------------------------------------------------------------------------ bookings
+
+    def book(self, replica: str, hashes: Sequence[int] | np.ndarray) -> Booking:
+        """Count a request's prefix as present on the replica, until `unbook`.
+
+        Raises
+        ------
+        KeyError
+            The replica is not indexed.
+        """
+        holder = self._holders[replica]
+        chain = np.array(hashes, np.uint64)
+        taken = self._booked.add(holder.booked, holder.bit, chain.tolist())
+        booking = Booking(holder, taken, chain[: len(taken)])
+        if taken:
+            holder.begun[taken[0]] = booking
+        return booking
+
+    def unbook(self, booking: Booking) -> None:
+        """Give a booking back; a second time, or after the replica went, does nothing."""
+        holder = booking.holder
+        if not booking.active or not holder.alive:
+            return
+        booking.active = False
+        if booking.hashes and holder.begun.get(booking.hashes[0]) is booking:
+            del holder.begun[booking.hashes[0]]
+        self._booked.give_back(holder.booked, holder.bit, booking.hashes)
+
+    # ------------------------------------------------------------------------------------ matching
+
+    def match(self, hashes: Sequence[int] | np.ndarray) -> dict[str, int]:
+        """Longest prefix of a prompt that each replica holds or will hold, in routing blocks.
+
+        Parameters
+        ----------
+        hashes
+            [blocks] chained routing hashes of the prompt, from its first block.
+
+        Returns
+        -------
+        replica -> blocks > 0; replicas without the first block are left out.
+        """
+        depths: dict[str, int] = {}
+        for depth, mask in self.match_masks(hashes):
+            while mask:
+                bit = mask & -mask
+                depths[self._by_slot[bit.bit_length() - 1].replica] = depth
+                mask ^= bit
+        return depths
+
+    def set_row(self, replica: str, row: int) -> None:
+        """Let `match_into` write the replica's matches to this place."""
+        holder = self._holders[replica]
+        holder.row = row
+        self._row_by_slot[holder.slot] = row
+
+    def match_into(
+        self,
+        hashes: Sequence[int] | np.ndarray,
+        depths: np.ndarray,
+        block: float = 1.0,
+        most: float = math.inf,
+    ) -> int:
+        """As `match`, to the rows of `set_row`; who has none is not written.
+
+        Parameters
+        ----------
+        depths
+            [rows] float64 zeros; replicas that match get `block` for each of their blocks, at most `most`.
+
+        Returns
+        -------
+        The longest match, in blocks.
+        """
+        library = compiled_router.load()
+        if library is not None:
+            chain = np.ascontiguousarray(hashes, np.uint64)
+            blocks, ends = self._native_match.into(library, chain, block, most, depths)
+            # It knows nothing of bookings, but where some end they may go on by one.
+            if self._booked.masks.keys().isdisjoint(ends):
+                return blocks
+            followed = self._booked_beyond(chain, ends)
+            if followed is not None:
+                for holder, depth in followed:
+                    if holder.row >= 0:
+                        depths[holder.row] = min(depth * block, most)
+                    blocks = max(blocks, depth)
+                return blocks
+        # Who is in `depths` already gets as much or more.
+        blocks = 0
+        for blocks, mask in self.match_masks(hashes):
+            depth = min(blocks * block, most)
+            if mask.bit_count() <= _FEW_BITS:
+                while mask:
+                    bit = mask & -mask
+                    row = self._by_slot[bit.bit_length() - 1].row
+                    if row >= 0:
+                        depths[row] = depth
+                    mask ^= bit
+                continue
+            packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+            bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+            rows = self._row_by_slot[bits.nonzero()[0]]
+            depths[rows[rows >= 0]] = depth
+        return blocks
+
+    def host_blocks_into(
+        self, hashes: Sequence[int] | np.ndarray, depths: np.ndarray, blocks: np.ndarray
+    ) -> None:
+        """Of what `match_into` found, count the blocks that are in the `host` tier.
+
+        Parameters
+        ----------
+        depths
+            [rows] as `match_into` left them, in blocks.
+        blocks
+            [rows] zeros; gets the counts.
+        """
+        chain = np.asarray(hashes, np.uint64)[: int(depths.max(initial=0))]
+        for first, end, number in self._host.runs(chain):
+            mask = self._host.masks[number] & self._live
+            while mask:
+                bit = mask & -mask
+                row = self._by_slot[bit.bit_length() - 1].row
+                if row >= 0:
+                    blocks[row] += max(0, min(end, depths[row]) - first)
+                mask ^= bit
+
+    def _booked_beyond(
+        self, chain: np.ndarray, ends: Sequence[int]
+    ) -> list[tuple[_Holder, int]] | None:
+        """(holder, blocks) of those who match more of a chain by their bookings than `NativeMatch.into` has just found;
+        None: to follow them would take longer than a walk with masks.
+
+        Parameters
+        ----------
+        ends
+            Hashes where it found that some end.
+        """
+        masks, booked, alive = self._confirmed.masks, self._booked.masks, self._live
+        followed: list[tuple[_Holder, int]] = []
+        left = _MAX_COMPARISONS
+        for end, first, number in zip(ends, *self._native_match.ends(len(ends)), strict=True):
+            lost = alive & ~masks[number]
+            alive ^= lost
+            kept = lost & booked.get(end, 0)
+            while kept:
+                bit = kept & -kept
+                kept ^= bit
+                holder, rest = self._by_slot[bit.bit_length() - 1], chain[first:]
+                # A request books from where the match of its prompt ends, and its replica confirms from there on.
+                begins_here = holder.begun.get(end)
+                bookings = holder.begun.values() if begins_here is None else (begins_here,)
+                left -= len(bookings)
+                if left < 0:
+                    return None
+                depth = first
+                for booking in bookings:
+                    depth = max(depth, first + _num_common(booking.chain, rest))
+                if depth == first:
+                    return None  # by one that another has the place of
+                if depth < len(chain):
+                    following = chain.item(depth)
+                    _, held_by = self._confirmed.table.locate(following)
+                    if following in holder.booked or masks[held_by] & bit:
+                        return None  # by another booking, or what was there before it
+                followed.append((holder, depth))
+        return followed
+
+    def match_masks(self, hashes: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
+        """As `match`, by slots: (blocks, mask of the replicas that match so many), ascending."""
+        chain = np.asarray(hashes, np.uint64)
+        groups: list[tuple[int, int]] = []
+        alive = self._live
+        for start in range(0, len(chain), _WINDOW):
+            alive = self._walk(chain[start : start + _WINDOW], start, alive, groups)
+            if not alive:
+                return groups
+        if len(chain) and alive:
+            groups.append((len(chain), alive))
+        return groups
+
+    def _walk(
+        self, window: np.ndarray, start: int, alive: int, groups: list[tuple[int, int]]
+    ) -> int:
+        """Match blocks from `start` on against those who hold all before them.
+
+        Adds who stops where to the groups, and returns who is left.
+        """
+        masks, booked = self._confirmed.masks, self._booked.masks
+        for first, end, number in self._confirmed.runs(window):
+            lost = alive & ~masks[number]
+            if not lost:
+                continue
+            kept = lost & booked.get(int(window[first]), 0) if booked else 0
+            if kept != lost and start + first:
+                groups.append((start + first, lost ^ kept))
+            alive ^= lost ^ kept
+            if kept:  # by bookings alone, which may end within the run
+                later = window[first + 1 : end].tolist()
+                alive = self._walk_booked(later, start + first + 1, alive, kept, groups)
+            if not alive:
+                return 0
+        return alive
+
+    def _walk_booked(
+        self,
+        chain: list[int],
+        start: int,
+        alive: int,
+        only_booked: int,
+        groups: list[tuple[int, int]],
+    ) -> int:
+        """As `_walk`, where some hold nothing but what they have booked, and all others everything."""
+        for depth, mask in enumerate(map(self._booked.masks.get, chain, repeat(0)), start):
+            kept = only_booked & mask
+            if kept != only_booked:
+                groups.append((depth, only_booked ^ kept))
+                alive ^= only_booked ^ kept
+                if not kept:
+                    break
+                only_booked = kept
+        return alive
+
+    # --------------------------------------------------------------------------------------- state
+
+    def _store(self, holder: _Holder, hashes: np.ndarray) -> int:
+        """Set the holder's bit for these hashes; returns the XOR of those for which it was not set."""
+        if not len(hashes):
+            return 0
+        change = self._confirmed.store(holder.bit, hashes)
+        holder.num_blocks += change.num_blocks
+        holder.complete &= change.has_room
+        return change.xor
+
+    def _remove(self, holder: _Holder, hashes: np.ndarray) -> int:
+        """Clear the holder's bit for these hashes; returns the XOR of those for which it was set."""
+        if not len(hashes):
+            return 0
+        change = self._confirmed.remove(holder.bit, hashes)
+        holder.num_blocks -= change.num_blocks
+        return change.xor
+
+    def _store_host(self, holder: _Holder, hashes: np.ndarray) -> None:
+        """As `_store`, of the `host` tier."""
+        if not len(hashes):
+            return
+        holder.host_xor ^= self._store(holder, hashes)
+        if not holder.complete:  # some may have been dropped at the bound
+            masks = self._confirmed.masks
+            kept = [masks[i] & holder.bit != 0 for i in self._confirmed.numbers(hashes).tolist()]
+            hashes = hashes[np.array(kept)]
+        self._host.store(holder.bit, hashes)
+
+    def _remove_host(self, holder: _Holder, hashes: np.ndarray) -> None:
+        """As `_remove`, of the `host` tier."""
+        if len(hashes):
+            holder.host_xor ^= self._remove(holder, hashes)
+            self._host.remove(holder.bit, hashes)
+
+    def _clear(self, holder: _Holder) -> None:
+        """The replica holds nothing any more; bookings stay, their blocks are still to come."""
+        self._make_dead(holder)
+        slot = self._take_slot()
+        self._booked.move(holder.booked, holder.bit, 1 << slot)
+        holder.slot, holder.bit = slot, 1 << slot
+        holder.gpu_xor = holder.host_xor = holder.num_blocks = 0
+        holder.complete = True
+        self._make_live(holder)
+
+    # --------------------------------------------------------------------------------------- slots
+
+    def _new_holder(self, replica: str, epoch: str, seq: int) -> _Holder:
+        slot = self._take_slot()
+        return _Holder(replica, epoch, seq, slot, 1 << slot)
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return heapq.heappop(self._free_slots)
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def _make_live(self, holder: _Holder) -> None:
+        while holder.slot >= len(self._row_by_slot):
+            more = np.full(len(self._row_by_slot), -1, np.int64)
+            self._row_by_slot = np.concatenate([self._row_by_slot, more])
+        self._holders[holder.replica] = holder
+        self._by_slot[holder.slot] = holder
+        self._row_by_slot[holder.slot] = holder.row
+        self._set_live(self._live | holder.bit)
+
+    def _make_dead(self, holder: _Holder) -> None:
+        """Retire the holder's slot; the holder may go on with another."""
+        del self._by_slot[holder.slot]
+        self._set_live(self._live & ~holder.bit)
+        self._retired |= holder.bit
+
+    def _set_live(self, live: int) -> None:
+        self._live = live
+        self._native_match.set_live(live, self._row_by_slot)
+
+    def _drop_staged(self, replica: str) -> None:
+        staged = self._staged.pop(replica, None)
+        if staged is not None:
+            self._retired |= staged.bit
+
+    def _sweep_step(self) -> None:
+        """Clear the dead bits of the next buckets; after the last ones their slots are free again."""
+        if not self._sweeping:
+            self._sweeping, self._retired = self._retired, 0
+            self._unswept = [self._host, self._confirmed] if self._sweeping else []
+        while self._unswept:
+            if not self._unswept[-1].sweep(self._sweeping):
+                return
+            self._unswept.pop()
+        dead, self._sweeping = self._sweeping, 0
+        while dead:
+            bit = dead & -dead
+            heapq.heappush(self._free_slots, bit.bit_length() - 1)
+            dead ^= bit
+
+
+def _num_common(booked: np.ndarray, rest: np.ndarray) -> int:
+    """How many blocks of the rest of a chain, not empty, follow each other in what is booked, from its first on."""
+    if booked[0] != rest[0]:
+        start = int((booked == rest[0]).argmax())
+        if not start:
+            return 0  # it is not there
+        booked = booked[start:]
+    num = min(len(booked), len(rest))
+    differs = booked[:num] != rest[:num]
+    end = int(differs.argmax())
+    return end if differs[end] else num

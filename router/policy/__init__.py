@@ -1,0 +1,1 @@
+"""Where a request goes: pure functions over a view of the fleet."""

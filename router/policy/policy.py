@@ -1,0 +1,208 @@
+"""Where a request goes: pure functions from what is known of the replicas to a ranking of them.
+
+A policy sees the request, a `Fleet` (`router/policy/fleet.py`) and the time. It owns no state but a counter and a
+generator. `router/policy/cost.py` holds the one to use; the plain ones here are what others do, for
+comparison.
+"""
+
+from __future__ import annotations
+
+import bisect
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from quire.router import compiled_router
+from quire.router.policy.fleet import Fleet
+
+MAX_RANKED = (
+    16  # replicas that a ranking names, the choice and its fall-backs; `native/cost.c` has it too
+)
+
+
+class RouteRequest(NamedTuple):
+    """What a policy may know of a request."""
+
+    num_prompt_tokens: int
+    session: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One replica's cost, with its terms, all in seconds but the last two."""
+
+    replica: str
+    cost_s: float
+    terms: dict[str, float]
+    cached_tokens: int  # prompt tokens predicted to be found on the device
+    host_tokens: int = 0  # further ones, predicted to be found in host memory
+
+    @property
+    def wait_s(self) -> float:
+        """Prefill queued before the request; 0 for a policy that does not price it."""
+        return self.terms.get("wait_s", 0.0)
+
+    @property
+    def prefill_s(self) -> float:
+        return self.terms.get("prefill_s", 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class Ranking(Sequence[Score]):
+    """Replicas from best to worst, at most `MAX_RANKED`; empty when there was none to choose from.
+
+    Attributes
+    ----------
+    rows
+        [ranked] rows of `fleet`, best first.
+    cost_s
+        [n] what was compared; like all that follows, an array of its own: a decision is asked about long
+        after the fleet's columns have changed (`router/explain/decisions.py`).
+    wait_s
+        [n] seconds of prefill queued before the request; None: the policy does not price it.
+    term_names, terms
+        What the cost of `rows` is made of, in the order in which it is explained, [ranked, terms] seconds; None: of
+        nothing else.
+    """
+
+    policy: str
+    fleet: Fleet
+    rows: Sequence[int]
+    cost_s: np.ndarray
+    wait_s: np.ndarray | None = None
+    term_names: tuple[str, ...] = ()
+    terms: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rank: int) -> Score:
+        row, terms = self.rows[rank], self.terms
+        return Score(
+            self.fleet.replicas[row],
+            float(self.cost_s[row]),
+            {} if terms is None else dict(zip(self.term_names, terms[rank].tolist(), strict=True)),
+            int(self.fleet.gpu_tokens[row]),
+            int(self.fleet.host_tokens[row]),
+        )
+
+    def __iter__(self) -> Iterator[Score]:
+        return (self[rank] for rank in range(len(self.rows)))
+
+    def names(self) -> list[str]:
+        """The replicas, best first."""
+        replicas = self.fleet.replicas
+        return [replicas[row] for row in self.rows]
+
+
+class Policy(Protocol):
+    """The plug-in interface: one method."""
+
+    def choose(
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+    ) -> Ranking:
+        """Rank the replicas for a request.
+
+        Parameters
+        ----------
+        now_s
+            The router's clock, the one that the fleet's ages were taken at.
+        rng
+            Breaks ties and draws samples, so that a seed gives the same choices again.
+        """
+        ...
+
+
+def ranked_rows(cost: np.ndarray, rng: random.Random, tie: float = 0.0) -> np.ndarray:
+    """[ranked] int32, rows by cost, smallest first; one of those within `tie` of the best comes first."""
+    best = _smallest(cost)
+    if len(best) <= 1:
+        return best
+    costs = cost.take(best).tolist()
+    bound = costs[0] + tie
+    if costs[1] > bound:
+        return best
+    rows = best.tolist()  # chance decides
+    if costs[-1] <= bound:
+        ties = (cost <= bound).nonzero()[0].tolist()  # perhaps more than are ranked
+    else:
+        ties = sorted(rows[: bisect.bisect_right(costs, bound)])
+    first = ties[rng.randrange(len(ties))]
+    return np.array([first, *(row for row in rows if row != first)][:MAX_RANKED], np.int32)
+
+
+def rank(policy: str, fleet: Fleet, cost: np.ndarray, rng: random.Random) -> Ranking:
+    """Rank rows by a cost of one part."""
+    return Ranking(policy, fleet, ranked_rows(cost, rng).tolist(), cost)
+
+
+def _smallest(cost: np.ndarray) -> np.ndarray:
+    """[ranked] int32, rows, the `MAX_RANKED` smallest first. Without the library it is open which of those that are
+    equal to the last of them are among them."""
+    library = compiled_router.load()
+    if library is not None:
+        rows = np.empty(min(len(cost), MAX_RANKED), np.int32)
+        address = compiled_router.address
+        library.quire_smallest(address(cost), len(cost), len(rows), address(rows))
+        return rows
+    if len(cost) <= MAX_RANKED:
+        return cost.argsort(kind="stable").astype(np.int32)
+    best = cost.argpartition(MAX_RANKED)[:MAX_RANKED].astype(np.int32)
+    best.sort()  # equal ones in their order
+    return best.take(cost.take(best).argsort(kind="stable"))
+
+
+class RoundRobin:
+    """Each replica in turn."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+    ) -> Ranking:
+        n = len(replicas)
+        cost = (np.arange(n, dtype=np.float64) - self._turn) % max(n, 1)
+        self._turn += 1
+        return rank("round_robin", replicas, cost, rng)
+
+
+class LeastLoaded:
+    """Fewest requests in flight."""
+
+    def choose(
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+    ) -> Ranking:
+        return rank("least_loaded", replicas, replicas.num_requests.copy(), rng)
+
+
+class PowerOfTwo:
+    """The less loaded of two at random (Mitzenmacher 2001), which is Ray Serve's own rule."""
+
+    def choose(
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+    ) -> Ranking:
+        n = len(replicas)
+        if n <= 2:
+            return rank("power_of_two", replicas, replicas.num_requests.copy(), rng)
+        drawn = rng.sample(range(n), 2)
+        # The rest are fall-backs for when both refuse.
+        cost = replicas.num_requests + (1.0 + replicas.num_requests.max())
+        cost[drawn] = replicas.num_requests[drawn]
+        return rank("power_of_two", replicas, cost, rng)
+
+
+class PrefixAffinity:
+    """The longest prefix held on the device, whatever the load; among equals the least loaded."""
+
+    def choose(
+        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+    ) -> Ranking:
+        held = replicas.gpu_tokens
+        below_a_token = 1.0 + (replicas.num_requests.max() if len(replicas) else 0.0)
+        cost = replicas.num_requests / below_a_token - held
+        return rank("prefix_affinity", replicas, cost, rng)

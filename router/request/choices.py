@@ -1,0 +1,119 @@
+"""Several samples of one request: `n` streams that the client sees as one.
+
+Each choice is a request of its own with the same prompt, parameters and seed and its own `choice` index, which is
+part of the noise key. All go to the replica of the first, as its forks: there the prompt is computed once, its full
+blocks are shared, and each choice has a copy of the last, partly filled one. A choice whose replica is lost
+continues by itself, wherever it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from quire.router.types import Explain, OutputDelta, TokenScores, Usage
+
+if TYPE_CHECKING:
+    from quire.router.request.request_stream import RequestStream
+
+
+class ChoicesStream:
+    """The `GenerationStream` of a request with `n` > 1: deltas of all choices as they come.
+
+    Parameters
+    ----------
+    streams
+        One for each choice, in order, not started.
+    lead
+        The first of them that is not told to its end already.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], lead: RequestStream):
+        self._streams = streams
+        self._lead = lead
+        self.request_id = streams[0].request_id
+        self.model = streams[0].model
+        self.origin = streams[0].origin
+        self._queue: asyncio.Queue[OutputDelta | BaseException | None] = asyncio.Queue(len(streams))
+        self._pumps: list[asyncio.Task[None]] = []
+        self._num_open = len(streams)
+
+    @property
+    def usage(self) -> Usage:
+        """The prompt once, the output of all choices; cached is what the first of them to run found."""
+        usages = [stream.usage for stream in self._streams]
+        ran = [stream.usage for stream in self._streams if not stream.is_told] or usages
+        first = min(ran, key=lambda usage: (usage.cached_tokens, -usage.host_cached_tokens))
+        return Usage(
+            prompt_tokens=usages[0].prompt_tokens,
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=first.cached_tokens,
+            host_cached_tokens=first.host_cached_tokens,
+        )
+
+    @property
+    def prompt_scores(self) -> list[TokenScores] | None:
+        """Told by the lead, for all."""
+        return self._lead.prompt_scores
+
+    def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
+        """There is one prompt."""
+        return self.prompt_scores
+
+    @property
+    def explain(self) -> Explain:
+        """Of the lead."""
+        return self._lead.explain
+
+    async def start(self) -> None:
+        """Submit all choices and wait for the first token of each, or for a refusal of any."""
+        # Tasks begin in the order in which they are made: the first choice is submitted before its forks.
+        starts = [asyncio.ensure_future(stream.start()) for stream in self._streams]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self.aclose()
+            raise
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        if not self._pumps:
+            self._pumps = [
+                asyncio.ensure_future(self._pump(i, stream))
+                for i, stream in enumerate(self._streams)
+            ]
+        while self._num_open:
+            item = await self._queue.get()
+            if item is None:
+                self._num_open -= 1
+            elif isinstance(item, BaseException):
+                await self.aclose()
+                raise item
+            else:
+                return item
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End the choices that still run. Idempotent."""
+        self._num_open = 0
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def _pump(self, choice: int, stream: RequestStream) -> None:
+        try:
+            async for delta in stream:
+                delta.choice = choice
+                await self._queue.put(delta)
+        except Exception as error:
+            await self._queue.put(error)
+        else:
+            await self._queue.put(None)

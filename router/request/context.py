@@ -1,0 +1,63 @@
+"""What one request's stream uses of the router that it belongs to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.protos.wire import PromptLogprobs, TokenLogprob
+from quire.router.admission.gate import AdmissionGate
+from quire.router.explain.decision_log import DecisionLog
+from quire.router.explain.decisions import DecisionRing
+from quire.router.fleet.replicas import ReplicaTable
+from quire.router.observer import Observer
+from quire.router.policy.policy import Policy
+from quire.router.request.migration_budget import MigrationBudget
+from quire.router.request.params import GenerationDefaults, Limits
+from quire.router.transport.transport import Transport
+from quire.router.types import TokenScores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the router knows of its model without a replica."""
+
+    name: str  # as clients call it
+    created_s: int
+    defaults: GenerationDefaults
+    limits: Limits
+    max_prompt_tokens: int | None = None  # None: as many as the model takes
+    # A request's own take precedence.
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    special_tokens_in_messages: bool = False  # whether the text of a message may be special tokens
+
+
+class RouterContext(Protocol):
+    """The parts of `service.RouterService` that `request_stream.RequestStream` reads and calls."""
+
+    facts: ModelFacts
+    router_id: str
+    clock: Callable[[], float]
+    rng: random.Random
+    table: ReplicaTable
+    policy: Policy
+    transport: Transport
+    gate: AdmissionGate
+    observer: Observer
+    ring: DecisionRing
+    decision_log: DecisionLog | None
+    budget: MigrationBudget | None
+    max_migrations: int
+    max_move_s: float
+
+    def scores(self, token_id: int, of_token: TokenLogprob, text_offset: int) -> TokenScores:
+        """A token's log-probabilities with the tokens' texts."""
+        ...
+
+    def prompt_scores(
+        self, first_id: int, parts: Sequence[PromptLogprobs], *, skip_special_tokens: bool
+    ) -> list[TokenScores]:
+        """The first token of a prompt, and those that the parts are about."""
+        ...

@@ -1,0 +1,189 @@
+"""Several prompts in one request, and a request for nothing but its prompt's log-probabilities.
+
+Each prompt of a list has a stream of its own, with `n` choices; choice j of prompt i is choice i * n + j of the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from quire.router.types import Explain, OutputDelta, TokenScores, Usage
+
+if TYPE_CHECKING:
+    from quire.router.request.choices import ChoicesStream
+    from quire.router.request.request_stream import RequestStream
+
+
+class PromptsStream:
+    """The `GenerationStream` of a list of prompts: deltas of all as they come.
+
+    Parameters
+    ----------
+    streams
+        One for each prompt, in order, not started.
+    num_choices
+        Of each prompt.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream | ChoicesStream], num_choices: int):
+        first = streams[0]
+        self.request_id, self.model, self.origin = first.request_id, first.model, first.origin
+        self._streams = streams
+        self._num_choices = num_choices
+        self._items: deque[OutputDelta | Exception | None] = deque()  # None: one prompt has ended
+        self._arrival, self._room = asyncio.Event(), asyncio.Event()
+        self._is_read = False
+        self._pumps: list[asyncio.Task[None]] = []
+        self._num_open = len(streams)
+
+    @property
+    def usage(self) -> Usage:
+        """The sum."""
+        usages = [stream.usage for stream in self._streams]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
+            host_cached_tokens=sum(usage.host_cached_tokens for usage in usages),
+        )
+
+    def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
+        """See `GenerationStream`."""
+        return self._streams[index].prompt_scores
+
+    @property
+    def prompt_scores(self) -> list[TokenScores] | None:
+        """Of the first prompt."""
+        return self.scores_of_prompt(0)
+
+    @property
+    def explain(self) -> Explain:
+        """Of the first prompt."""
+        return self._streams[0].explain
+
+    async def start(self) -> None:
+        """Submit all and wait for the first token of each. If one is refused, none runs on."""
+        loop = asyncio.get_running_loop()
+        begun = [loop.create_future() for _ in self._streams]
+        self._pumps = [
+            asyncio.ensure_future(self._pump(index, stream, begun[index]))
+            for index, stream in enumerate(self._streams)
+        ]
+        try:
+            await asyncio.gather(*begun)
+        except BaseException:
+            await self.aclose()
+            raise
+        self._is_read = True
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        while self._num_open:
+            while not self._items:
+                self._arrival.clear()
+                await self._arrival.wait()
+            item = self._items.popleft()
+            self._room.set()
+            if item is None:
+                self._num_open -= 1
+            elif isinstance(item, Exception):
+                await self.aclose()
+                raise item
+            else:
+                return item
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End what still runs. Idempotent."""
+        self._num_open = 0
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def _pump(
+        self, index: int, stream: RequestStream | ChoicesStream, begun: asyncio.Future[None]
+    ) -> None:
+        try:
+            await stream.start()
+            begun.set_result(None)
+            async for delta in stream:
+                delta.choice += index * self._num_choices
+                await self._put(delta)
+        except Exception as error:
+            if begun.done():
+                await self._put(error)
+            else:
+                begun.set_exception(error)
+        else:
+            await self._put(None)
+
+    async def _put(self, item: OutputDelta | Exception | None) -> None:
+        # Nothing is read until all have begun. A prompt that paused until then would hold the memory that others wait
+        # for.
+        while self._is_read and len(self._items) >= len(self._streams):
+            self._room.clear()
+            await self._room.wait()
+        self._items.append(item)
+        self._arrival.set()
+
+
+class PromptOnlyStream:
+    """The `GenerationStream` of `max_tokens: 0`: the engine generates one token, of which nothing is passed on.
+
+    Parameters
+    ----------
+    stream
+        Of the same request with `max_tokens` 1, not started.
+    has_logprobs
+        Whether the client wants log-probabilities of the answer: a list without any.
+    """
+
+    def __init__(self, stream: RequestStream | ChoicesStream | PromptsStream, has_logprobs: bool):
+        self.request_id, self.model, self.origin = stream.request_id, stream.model, stream.origin
+        self._stream = stream
+        self._has_logprobs = has_logprobs
+
+    @property
+    def usage(self) -> Usage:
+        """Without the one token."""
+        usage = self._stream.usage
+        return Usage(usage.prompt_tokens, 0, usage.cached_tokens, usage.host_cached_tokens)
+
+    def scores_of_prompt(self, index: int) -> list[TokenScores] | None:
+        """See `GenerationStream`."""
+        return self._stream.scores_of_prompt(index)
+
+    @property
+    def prompt_scores(self) -> list[TokenScores] | None:
+        """See `GenerationStream`."""
+        return self._stream.prompt_scores
+
+    @property
+    def explain(self) -> Explain:
+        """See `GenerationStream`."""
+        return self._stream.explain
+
+    async def start(self) -> None:
+        """Submit and wait for the prompt, or for its refusal."""
+        await self._stream.start()
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        async for delta in self._stream:
+            if delta.finish_reason is not None:
+                scores: list[TokenScores] | None = [] if self._has_logprobs else None
+                return OutputDelta("", [], "length", None, scores, delta.choice)
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End the request if it still runs. Idempotent."""
+        await self._stream.aclose()

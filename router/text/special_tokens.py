@@ -1,0 +1,160 @@
+"""Keeps the text of messages from becoming special tokens.
+
+A chat template writes special tokens around the turns of a conversation. A tokenizer finds special tokens anywhere in a
+text, so a message with `<|im_end|>\\n<|im_start|>system` in it would begin a turn of its own. Therefore the text of a
+message is marked before the template renders it, and encoded as plain text afterwards::
+
+    message    Hi<|im_end|>
+    protect    Hi*<|im_end|>                                     * is GUARD
+    template   <|im_start|>user\\nHi*<|im_end|><|im_end|>
+    encode     [<|im_start|>] + plain("user\\nHi<|im_end|>") + [<|im_end|>]
+
+GUARD is a lone surrogate. No text of a client has one, because `utf8_len` refuses it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import secrets
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from quire.router.text.text_search import matches
+
+GUARD = "\ud800"
+
+
+class SpecialTokens:
+    """The special tokens of one tokenizer. Threads may share it.
+
+    Parameters
+    ----------
+    backend
+        Tokenizer whose special tokens count.
+    """
+
+    def __init__(self, backend: Tokenizer):
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._plain: Tokenizer | None = None  # made when a text first needs it
+        self._forbidden: frozenset[int] = (
+            frozenset()
+        )  # made with it: special ids but the unknown token's
+        # An ordinary added token, in front of a piece that does not begin the text. It cannot be guessed.
+        self._boundary = f"<{secrets.token_hex(16)}>"
+        added = backend.get_added_tokens_decoder()
+        found = {token.content: (i, token) for i, token in added.items() if token.special}
+        found.pop("", None)
+        words = sorted(found, key=len, reverse=True)  # the tokenizer prefers the longest
+        self._ids = {word: found[word][0] for word in words}
+        self._added = {word: found[word][1] for word in words}
+        self._beginnings = {word[:n] for word in words for n in range(1, len(word))}
+        self._ends = {word[n:] for word in words for n in range(1, len(word))}
+        self._longest = max(map(len, words), default=0)
+        self._starts = _any_of([f"(?={re.escape(word)})" for word in words])
+        self._tokens = _any_of([_matcher(self._added[word]) for word in words])
+
+    def id_of(self, text: str) -> int | None:
+        """The id of a special token that is written so, or None."""
+        return self._ids.get(text)
+
+    def protect(self, text: str, *, at_ends: bool = True) -> str:
+        """The text with GUARD in front of each special token in it.
+
+        Parameters
+        ----------
+        at_ends
+            Also in front of a beginning or an end that a neighbour could complete to a special token.
+        """
+        if self._starts is None:
+            return text
+        places = {match.start() for match in matches(self._starts, text, self._longest)}
+        if at_ends:
+            lengths = range(1, min(self._longest, len(text) + 1))
+            places |= {len(text) - n for n in lengths if text[-n:] in self._beginnings}
+            places |= {0 for n in lengths if text[:n] in self._ends}
+        if not places:
+            return text
+        cuts = [0, *sorted(places), len(text)]
+        return GUARD.join(text[start:end] for start, end in itertools.pairwise(cuts))
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a rendered template, [tokens] int32; a special token behind GUARD is plain text.
+
+        Equal to the tokenizer's own ids, without BOS and the like, where the text has no GUARD.
+        """
+        return np.fromiter(self._encode(text), np.int32)
+
+    def _encode(self, text: str) -> Iterator[int]:
+        end = 0
+        found = () if self._tokens is None else matches(self._tokens, text, self._longest + 1)
+        for match in found:
+            token = self._added[match[0]]
+            piece = text[end : match.start()]
+            # White space beside such a token belongs to it.
+            yield from self._encode_plain(
+                piece.rstrip() if token.lstrip else piece, is_first=not end
+            )
+            yield self._ids[match[0]]
+            end = match.end()
+            if token.rstrip:
+                end += len(text[end:]) - len(text[end:].lstrip())
+        yield from self._encode_plain(text[end:], is_first=not end)
+
+    def _encode_plain(self, piece: str, is_first: bool) -> list[int]:
+        """Ids of a piece in which no special token counts, none of them special but the unknown one."""
+        ids = self._ids_of_plain([piece], is_first)
+        if self._forbidden.isdisjoint(ids):
+            return ids
+        # A Unigram model has special tokens among its own pieces. Cut each of them behind its first letter.
+        ids = self._ids_of_plain(re.split(f"(?<={GUARD}.)", piece), is_first)
+        return [token_id for token_id in ids if token_id not in self._forbidden]
+
+    def _ids_of_plain(self, parts: list[str], is_first: bool) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            text = part.replace(GUARD, "")
+            if text and is_first and not ids:
+                ids += self._plain_backend().encode(text, add_special_tokens=False).ids
+            elif text:  # some tokenizers treat the beginning of a text in their own way
+                text = self._boundary + text
+                ids += self._plain_backend().encode(text, add_special_tokens=False).ids[1:]
+        return ids
+
+    def _plain_backend(self) -> Tokenizer:
+        """A copy that takes special tokens for text. It needs as much memory as the tokenizer, so it is made late."""
+        with self._lock:
+            if self._plain is None:
+                state = self._backend.to_str()
+                self._forbidden = frozenset(self._ids.values()) - _unknown_ids(json.loads(state))
+                plain = Tokenizer.from_str(state)
+                plain.encode_special_tokens = True
+                plain.add_tokens([AddedToken(self._boundary, normalized=False)])
+                self._plain = plain
+        return self._plain
+
+
+def _unknown_ids(state: dict[str, Any]) -> set[int]:
+    """The id that a model gives to what it has no token for, from tokenizer.json; none if it has no such id."""
+    model = state["model"]
+    if model.get("unk_id") is not None:  # Unigram
+        return {model["unk_id"]}
+    unknown = model.get("unk_token")
+    return {model["vocab"][unknown]} if unknown in model["vocab"] else set()
+
+
+def _matcher(token: AddedToken) -> str:
+    """The token where the tokenizer sees it, but not behind GUARD."""
+    word = f"(?<!{GUARD}){re.escape(token.content)}"
+    return rf"(?<!\w){word}(?!\w)" if token.single_word else word
+
+
+def _any_of(alternatives: list[str]) -> re.Pattern[str] | None:
+    """Matches the first alternative that fits; None where there are none."""
+    return re.compile("|".join(alternatives)) if alternatives else None

@@ -1,0 +1,460 @@
+"""Text to token ids as the checkpoint's own tokenizer does it, off the event loop when the text is
+long.
+
+Reads the checkpoint's `tokenizer.json` with the `tokenizers` library, and nothing of transformers:
+its AutoTokenizer imports torch, which a router does without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer
+
+from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnsupportedField
+from quire.router.text.detokenizer import Detokenizer, DetokenizerFactory
+from quire.router.text.special_tokens import GUARD, SpecialTokens
+from quire.router.text.token_cache import TokenCache, cuts_at_words, piece_pattern, split
+
+# Texts up to this length are encoded where they are. Measured with byte-level BPE on one busy core:
+# 0.17 us a character, so 90 us for 512; the way to a thread and back adds 50 to 80 us.
+INLINE_CHARS = 512
+# Pieces up to this length together are encoded one by one: a batch of several goes to the library's own threads and
+# back, 150 us for the two pieces that a small change leaves, which take 70 us to encode.
+SERIAL_CHARS = 2048
+# Texts up to this length are searched for special tokens where they are: 1 ns a character.
+INLINE_SPLIT_CHARS = 128 * 1024
+MAX_BYTES_PER_TOKEN = (
+    16  # a longer text is refused unseen; prose has 3 to 5, the densest code about 8
+)
+
+_T = TypeVar("_T")
+_NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class TextTokenizer:
+    """A checkpoint's tokenizer. Immutable after `load`, so threads may share it.
+
+    Attributes
+    ----------
+    backend
+        The `tokenizers.Tokenizer`.
+    vocab_size
+        Largest token id + 1, added tokens included; the model's embedding may have more rows.
+    special_ids
+        Ids that `decode` leaves out when special tokens are skipped.
+    special_tokens
+        Named special tokens of the checkpoint, `bos_token` and so on, as chat templates use them.
+    piece_pattern
+        Where a text may be cut (`token_cache.py`); None: nowhere.
+    cuts_at_words
+        Whether it may also be cut between words.
+    special
+        The special tokens, and texts in which they are plain text.
+    """
+
+    def __init__(self, backend: Tokenizer, special_tokens: dict[str, str]):
+        self.backend = backend
+        self.special_tokens = special_tokens
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._detokenizers = DetokenizerFactory(backend)
+        self.piece_pattern = piece_pattern(backend)
+        self.cuts_at_words = cuts_at_words(backend)
+        self.special = SpecialTokens(backend)
+        self._around = _added_around(backend)
+        self._before = () if self._around is None else tuple(self._around[0].tolist())
+
+    @classmethod
+    def load(cls, folder: str | Path) -> TextTokenizer:
+        """Load `tokenizer.json`, and `tokenizer_config.json` and `special_tokens_map.json` if they
+        are there.
+
+        Raises
+        ------
+        FileNotFoundError
+            The folder has no `tokenizer.json`.
+        ValueError
+            A file is not what its name says.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} not found: the checkpoint needs a tokenizer in the `tokenizers` format"
+            )
+        try:
+            backend = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{path}: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        special_tokens = load_special_tokens(folder)
+        _add_missing_tokens(backend, special_tokens)
+        return cls(backend, special_tokens)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+    ) -> np.ndarray:
+        """Token ids of a text.
+
+        Parameters
+        ----------
+        add_special_tokens
+            Add BOS and the like as the post-processor in `tokenizer.json` says; `add_bos_token` in
+            `tokenizer_config.json` means nothing beside it, as in transformers 5. False for the
+            output of a chat template, which has written them itself.
+        max_model_len
+            Refuse more tokens before each is a Python object.
+
+        Returns
+        -------
+        [tokens] int32
+
+        Raises
+        ------
+        InvalidRequest
+            The text is not Unicode: it has a lone surrogate.
+        ContextLengthExceeded
+            More tokens than `max_model_len` allows.
+        """
+        utf8_len(text, "prompt")
+        # encode() holds the GIL all the time (2 s for 2 MB); the batch call gives it up.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        _check_lens([encoding], max_model_len)
+        return np.array(encoding.ids, dtype=np.int32)
+
+    @property
+    def knows_special_tokens(self) -> bool:
+        """Whether it is known what `add_special_tokens` adds, whatever the text."""
+        return self.cuts_at_words and self._around is not None
+
+    def join(self, pieces: Sequence[np.ndarray], add_special_tokens: bool) -> np.ndarray:
+        """Token ids of a text from those of all its pieces, [tokens] int32."""
+        if add_special_tokens:
+            if self._around is None:
+                raise UnsupportedField(
+                    "this tokenizer adds special tokens in a way that depends on the text: add_special_tokens must be "
+                    "false for these messages, got true",
+                    field="add_special_tokens",
+                )
+            before, after = self._around
+            pieces = (before, *pieces, after)
+        return np.concatenate(pieces)
+
+    def without_second_start(self, ids: np.ndarray) -> np.ndarray:
+        """The ids of a text that was encoded with `add_special_tokens`, without what the text began with itself.
+
+        Special tokens come from a text only if they are written in it, so a second BOS is the text's own.
+        """
+        num = len(self._before)
+        if not num or tuple(ids[num : 2 * num].tolist()) != self._before:
+            return ids
+        return ids[num:] if tuple(ids[:num].tolist()) == self._before else ids
+
+    def start_id(self) -> int | None:
+        """What stands for an empty text: the checkpoint's BOS, else its EOS; None if it has neither."""
+        for name in ("bos_token", "eos_token"):
+            token_id = self.backend.token_to_id(self.special_tokens.get(name, ""))
+            if token_id is not None:
+                return token_id
+        return None
+
+    def encode_pieces(
+        self, pieces: Sequence[str], max_model_len: int | None = None
+    ) -> list[np.ndarray]:
+        """Token ids of each piece of a text, [tokens] int32 each, without BOS and the like; see `encode`."""
+        batches = [list(pieces)]
+        if sum(map(len, pieces)) <= SERIAL_CHARS:
+            batches = [[piece] for piece in pieces]
+        encodings = [
+            encoding
+            for batch in batches
+            for encoding in self.backend.encode_batch_fast(batch, add_special_tokens=False)
+        ]
+        _check_lens(encodings, max_model_len)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences to forbid so that the output does not contain `words` (vLLM's rule).
+
+        A word has one tokenisation at the start of a text and another after a space. Both are
+        forbidden, the latter where it has as many tokens and another first one. Other ways to cut
+        the same characters into tokens are not.
+        """
+        sequences: dict[tuple[int, ...], None] = {}  # a set in order
+        for word in words:
+            bare = tuple(self.encode(word.lstrip(), add_special_tokens=False).tolist())
+            spaced = tuple(self.encode(f" {word.lstrip()}", add_special_tokens=False).tolist())
+            if bare:
+                sequences[bare] = None
+            if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
+                sequences[spaced] = None
+        return tuple(sequences)
+
+    def detokenizer(
+        self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A detokenizer for one stream; see `DetokenizerFactory.new`."""
+        return self._detokenizers.new(skip_special_tokens, prompt_ids)
+
+    def decode(self, ids: list[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids beyond the vocabulary give none."""
+        ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+class AsyncTokenizer:
+    """Encodes in a bounded thread pool, so that a long prompt does not stop the streams of others.
+
+    What was encoded before is remembered by pieces, so that of a chat's next turn, and of another question on the same
+    document, only what is new is encoded; see `token_cache.py`.
+
+    Parameters
+    ----------
+    num_threads
+        Threads that encode.
+    max_pending
+        Texts that wait or are encoded; one more is refused.
+    cache_bytes
+        Memory for what was encoded; 0: nothing is remembered.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        num_threads: int = 2,
+        max_pending: int = 256,
+        cache_bytes: int = 64 * 1024**2,
+    ):
+        self.tokenizer = tokenizer
+        self.cache = TokenCache(cache_bytes)
+        self._pattern = tokenizer.piece_pattern if cache_bytes else None
+        self._max_pending = max_pending
+        self._num_pending = 0
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+
+    async def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        max_model_len: int,
+        field: str = "prompt",
+        tenant: str = "",
+        is_guarded: bool = False,
+    ) -> np.ndarray:
+        """As `TextTokenizer.encode`; a text that begins with BOS does not get a second one.
+
+        Parameters
+        ----------
+        max_model_len
+            Tokens; a text of more than 16 bytes for each is refused before it is looked at.
+        field
+            Name of the request's field, for errors.
+        tenant
+            Whose text it is: what it is made of is remembered for this tenant only.
+        is_guarded
+            A template rendered messages that `SpecialTokens.protect` went over: what it marked is plain text.
+
+        Raises
+        ------
+        ContextLengthExceeded
+            The text is too long for any tokenisation to fit.
+        InvalidRequest
+            The text is not Unicode.
+        Overloaded
+            `max_pending` texts are waiting.
+        """
+        num_bytes = utf8_len(text.replace(GUARD, "") if is_guarded else text, field)
+        max_bytes = MAX_BYTES_PER_TOKEN * max_model_len
+        if num_bytes > max_bytes:
+            raise ContextLengthExceeded(
+                f"{field} has {num_bytes} bytes; at most {max_bytes} can be served"
+                f" ({MAX_BYTES_PER_TOKEN} for each of the model's {max_model_len} tokens)",
+                field=field,
+            )
+        ids = await self._encode(text, add_special_tokens, tenant, is_guarded, max_model_len)
+        return self.tokenizer.without_second_start(ids) if add_special_tokens else ids
+
+    async def _encode(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        tenant: str,
+        is_guarded: bool,
+        max_model_len: int,
+    ) -> np.ndarray:
+        if is_guarded and GUARD in text:
+            # Seldom, so what it has in common with other texts is not looked for.
+            ids = await self.in_thread(self.tokenizer.special.encode, text)
+            return self.tokenizer.join([ids], add_special_tokens)
+        if len(text) <= INLINE_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        if self._pattern is not None and (
+            self.tokenizer.knows_special_tokens or not add_special_tokens
+        ):
+            pieces = await self._encode_pieces(self._pattern, text, tenant, max_model_len)
+            return self.tokenizer.join(pieces, add_special_tokens)
+        return await self.in_thread(self.tokenizer.encode, text, add_special_tokens, max_model_len)
+
+    async def _encode_pieces(
+        self, pattern: re.Pattern[str], text: str, tenant: str, max_model_len: int
+    ) -> list[np.ndarray]:
+        """[tokens] int32 of each piece, with as much from the cache as is there."""
+        at_words = self.tokenizer.cuts_at_words
+        if len(text) <= INLINE_SPLIT_CHARS:
+            pieces = split(pattern, text, at_words)
+        else:
+            pieces = await self.in_thread(split, pattern, text, at_words)
+        found = self.cache.find(tenant, pieces)
+        missing = dict.fromkeys(
+            piece for piece, ids in zip(pieces, found, strict=True) if ids is None
+        )
+        if missing:
+            if sum(map(len, missing)) <= INLINE_CHARS:
+                encoded = self.tokenizer.encode_pieces(tuple(missing))
+            else:
+                encoded = await self.in_thread(
+                    self.tokenizer.encode_pieces, tuple(missing), max_model_len
+                )
+            new = dict(zip(missing, encoded, strict=True))
+            for piece, ids in new.items():
+                self.cache.put(tenant, piece, ids)
+            found = [
+                new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)
+            ]
+        return found
+
+    async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call a function that takes long in one of the threads.
+
+        Raises
+        ------
+        Overloaded
+            `max_pending` calls are waiting.
+        """
+        if self._num_pending >= self._max_pending:
+            raise Overloaded(
+                f"{self._num_pending} prompts are waiting to be tokenised, the limit is"
+                f" {self._max_pending}",
+                retry_after_s=1.0,
+            )
+        self._num_pending += 1
+        future = self._pool.submit(function, *args)
+        loop = asyncio.get_running_loop()
+        # A cancelled request gives up waiting, but its text goes on filling a thread: count the
+        # work.
+        future.add_done_callback(lambda _: _call_soon(loop, self._release))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Stop the threads after what they are at; texts that wait are dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _release(self) -> None:
+        self._num_pending -= 1
+
+
+def _added_around(backend: Tokenizer) -> tuple[np.ndarray, np.ndarray] | None:
+    """What the post-processor puts before and after any text, [tokens] int32 each: BOS and the like."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    num_added = len(whole) - len(bare)
+    if not bare or num_added != backend.num_special_tokens_to_add(False):
+        return None
+    for i in range(num_added + 1):
+        if whole[i : i + len(bare)] == bare:
+            return np.array(whole[:i], np.int32), np.array(whole[i + len(bare) :], np.int32)
+    return None
+
+
+def _check_lens(encodings: Sequence[Encoding], max_model_len: int | None) -> None:
+    if max_model_len is not None:
+        check_prompt_len(sum(map(len, encodings)), max_model_len)
+
+
+def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
+    """Check that a prompt leaves room for a token.
+
+    Raises
+    ------
+    ContextLengthExceeded
+        It does not.
+    """
+    if num_tokens > max_model_len - 1:
+        raise ContextLengthExceeded(
+            f"prompt has {num_tokens} tokens; at most {max_model_len - 1} leave room for an"
+            f" output token in the model's {max_model_len}",
+            field="prompt",
+        )
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)
+
+
+def utf8_len(text: str, field: str) -> int:
+    """Bytes of a text in UTF-8; InvalidRequest if it has a lone surrogate (JSON can spell one)."""
+    if text.isascii():
+        return len(text)
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{field} is not valid Unicode: lone surrogate {text[error.start]!r} at character"
+            f" {error.start}",
+            field=field,
+        ) from error
+
+
+def load_special_tokens(folder: str | Path) -> dict[str, str]:
+    """Named special tokens of a checkpoint: `tokenizer_config.json` over the older map file."""
+    merged = {
+        **read_json_object(Path(folder) / "special_tokens_map.json"),
+        **read_json_object(Path(folder) / "tokenizer_config.json"),
+    }
+    tokens = {}
+    for name in _NAMED_SPECIAL_TOKENS:
+        value = merged.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected an object, got {type(value).__name__}")
+    return value
+
+
+def _add_missing_tokens(backend: Tokenizer, special_tokens: dict[str, str]) -> None:
+    """Named special tokens are special even where tokenizer.json does not list them as added."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([t for t in special_tokens.values() if t not in added])

@@ -1,0 +1,1 @@
+"""Calls to replicas and the streams that come back."""

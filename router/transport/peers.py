@@ -1,0 +1,113 @@
+"""The routers of one application ask one another: who decided a request only one of them knows.
+
+Ray shell. Behind a proxy a client cannot choose the router that answers, so that one asks all of them, itself
+included, over Serve. For questions that are asked now and then: it is one call to each router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from typing import Any
+
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from quire.protos.errors import Unavailable
+from quire.protos.metric_families import Page
+from quire.router.transport.calls import answer_of
+from quire.router.types import Decisions
+
+logger = logging.getLogger("ray.serve")
+ANSWER_TIMEOUT_S = 5.0
+_RETRY_S = 0.05  # a handle that was just made does not know the routers yet
+
+
+class Peers:
+    """All routers of this application.
+
+    Parameters
+    ----------
+    routers
+        Handle of the routers' own deployment, which has the methods `own_decisions` and `own_metrics`.
+    """
+
+    def __init__(self, routers: DeploymentHandle):
+        self._routers = routers
+
+    async def decisions(self, request_id: str | None, limit: int) -> Decisions:
+        """What the routers remember; see `router.types.Service.decisions`.
+
+        Raises
+        ------
+        Unavailable
+            None of them answers.
+        """
+        answers, num_silent = await self._ask("own_decisions", request_id, limit)
+        answers.sort()
+        decisions = [decision for _, found in answers for decision in found]
+        newest_first = request_id is None
+        decisions.sort(key=lambda decision: decision["decided"], reverse=newest_first)
+        if newest_first:
+            del decisions[limit:]
+        return Decisions([router for router, _ in answers], num_silent, decisions)
+
+    async def metrics(self, timeout_s: float) -> tuple[dict[str, Page], int]:
+        """The routers' metrics by id, and how many routers did not answer in time.
+
+        Raises
+        ------
+        Unavailable
+            None of them answers.
+        """
+        answers, num_silent = await self._ask("own_metrics", timeout_s=timeout_s)
+        return dict(answers), num_silent
+
+    async def _ask(
+        self, method: str, *args: Any, timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> tuple[list[Any], int]:
+        """The answers that came within `timeout_s`, and the number of routers without one."""
+        # In a context of its own: a call made inside a request would carry that request's id.
+        asking = asyncio.get_running_loop().create_task(
+            self._broadcast(method, args, timeout_s), context=contextvars.Context()
+        )
+        answers, num_silent = await asking
+        if not answers:
+            raise Unavailable(f"no router answered within {timeout_s:g} s", retry_after_s=1.0)
+        return answers, num_silent
+
+    async def _broadcast(
+        self, method: str, args: tuple[Any, ...], timeout_s: float
+    ) -> tuple[list[Any], int]:
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                results = await self._call_all(method, args)
+        except TimeoutError:
+            return [], 0
+        # Not `results_async`: it gives all answers or none, so one router that hangs would hide all others.
+        tasks = [asyncio.ensure_future(answer_of(result.get_async())) for result in results]
+        left_s = max(0.0, timeout_s - (time.monotonic() - began_s))
+        done, silent = await asyncio.wait(tasks, timeout=left_s)
+        for task, result in zip(tasks, results, strict=True):
+            if task in silent:
+                task.cancel()
+                result.cancel()
+        answers = []
+        for task in done:
+            if (error := task.exception()) is None:
+                answers.append(task.result())
+            else:
+                logger.warning("a router did not answer %s: %r", method, error)
+        return answers, len(results) - len(answers)
+
+    async def _call_all(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        """The calls that have been sent, one to each router."""
+        while True:
+            try:
+                call = self._routers.broadcast(method, *args)
+                return await call._fetch_replica_results_async()
+            except DeploymentUnavailableError:
+                await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,425 @@
+"""HAProxy itself with the configuration that Ray renders under `cluster.yaml`, in front of servers of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import ray.util
+import yaml
+from ray._private.authentication import authentication_utils
+from ray.serve._private import default_impl, http_util, replica
+
+from quire.cluster.local.ports import free_ports, listeners
+from quire.cluster.proxies import haproxy_template, ray_proxies
+from quire.cluster.proxies.ray_settings import SERVE_DEFAULTS
+from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+ROOT = Path(__file__).parents[3]
+# What the file gives; the hook sets the others.
+ENV_VARS = yaml.safe_load((ROOT / "cluster.yaml").read_text())["controller_options"]["runtime_env"][
+    "env_vars"
+]
+REQUEST_TIMEOUT_S, CLIENT_TIMEOUT_S = 2, 3
+H2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
+SERVER = ROOT / "tests/cluster/small_server.py"
+
+
+@dataclass
+class Proxy:
+    """A running HAProxy and the addresses on which it listens."""
+
+    http_port: int
+    grpc_port: int
+    stats_port: int
+    metrics_port: int
+    process: subprocess.Popen[bytes]
+    servers: list[subprocess.Popen[bytes]]
+    metrics: socket.socket  # takes what HAProxy reports of each request
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def channel(self) -> grpc.Channel:
+        options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+        return grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}", options)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """HAProxy's binary and the folder of each configuration, with what was asked for it."""
+
+    binary: str
+    asked: dict[str, dict]
+
+
+@pytest.fixture(scope="session")
+def rendered(tmp_path_factory) -> Rendered:
+    """All configurations of this file: a process that loads Ray takes seconds."""
+    asked = {}
+    for name, host, num_servers in (
+        ("one", "127.0.0.1", 1),
+        ("two", "127.0.0.1", 2),
+        ("none", "127.0.0.1", 0),
+        ("pod", "0.0.0.0", 0),
+    ):
+        ports = free_ports(4 + 2 * num_servers)
+        asked[name] = {
+            "path": str(tmp_path_factory.mktemp(name) / "haproxy.cfg"),
+            "host": host,
+            "ports": ports[:4],
+            "http_servers": ports[4 : 4 + num_servers],
+            "grpc_servers": ports[4 + num_servers :],
+        }
+    timeouts = {
+        ray_proxies.REQUEST_TIMEOUT_VARIABLE: str(REQUEST_TIMEOUT_S),
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT_S),
+    }
+    assert timeouts.keys() <= SERVE_DEFAULTS.keys()
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "tests/cluster/render_haproxy.py")],
+        input=json.dumps(list(asked.values())),
+        text=True,
+        env=os.environ | ENV_VARS | timeouts,
+        capture_output=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "without" not in result.stderr, result.stderr  # each change of the template fits
+    return Rendered(result.stdout.strip(), asked)
+
+
+@contextlib.contextmanager
+def running(rendered: Rendered, name: str) -> Iterator[Proxy]:
+    """HAProxy and the servers behind it."""
+    asked = rendered.asked[name]
+    path = Path(asked["path"])
+    with contextlib.ExitStack() as stack:
+        metrics = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        address = path.with_name("metrics.sock")
+        address.unlink(missing_ok=True)
+        metrics.bind(str(address))
+        servers = []
+        for pair in zip(asked["http_servers"], asked["grpc_servers"], strict=True):
+            command = [sys.executable, str(SERVER), *map(str, pair)]
+            servers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(end, servers[-1])
+        for server in servers:
+            assert server.stdout.readline() == b"ready\n"
+        output = path.with_name("haproxy.log")
+        with output.open("wb") as log:
+            process = subprocess.Popen(
+                [rendered.binary, "-db", "-f", path], stderr=log, start_new_session=True
+            )
+        stack.callback(end, process)
+        proxy = Proxy(*asked["ports"], process, servers, metrics)
+        deadline_s = time.monotonic() + 10
+        while not listens(proxy.stats_port):
+            assert process.poll() is None and time.monotonic() < deadline_s, output.read_text()
+            time.sleep(0.05)
+        yield proxy
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()  # a stopped one too
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def proxy(rendered) -> Iterator[Proxy]:
+    with running(rendered, "one") as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def without_routes(rendered) -> Iterator[Proxy]:
+    with running(rendered, "none") as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def two_servers(rendered) -> Iterator[Proxy]:
+    with running(rendered, "two") as proxy:
+        yield proxy
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests that never arrive
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{",
+    ],
+    ids=["nothing", "half a header", "half a body"],
+)
+def test_a_half_open_connection_is_closed(proxy, sent: bytes):
+    with socket.create_connection(("127.0.0.1", proxy.http_port)) as client:
+        client.sendall(sent)
+        client.settimeout(REQUEST_TIMEOUT_S + 8)
+        began_s = time.monotonic()
+        answer = client.recv(4096)
+        assert REQUEST_TIMEOUT_S / 2 < time.monotonic() - began_s < REQUEST_TIMEOUT_S + 5
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"PRI * HTTP/2.0\r\n", H2_PREFACE, H2_PREFACE + b"\0\0\x20\x01\x04\0\0\0\x01"],
+    ids=["nothing", "half a preface", "no request", "half a header"],
+)
+def test_a_half_open_grpc_connection_is_closed(proxy, sent: bytes):
+    with socket.create_connection(("127.0.0.1", proxy.grpc_port)) as client:
+        client.sendall(sent)
+        client.settimeout(REQUEST_TIMEOUT_S + 8)
+        began_s = time.monotonic()
+        while client.recv(4096):  # HAProxy's settings, and its farewell
+            pass
+        assert REQUEST_TIMEOUT_S / 2 < time.monotonic() - began_s < CLIENT_TIMEOUT_S + 5
+
+
+def test_a_body_that_stops_after_its_beginning_ends(proxy):
+    with socket.create_connection(("127.0.0.1", proxy.http_port)) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n")
+        client.sendall(bytes(150_000))  # more than HAProxy's buffer
+        client.settimeout(CLIENT_TIMEOUT_S + 8)
+        while client.recv(4096):
+            pass
+
+
+def test_a_client_that_waits_for_its_answer_is_not_cut_off(proxy):
+    """The time limits are for what a client sends and reads."""
+    with futures.ThreadPoolExecutor() as pool, proxy.channel() as channel:
+        generate = generation_pb2_grpc.GenerationStub(channel).GenerateOnce
+        slow = pool.submit(generate, generation_pb2.GenerateRequest(prompt="slow"), timeout=20)
+        assert httpx.post(f"{proxy.url}/slow", json={}, timeout=20).status_code == 200
+        assert slow.result().text
+
+
+def test_a_grpc_call_without_its_message_ends(proxy):
+    async def call() -> grpc.StatusCode:
+        async def never():
+            await asyncio.sleep(60)
+            yield generation_pb2.GenerateRequest()
+
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{proxy.grpc_port}") as channel:
+            half = channel.stream_unary("/quire.v1.Generation/GenerateOnce", lambda m: b"")(never())
+            async with asyncio.timeout(REQUEST_TIMEOUT_S + 8):
+                return await half.code()
+
+    began_s = time.monotonic()
+    assert asyncio.run(call()) != grpc.StatusCode.OK
+    assert time.monotonic() - began_s > REQUEST_TIMEOUT_S / 2
+
+
+def test_requests_are_served_beside_4200_half_open_connections(proxy):
+    """Ray's own bound is 4096 connections, for as long as the clients like."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(4200):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", proxy.http_port))
+        assert httpx.get(f"{proxy.url}/who", timeout=5).status_code == 200
+        with proxy.channel() as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            stub.GenerateOnce(generation_pb2.GenerateRequest(), timeout=5)
+
+
+# --------------------------------------------------------------------------------------------------
+# Large metadata
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_bytes", [17_000, 60_000])
+def test_a_call_with_much_metadata_leaves_the_others_of_its_connection_alone(proxy, num_bytes):
+    with proxy.channel() as channel:
+        watch = control_pb2_grpc.ControlStub(channel).WatchCache(
+            control_pb2.WatchCacheRequest(), timeout=60
+        )
+        next(watch)
+        generate = generation_pb2_grpc.GenerationStub(channel).GenerateOnce
+        large = [("x-large", "a" * num_bytes)]
+        with contextlib.suppress(grpc.RpcError):
+            generate(generation_pb2.GenerateRequest(), metadata=large, timeout=10)
+        for _ in range(3):  # messages sent since
+            next(watch)
+        watch.cancel()
+
+
+# --------------------------------------------------------------------------------------------------
+# No route, no router
+# --------------------------------------------------------------------------------------------------
+
+
+def assert_unavailable(proxy: Proxy) -> None:
+    answer = httpx.post(f"{proxy.url}/v1/completions", json={}, timeout=10)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == str(haproxy_template.RETRY_AFTER_S)
+    assert answer.json()["error"]["message"] == haproxy_template.UNAVAILABLE
+    for metadata in ((), (("application", "quire"),)):
+        with proxy.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            stub.GenerateOnce(generation_pb2.GenerateRequest(), metadata=metadata, timeout=10)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_without_routes_the_answer_is_503_and_when_to_come_again(without_routes):
+    assert_unavailable(without_routes)
+
+
+def test_without_a_router_that_answers_it_is_the_same(two_servers):
+    for server in two_servers.servers:
+        server.kill()
+        server.wait()
+    deadline_s = time.monotonic() + 10
+    while httpx.get(f"{two_servers.url}/-/healthz").status_code == 200:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    assert_unavailable(two_servers)
+
+
+def test_a_router_that_is_stopped_gets_no_request_after_3_s(two_servers):
+    two_servers.servers[0].send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    with futures.ThreadPoolExecutor(8) as pool:
+        answers = list(
+            pool.map(lambda _: httpx.get(f"{two_servers.url}/who", timeout=3), range(24))
+        )
+    assert {answer.text for answer in answers} == {str(two_servers.servers[1].pid)}
+    for _ in range(6):
+        with two_servers.channel() as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            answer = stub.GenerateOnce(generation_pb2.GenerateRequest(), timeout=3)
+        assert answer.text == str(two_servers.servers[1].pid)
+
+
+# --------------------------------------------------------------------------------------------------
+# What listens, what is counted
+# --------------------------------------------------------------------------------------------------
+
+
+def test_haproxy_listens_on_the_loopback_alone(proxy):
+    ports = {proxy.http_port, proxy.grpc_port, proxy.stats_port, proxy.metrics_port}
+    assert listeners(os.getsid(proxy.process.pid)) == {("127.0.0.1", port) for port in ports}
+
+
+def test_in_a_pod_statistics_and_metrics_are_reachable(rendered):
+    with running(rendered, "pod") as proxy:
+        ports = {proxy.http_port, proxy.grpc_port, proxy.stats_port, proxy.metrics_port}
+        assert listeners(os.getsid(proxy.process.pid)) == {("0.0.0.0", port) for port in ports}
+
+
+def test_unknown_methods_are_one_label(proxy):
+    proxy.metrics.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while proxy.metrics.recv(8192):
+            pass
+    with httpx.Client() as client:
+        for method in ("GET", "get", "BREW", *(f"VERB{i}" for i in range(30))):
+            status = client.request(method, f"{proxy.url}/who").status_code
+            assert status == (200 if method.upper() == "GET" else 501), method
+    counted = set()
+    deadline_s = time.monotonic() + 5
+    while {"GET", "OTHER"} - counted and time.monotonic() < deadline_s:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                line = proxy.metrics.recv(8192).decode()
+                counted.add(line.partition(' method="')[2].partition('"')[0])
+        time.sleep(0.1)
+    assert counted == {"GET", "OTHER"}
+
+
+def test_a_change_that_does_not_fit_is_named_and_leaves_the_text():
+    text = "defaults\n    option log-health-checks\n"
+    adapted, missed = haproxy_template.adapt(text, haproxy_template.Limits(3))
+    assert "timeout http-request 3s" in adapted
+    assert len(missed) == len(haproxy_template.changes(haproxy_template.Limits())) - 1
+
+
+# --------------------------------------------------------------------------------------------------
+# The process of a proxy
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [
+        ("127.0.0.1", "127.0.0.1:7"),
+        ("localhost", "127.0.0.1:7"),
+        ("::1", "[::1]:7"),
+        ("0.0.0.0", "[::]:7"),
+        ("10.0.0.7", "[::]:7"),  # HAProxy reaches the routers of its node through the loopback
+        (None, "[::]:7"),
+    ],
+)
+def test_grpc_listens_on_the_loopback_if_http_does(host: str | None, bound: str):
+    asked = []
+    address = ray_proxies.GrpcAddress(
+        lambda host: ":" in host, lambda server, address: asked.append(address)
+    )
+    if host is not None:  # where HTTP is off, nothing asks
+        assert address.is_ipv6(host) == (":" in host)
+    address.add_address(None, "[::]:7")
+    assert asked == [bound]
+
+
+@pytest.mark.parametrize(("most_files", "connections"), [(20_000, "7800"), (2**20, "8192")])
+def test_connections_fit_the_limit_of_open_files(monkeypatch, most_files: int, connections: str):
+    monkeypatch.setenv(ray_proxies.MAX_CONNECTIONS_VARIABLE, "8192")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, most_files))
+    ray_proxies.fit_connections()
+    assert os.environ[ray_proxies.MAX_CONNECTIONS_VARIABLE] == connections
+
+
+@pytest.mark.parametrize(
+    ("has_token", "address", "warns"),
+    [
+        (False, "10.0.0.7", True),
+        (True, "10.0.0.7", False),
+        (False, "127.0.0.1", False),
+    ],
+)
+def test_a_cluster_without_token_that_others_reach_is_named(monkeypatch, has_token, address, warns):
+    monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: has_token)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+    warning = ray_proxies.open_ports()
+    assert (warning is not None) == warns
+    if warning:
+        assert "RAY_AUTH_MODE=token" in warning and address in warning and "unpickles" in warning
+
+
+def test_calls_between_deployments_stay_on_a_node_without_others(monkeypatch):
+    asked = []
+    monkeypatch.setattr(replica, "add_port_to_grpc_server", lambda server, at: asked.append(at))
+    monkeypatch.setattr(http_util, "is_ipv6", http_util.is_ipv6)
+    monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)
+    ray_proxies.bind_grpc()
+    for address in ("127.0.0.1", "10.0.0.7"):
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda address=address: address)
+        replica.add_port_to_grpc_server(None, "[::]:0")
+    assert asked == ["127.0.0.1:0", "[::]:0"]

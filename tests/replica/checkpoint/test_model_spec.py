@@ -1,0 +1,192 @@
+"""What a checkpoint says about itself, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import model_zoo
+import pytest
+
+from quire.replica.checkpoint.model_spec import ARCHITECTURES, CheckpointError, ModelSpec
+
+
+@pytest.fixture
+def checkpoint(zoo, tmp_path):
+    """A copy of the tiny Llama and a function that changes one of its JSON files."""
+    path = shutil.copytree(zoo("llama"), tmp_path / "copy")
+
+    def change(file: str = "config.json", **entries):
+        target = path / file
+        content = json.loads(target.read_text()) if target.exists() else {}
+        target.write_text(json.dumps({**content, **entries}))
+        return path
+
+    return change
+
+
+def test_reads_the_shape(zoo):
+    spec = ModelSpec.from_checkpoint(zoo("qwen3"))
+    assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
+        "Qwen3ForCausalLM", 3, 4, 2, 32,
+    )  # fmt: skip
+    assert (spec.vocab_size, spec.max_position_embeddings, spec.eos_token_ids) == (173, 512, (2,))
+    assert spec.checkpoint_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "name, windows",
+    [
+        ("llama", (None, None, None)),
+        ("qwen2", (None, None, None)),
+        ("qwen2_mixed", (None, 24, 24)),
+        ("mistral", (40, 40, 40)),
+        ("gemma2", (24, None, 24)),
+        ("gemma3", (24, 24, None, 24, 24)),
+        ("gpt_oss", (20, None, 20)),
+    ],
+)
+def test_reads_each_layers_window(zoo, name, windows):
+    assert ModelSpec.from_checkpoint(zoo(name)).windows == windows
+
+
+def test_every_served_architecture_is_covered_by_the_exactness_models(zoo):
+    built = {ModelSpec.from_checkpoint(zoo(name)).architecture for name in model_zoo.NAMES}
+    assert built == set(ARCHITECTURES)
+
+
+def test_defaults_come_from_the_generation_config(checkpoint):
+    path = checkpoint(
+        "generation_config.json", eos_token_id=[5, 6], temperature=0.7, top_p=0.9, top_k=20
+    )
+    spec = ModelSpec.from_checkpoint(path)
+    assert (spec.temperature, spec.top_p, spec.top_k) == (0.7, 0.9, 20)
+
+
+@pytest.mark.parametrize("eos_token", ["<end>", {"content": "<end>"}])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        dict(added_tokens=[{"id": 9, "content": "<end>"}, {"id": 8, "content": "<x>"}]),
+        dict(model={"vocab": {"<end>": 9, "<x>": 8}}),
+    ],
+)
+def test_any_of_the_checkpoints_ends_ends_a_sequence(checkpoint, eos_token, tokenizer):
+    """A chat fine-tune: config.json has the base model's id, the turn ends with the tokenizer's."""
+    checkpoint("generation_config.json", eos_token_id=[5, 6, 2])
+    checkpoint("tokenizer_config.json", eos_token=eos_token)
+    checkpoint("tokenizer.json", **tokenizer)
+    assert ModelSpec.from_checkpoint(checkpoint(eos_token_id=0)).eos_token_ids == (5, 6, 2, 0, 9)
+    checkpoint("generation_config.json", eos_token_id=None)
+    assert ModelSpec.from_checkpoint(checkpoint(eos_token_id=None)).eos_token_ids == (9,)
+
+
+def test_a_tokenizers_end_that_the_model_cannot_produce_is_left_out(checkpoint):
+    checkpoint("tokenizer_config.json", eos_token="<end>")
+    path = checkpoint("tokenizer.json", added_tokens=[{"id": 999, "content": "<end>"}])
+    assert ModelSpec.from_checkpoint(path).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    "rope, tokens",
+    [
+        (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), 2048),
+        (dict(rope_scaling={"type": "yarn", "factor": 4.0}), 2048),  # older
+        # Qwen's published recipe, and gpt-oss' form, which states the scaled length too
+        (
+            dict(
+                rope_scaling={
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                }
+            ),
+            2048,
+        ),
+        (
+            dict(
+                rope_scaling={
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "original_max_position_embeddings": 16,
+                }
+            ),
+            512,
+        ),
+        (dict(rope_scaling={"rope_type": "linear", "factor": 2.0}), 1024),
+        (
+            dict(
+                rope_scaling={
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            ),
+            512,
+        ),
+        ({}, 512),
+    ],
+)
+def test_rope_scaling_lengthens_the_context(checkpoint, rope, tokens):
+    path = checkpoint(rope_parameters=None, rope_theta=10000.0, **rope)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None})
+    )
+    assert ModelSpec.from_checkpoint(path).max_position_embeddings == tokens
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        (
+            dict(architectures=["FooForCausalLM"], auto_map={"AutoModel": "x.Y"}),
+            "FooForCausalLM.*auto_map.*never run",
+        ),
+        # The class is chosen by model_type: another one would run under the served architecture's name.
+        (
+            dict(model_type="lightglue", trust_remote_code=True),
+            "model_type is 'lightglue'.*'llama'",
+        ),
+        (dict(model_type=None), "model_type is None"),
+        (dict(architectures="LlamaForCausalLM"), "architectures is LlamaForCausalLM"),
+        (dict(architectures=["BloomForCausalLM"]), "BloomForCausalLM"),
+        (dict(architectures=[]), "architectures"),
+        (dict(quantization_config={"quant_method": "awq"}), "quantization_config.*awq"),
+        (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (
+            dict(
+                architectures=["Gemma2ForCausalLM"],
+                model_type="gemma2",
+                hidden_activation="relu",
+            ),
+            "hidden_activation is 'relu', served is 'gelu_pytorch_tanh'",
+        ),
+        (dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (
+            dict(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rope type 'dynamic'",
+        ),
+        (dict(num_key_value_heads=3), "num_attention_heads 4 .* num_key_value_heads 3"),
+        (dict(dtype="float64"), "float64"),
+        (dict(eos_token_id=173), "eos_token_id 173"),
+        (dict(num_hidden_layers=0), "num_layers"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(checkpoint, entries, message):
+    checkpoint("generation_config.json", eos_token_id=None)
+    with pytest.raises(CheckpointError, match=message):
+        ModelSpec.from_checkpoint(checkpoint(**entries))
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json: missing"):
+        ModelSpec.from_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="must be a JSON object, is list"):
+        ModelSpec.from_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not readable as JSON"):
+        ModelSpec.from_checkpoint(tmp_path)

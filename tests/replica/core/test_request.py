@@ -1,0 +1,282 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.protos.errors import ContextLengthExceeded, InvalidRequest
+from quire.protos.wire import SamplingParams
+from quire.replica.config import EngineConfig
+from quire.replica.core.request import (
+    ALLOWED_TRANSITIONS,
+    MAX_STOP_TOKEN_IDS,
+    DeltaBatch,
+    FinishReason,
+    Phase,
+    Request,
+    validate,
+)
+
+CONFIG = EngineConfig(
+    model_name="m",
+    revision="r",
+    device="cpu",
+    dtype="float32",
+    vocab_size=100,
+    eos_token_ids=(3,),
+    max_model_len=64,
+    block_size=8,
+    num_blocks=16,
+    max_batch_tokens=32,
+    max_running_requests=4,
+    max_waiting_requests=4,
+    safety_margin=0.2,
+    prefix_caching=True,
+    deterministic=True,
+    num_threads=1,
+)
+SMALL_CACHE = dataclasses.replace(CONFIG, num_blocks=4)  # 32 tokens
+
+
+def make(prompt=(1, 2, 3), num_emitted=0, num_expected_cached=0, **params):
+    return Request(
+        "key",
+        prompt,
+        SamplingParams(**params),
+        num_emitted=num_emitted,
+        num_expected_cached=num_expected_cached,
+    )
+
+
+def refusal(request, config=CONFIG):
+    with pytest.raises(InvalidRequest) as caught:
+        validate(request, config)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt: must have at least 1 token, got 0"),
+        ([1, 100], "prompt: token ids must be in [0, 100), got 100"),
+        ([1, -1], "prompt: token ids must be in [0, 100), got -1"),
+        ([2**40], f"prompt: token ids must be in [0, 100), got {2**40}"),
+        ([2**70], "prompt: must be integers, got object"),
+        ([1.0, 2.0], "prompt: must be integers, got float64"),
+        ([True], "prompt: must be integers, got bool"),
+        (["a"], "prompt: must be integers, got <U1"),
+        ([[1, 2]], "prompt: must be a flat list of token ids, got 2 dimensions"),
+        (5, "prompt: must be a flat list of token ids, got 0 dimensions"),
+    ],
+)
+def test_a_bad_prompt_is_refused_with_the_bound_and_the_value(prompt, message):
+    error = refusal(make(prompt))
+    assert error.message == message
+    assert error.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, "num_expected_cached: must be in [0, 2147483647], got -1"),
+        (0.5, "num_expected_cached: must be an integer, got 0.5"),
+    ],
+)
+def test_an_expectation_that_is_none_is_refused(value, message):
+    assert refusal(make([1, 2], num_expected_cached=value)).message == message
+
+
+def test_a_ragged_prompt_is_refused():
+    with pytest.raises(InvalidRequest, match="prompt: must be a flat list"):
+        make([[1], [1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "bound"),
+    [
+        ("max_tokens", 0, "must be in [1, 2147483647], got 0"),
+        ("max_tokens", 1.5, "must be an integer, got 1.5"),
+        ("max_tokens", True, "must be an integer, got True"),
+        ("min_tokens", -1, "must be in [0, 16] (max_tokens), got -1"),
+        ("min_tokens", 17, "must be in [0, 16] (max_tokens), got 17"),
+        ("temperature", float("nan"), "must be a number in [0, 1e+06], got nan"),
+        ("temperature", float("inf"), "must be a number in [0, 1e+06], got inf"),
+        ("temperature", -0.1, "must be a number in [0, 1e+06], got -0.1"),
+        ("temperature", "1", "must be a number in [0, 1e+06], got '1'"),
+        ("top_p", 0.0, "must be a number in (0, 1], got 0.0"),
+        ("top_p", 1.1, "must be a number in (0, 1], got 1.1"),
+        ("top_p", float("nan"), "must be a number in (0, 1], got nan"),
+        ("top_k", -1, "must be in [0, 2147483647], got -1"),
+        ("seed", -1, f"must be in [0, {2**64 - 1}], got -1"),
+        ("seed", 2**64, f"must be in [0, {2**64 - 1}], got {2**64}"),
+        ("choice", -1, "must be in [0, 2147483647], got -1"),
+        ("stop_token_ids", (100,), "ids must be in [0, 100), got 100"),
+        ("stop_token_ids", (-1,), "ids must be in [0, 100), got -1"),
+        ("stop_token_ids", ("a",), "must be integers, got 'a'"),
+        ("logprobs", 21, "must be in [0, 20], got 21"),
+        ("min_p", 1.5, "must be a number in [0, 1], got 1.5"),
+        ("presence_penalty", -2.5, "must be a number in [-2, 2], got -2.5"),
+        ("frequency_penalty", float("nan"), "must be a number in [-2, 2], got nan"),
+        ("repetition_penalty", 0, "must be a number in (0, 100], got 0"),
+        ("logit_bias", ((100, 1.0),), "ids must be in [0, 100), got 100"),
+        ("logit_bias", ((1, 1.0), (1, 2.0)), "must have each id once"),
+        ("allowed_token_ids", (-1,), "ids must be in [0, 100), got -1"),
+        (
+            "stop_token_ids",
+            (1,) * (MAX_STOP_TOKEN_IDS + 1),
+            f"at most {MAX_STOP_TOKEN_IDS} ids, got {MAX_STOP_TOKEN_IDS + 1}",
+        ),
+    ],
+)
+def test_a_bad_parameter_is_refused_by_name(field, value, bound):
+    error = refusal(make(**{field: value}))
+    assert error.message == f"{field}: {bound}"
+    assert error.field == field
+
+
+def test_masking_the_whole_vocabulary_is_refused():
+    everything = tuple(range(100))
+    assert refusal(make(stop_token_ids=everything, min_tokens=1)).field == "min_tokens"
+    validate(make(stop_token_ids=everything), CONFIG)
+    validate(make(stop_token_ids=everything[:3], ignore_eos=True, min_tokens=1), CONFIG)
+
+
+def test_constraints_that_leave_no_first_token_are_refused():
+    validate(make(allowed_token_ids=(5, 6), bad_words=((5,), (6, 6))), CONFIG)
+    words = dict(allowed_token_ids=(5, 6), bad_words=((5,), (6,)))
+    assert refusal(make(**words)).field == "allowed_token_ids"
+    ending = dict(allowed_token_ids=(5, 6), stop_token_ids=(5, 6))
+    validate(make(**ending), CONFIG)
+    assert refusal(make(**ending, min_tokens=1)).field == "allowed_token_ids"
+    assert refusal(make(bad_words=((1,), ()))).field == "bad_words[1]"
+    assert refusal(make(logit_bias=((1, 101.0),))).field == "logit_bias[1]"
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("cache_salt", {"tenant": "\ud800"}),
+        ("cache_salt", {"tenant": 5}),
+        ("deadline_s", {"deadline_s": float("nan")}),
+        ("deadline_s", {"deadline_s": "soon"}),
+        ("priority", {"priority": 0.5}),
+        ("num_emitted", {"num_emitted": -1}),
+        ("num_emitted", {"num_emitted": 3}),
+    ],
+)
+def test_a_bad_label_is_refused_by_name(field, arguments):
+    assert refusal(Request("key", [1, 2, 3], SamplingParams(), **arguments)).field == field
+
+
+def test_tokens_already_emitted_leave_something_to_do():
+    validate(make([1] * 9, num_emitted=4, max_tokens=5), CONFIG)
+    error = refusal(make([1] * 9, num_emitted=5, max_tokens=5))
+    assert (error.field, error.message) == ("num_emitted", "num_emitted: must be in [0, 4], got 5")
+
+
+@given(st.integers(1, 80), st.integers(1, 80), st.sampled_from([CONFIG, SMALL_CACHE]))
+def test_a_request_is_taken_exactly_if_it_fits_model_and_cache(length, max_tokens, config):
+    request = make([1] * length, max_tokens=max_tokens)
+    limit = min(config.max_model_len, config.max_cache_tokens)
+    if length + max_tokens <= limit:
+        validate(request, config)
+        return
+    error = refusal(request, config)
+    assert isinstance(error, ContextLengthExceeded)
+    assert error.field == ("prompt" if length > limit - 1 else "max_tokens")
+    assert str(length if error.field == "prompt" else max_tokens) in error.message
+    assert str(limit) in error.message
+
+
+def test_the_bound_that_is_named_is_the_one_that_was_broken():
+    assert "max_model_len" in refusal(make([1] * 64)).message
+    assert "num_blocks * block_size" in refusal(make([1] * 32), SMALL_CACHE).message
+    error = refusal(make([1] * 20, max_tokens=13), SMALL_CACHE)
+    assert error.message.endswith("the bound is 12")
+
+
+def test_what_an_earlier_attempt_emitted_is_not_counted_twice():
+    validate(make([1] * 60, num_emitted=10, max_tokens=14), CONFIG)
+    assert refusal(make([1] * 60, num_emitted=10, max_tokens=15)).field == "max_tokens"
+
+
+def test_phases_follow_the_table():
+    assert set(ALLOWED_TRANSITIONS) == set(Phase)
+    for before in Phase:
+        for after in Phase:
+            request = make()
+            request.phase = before
+            if after in ALLOWED_TRANSITIONS[before]:
+                request.enter(after)
+                assert request.phase is after
+            else:
+                with pytest.raises(ValueError, match="cannot go from"):
+                    request.enter(after)
+                assert request.phase is before
+
+
+def test_every_phase_can_end_and_the_end_is_final():
+    assert not ALLOWED_TRANSITIONS[Phase.FINISHED]
+    for phase in set(Phase) - {Phase.FINISHED}:
+        assert Phase.FINISHED in ALLOWED_TRANSITIONS[phase]
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), max_size=20), st.booleans())
+def test_appended_tokens_follow_the_prompt(chunks, read):
+    given_ids = np.array([5, 6, 7], np.int64)
+    request = make(given_ids, max_tokens=200)
+    request.accept(CONFIG.eos_token_ids)
+    given_ids[:] = 0
+    expected = [5, 6, 7]
+    for chunk in chunks:
+        request.append(np.array(chunk, np.int32).tobytes())
+        expected += chunk
+        if read:
+            assert request.token_ids.tolist() == expected
+        assert request.num_tokens == len(expected)
+    assert request.token_ids.tolist() == expected
+    assert request.token_ids.dtype == np.int32
+
+
+def test_eos_is_a_stop_id_unless_ignored():
+    request = make(stop_token_ids=(8,))
+    request.accept((3, 4))
+    assert request.stop_ids == {3, 4, 8}
+    request = make(stop_token_ids=(8,), ignore_eos=True)
+    request.accept((3, 4))
+    assert request.stop_ids == {8}
+
+
+def test_a_delta_carries_times_and_counts():
+    request = make([1] * 9, num_emitted=4, max_tokens=8)
+    request.arrival_s, request.first_scheduled_s, request.first_token_s = 10.0, 12.5, 13.0
+    delta = request.delta(4, [7], FinishReason.STOP)
+    assert (delta.queue_s, delta.prefill_s) == (2.5, 0.5)
+    assert (delta.num_prompt_tokens, delta.num_output_tokens) == (5, 5)
+    assert delta.finish_reason == "stop"
+    request.arrival_s = request.first_token_s = None
+    assert (request.delta(4, []).queue_s, request.delta(4, []).prefill_s) == (0.0, 0.0)
+
+
+def test_a_batch_of_deltas_reads_like_a_list():
+    keys = np.empty(3, dtype=object)
+    keys[:] = ["a", ("b", 1), "c"]
+    whole = make().delta(9, [4], FinishReason.LENGTH)
+    columns = (
+        keys,
+        np.array([1, 2, 1], np.int32),
+        np.array([11, 12, 13]),
+        np.array([0, 5, 9], np.int32),
+        np.array([7, 8, 4]),
+    )
+    batch = DeltaBatch([whole], *columns)
+    assert (len(batch), batch.num_single) == (4, 3)
+    assert batch[0] is whole
+    told = [(delta.key, delta.index, delta.token_ids) for delta in batch[1:]]
+    assert told == [("a", 0, [7]), (("b", 1), 5, [8]), ("c", 9, [4])]
+    assert all(type(delta.index) is int for delta in batch)
+    fewer = batch.without([1])
+    assert list(fewer) == [batch[0], batch[1], batch[3]]
+    assert (fewer.sources.tolist(), fewer.stream_ids.tolist()) == ([1, 1], [11, 13])
+    assert list(DeltaBatch([whole])) == [whole]

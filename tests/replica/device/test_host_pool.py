@@ -1,0 +1,143 @@
+"""The host tier's memory: copies in the order of the offload stream, timed, and an error that says what is short."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fake_device import HOST, FakeDevice
+
+from quire.replica.config import SizingError
+from quire.replica.device import host_pool
+from quire.replica.device.device import CpuDevice, Device, Stream
+from quire.replica.device.host_pool import HostPool
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.kv_cache.groups import LayerGroup
+
+GROUP = LayerGroup(layers=(0,), num_kv_heads=1, head_dim=2)
+NONE = np.empty((0, 2), np.int64)
+
+
+def pools(device: Device) -> tuple[KVPool, HostPool]:
+    """Four blocks each; block i of the device is full of i."""
+    pool = KVPool(4, (GROUP,), 8, torch.float32)
+    pool.data[:] = torch.arange(5.0)[:, None]
+    host = HostPool(4, pool, device)
+    host.poison()
+    return pool, host
+
+
+def told_of(device: FakeDevice, pool: KVPool) -> list[float]:
+    """What a step on the compute stream sees of each block."""
+    seen: list[float] = []
+    device.run(Stream.COMPUTE, lambda: seen.extend(pool.data[:, 0].tolist()), name="read")
+    device.record(Stream.COMPUTE, "read").wait()
+    return seen
+
+
+def lazy_offload() -> FakeDevice:
+    """A device whose offload stream runs only when somebody waits for it."""
+    device = FakeDevice(0)
+    device._pace.eagerness = 0.0
+    device._pace.weights = {stream: 1.0 for stream in Stream} | {Stream.OFFLOAD: 1e-9}
+    return device
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_restored_is_there_for_the_step_that_uses_it(seed):
+    device = FakeDevice(seed)
+    pool, host = pools(device)
+    host.move(np.array([[1, 3], [2, 0]]), NONE)
+    device.run(Stream.COMPUTE, lambda: pool.data[1:3].fill_(-1.0), name="others write them")
+    host.move(NONE, np.array([[3, 0], [0, 3]]), step=2, used_now=False)
+    host.move_rest()
+    host.move(NONE, NONE, step=3, used_now=True)
+    assert told_of(device, pool) == [1.0, -1.0, -1.0, 2.0, 4.0]
+    assert (Stream.COMPUTE.value, "blocks restored") in device.waits
+    assert HOST not in {who for who, name in device.waits if name != "read"}
+
+
+def test_steps_that_do_not_use_what_is_restored_run_beside_it():
+    device = lazy_offload()
+    pool, host = pools(device)
+    host.move(np.array([[1, 3]]), NONE, step=1)
+    host.move(NONE, np.array([[3, 0]]), step=2, written=np.array([2]), used_now=False)
+    host.move_rest()
+    assert told_of(device, pool) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert host.take_measured() == () and host.restored_step == 1
+    host.move(NONE, NONE, step=3, written=np.array([2]), used_now=False)
+    assert told_of(device, pool)[0] == 0.0, "nor does the step behind it wait"
+    device.synchronize()
+    host.take_measured()
+    assert host.restored_step == 3 and pool.data[0, 0] == 1.0
+
+
+def test_a_step_waits_for_the_saves_of_what_it_writes_and_for_no_others(monkeypatch):
+    monkeypatch.setattr(host_pool, "_PIECE_BYTES", 1)  # a block is a piece
+    device = lazy_offload()
+    pool, host = pools(device)
+    host.move(np.array([[0, 0], [1, 1], [2, 2], [3, 3]]), NONE, step=1, written=np.array([1]))
+    device.run(Stream.COMPUTE, lambda: pool.data[1].fill_(-1.0), name="write")
+    host.move_rest()
+    device.record(Stream.COMPUTE, "written").wait()
+    saved = host.data[:, 0].isnan().logical_not().tolist()
+    assert saved == [False, True, False, False]
+    host.move(NONE, NONE, step=2, written=np.array([9]), used_now=False)
+    assert told_of(device, pool)[1] == -1.0
+    assert host.data[:, 0].isnan().sum() == 3, "a step that writes none of them waits for none"
+    host.move(NONE, NONE, step=3, written=np.array([2]), used_now=False)
+    device.run(Stream.COMPUTE, lambda: pool.data[2].fill_(-1.0), name="write")
+    device.record(Stream.COMPUTE, "written").wait()
+    saved = host.data[:, 0].isnan().logical_not().tolist()
+    assert saved == [False, True, True, True], "from the end of the sequence on"
+    device.synchronize()
+    assert host.data[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    host.move(NONE, NONE, step=4, written=np.array([0]), used_now=False)
+    assert not host.is_saving
+
+
+def test_what_a_failed_launch_left_is_not_copied():
+    device = FakeDevice(0)
+    _, host = pools(device)
+    host.move(np.array([[0, 0]]), NONE, step=1, written=np.array([1]))
+    host.move(NONE, NONE, step=2, written=np.array([1]))
+    host.move_rest()
+    device.synchronize()
+    assert host.data[0].isnan().all() and host.num_saved == 0
+
+
+def test_a_copy_is_measured_once_it_is_over():
+    device = FakeDevice(0)
+    device._pace.eagerness = 0.0
+    _, host = pools(device)
+    host.move(np.array([[1, 3]]), NONE)
+    host.move(NONE, np.array([[3, 0], [3, 2]]))
+    assert host.take_measured() == ()
+    device.synchronize()
+    ((count, seconds),) = host.take_measured()
+    assert count == 2 and seconds >= 2  # this device takes a second for a piece of work
+    assert host.take_measured() == ()
+    told = host.telemetry()
+    assert (told["num_saved"], told["num_restored"], told["restore_s"]) == (1, 2, seconds)
+
+
+def test_on_the_cpu_it_is_over_at_once():
+    pool, host = pools(CpuDevice())
+    host.move(np.array([[1, 3]]), np.array([[3, 0]]))
+    assert pool.data[:, 0].tolist() == [1.0, 1.0, 2.0, 3.0, 4.0]
+    ((count, seconds),) = host.take_measured()
+    assert count == 1 and seconds > 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), OSError(12, "Cannot allocate")])
+def test_a_tier_that_the_host_has_no_memory_for_is_an_error_with_its_size(error):
+    class Full(CpuDevice):
+        def pinned(self, shape, dtype):
+            raise error
+
+    pool = KVPool(4, (GROUP,), 8, torch.float32, "meta")
+    size = 3 * pool.data[0].nbytes
+    with pytest.raises(
+        SizingError, match=rf"cpu_offload_gib: the host has no {size} bytes .*{error.args[-1]}"
+    ):
+        HostPool(3, pool, Full())

@@ -1,0 +1,73 @@
+"""Mixtures of experts: transformers' result, and the same bits whoever else is in the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from quire.replica.model.deterministic.deterministic_experts import TiledExperts, TiledRouter
+from quire.replica.model.deterministic.deterministic_linear import make_deterministic
+
+HIDDEN = 48
+
+
+def qwen(normalize: bool) -> nn.Module:
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=20,
+        num_experts=7,
+        num_experts_per_tok=3,
+        norm_topk_prob=normalize,
+        experts_implementation="eager",
+    )
+    return Qwen3MoeSparseMoeBlock(config)
+
+
+def gpt_oss() -> nn.Module:
+    config = GptOssConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=20,
+        num_local_experts=7,
+        num_experts_per_tok=3,
+        experts_implementation="eager",
+    )
+    return GptOssMLP(config)
+
+
+@pytest.fixture(params=["qwen", "qwen_raw", "gpt_oss"])
+def block(request):
+    torch.manual_seed(3)
+    module = gpt_oss() if request.param == "gpt_oss" else qwen(request.param == "qwen")
+    for parameter in module.parameters():
+        parameter.data.normal_(0, 0.4)
+    return module.requires_grad_(False)
+
+
+def output(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = block(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def test_equals_transformers_and_does_not_depend_on_the_batch(block):
+    x = torch.randn(1, 150, HIDDEN) * 3  # wide enough that gpt-oss clamps
+    reference = output(block, x)
+    make_deterministic(block)
+    kinds = {type(module) for module in block.modules()}
+    assert TiledRouter in kinds and any(issubclass(kind, TiledExperts) for kind in kinds)
+    expected = output(block, x)
+    torch.testing.assert_close(expected, reference, atol=2e-4, rtol=2e-4)
+    for start, end in [(0, 1), (7, 8), (3, 20), (1, 150), (0, 64), (149, 150)]:
+        assert torch.equal(output(block, x[:, start:end]), expected[:, start:end])
+    order = torch.randperm(150)
+    assert torch.equal(output(block, x[:, order]), expected[:, order])
+
+
+def test_weights_stay_one_tensor(block):
+    before = {id(p) for p in block.parameters()}
+    make_deterministic(block)
+    assert {id(p) for p in block.parameters()} == before

@@ -1,0 +1,150 @@
+"""Every served architecture on a GPU's path: its logits in Triton's interpreter, its captured steps without data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import numpy as np
+import pytest
+import torch
+import triton
+from interpreted_runner import interpreted_runner
+from meta_device import MetaDevice, recorded_kernels, to_meta
+from step_driver import Driver, engine_config, make_runner
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from quire.kernels.compile.interpreter import repair_interpreter
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.model.fusion.fused_layer import FusedLayer
+from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
+from quire.replica.runner.runner import Runner
+
+pytestmark = [
+    pytest.mark.timeout(300),  # some 2 s a model on an idle core
+    pytest.mark.skipif(
+        not triton.knobs.runtime.interpret, reason="the kernels are not interpreted"
+    ),
+]
+LENGTHS, CHUNK, STEPS = (7, 1, 3), 4, 2
+
+# The smallest shapes that the kernels take; windows that the prompts leave.
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2_mixed": dict(sliding_window=4),
+    "mistral": dict(sliding_window=4),
+    "phi3": dict(sliding_window=4),
+    "smollm3": dict(no_rope_layers=[1, 0]),
+    "gemma2": dict(sliding_window=4),
+    "gemma3": dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    "gpt_oss": dict(sliding_window=4),
+}
+# What the structure allows on a GPU, and the lengths of the chains.
+WHOLE = dict(layers=2, norms=1, decoders=1), [2]
+FUSED: dict[str, tuple[dict[str, int], list[int]]] = {
+    **dict.fromkeys(model_zoo.NAMES, WHOLE),
+    "olmo2": (dict(MLPs=2, norms=9), []),  # norms after, and over all heads
+    "granite": (dict(attentions=2, MLPs=2, norms=5), []),  # scaled residuals
+    "gemma2": (dict(attentions=2, MLPs=2, norms=9), []),  # norms before and after
+    "gemma3": (dict(attentions=2, MLPs=2, norms=9), []),
+    "gpt_oss": (dict(attentions=2, norms=5), []),  # experts
+    "qwen3_moe": (dict(attentions=1, layers=1, norms=3), [1]),  # experts in one of the layers
+}
+
+
+def build(name: str, folder: Path) -> Path:
+    changes = dict(num_hidden_layers=2, head_dim=64, **CHANGES.get(name, {}))
+    return model_zoo.build(name, folder, **changes)
+
+
+def generate(runner: Runner) -> tuple[list[list[int]], np.ndarray]:
+    """Greedy tokens of a few prompts in chunks beside decodes, and the logits [n, vocab] that they come from."""
+    driver = Driver(runner)
+    rng = np.random.default_rng(3)
+    sequences = [driver.add(rng.integers(3, 173, n).tolist(), STEPS) for n in LENGTHS]
+    tokens = driver.generate(sequences, STEPS, CHUNK)
+    return tokens, np.stack([row for s in sequences for row in s.logits])
+
+
+@pytest.fixture(scope="module", params=model_zoo.NAMES)
+def served(request, tmp_path_factory) -> tuple[str, Path, Runner]:
+    """Name, checkpoint, and runner with the kernels of a GPU."""
+    repair_interpreter()
+    path = build(request.param, tmp_path_factory.mktemp("zoo"))
+    return request.param, path, interpreted_runner(path, dtype="float32")
+
+
+def test_a_gpus_kernels_give_the_logits_of_the_cpus(served):
+    name, path, runner = served
+    fused, chains = FUSED[name]
+    assert (dict(runner.fused.fused), runner.fused.chains) == (fused, chains)
+    tokens, logits = generate(runner)
+    expected_tokens, expected = generate(make_runner(path, fuse="off"))
+    assert tokens == expected_tokens
+    assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+
+
+def test_captured_steps_need_nothing_of_the_host(served):
+    *_, interpreted = served
+    spec = interpreted.spec
+    config = engine_config(spec, dtype="bfloat16", deterministic=False, q_padding=16)
+    model = to_meta(interpreted.model, torch.bfloat16)
+    pool = KVPool(config.num_blocks, spec.groups, config.block_size, torch.bfloat16, "meta")
+    device = dict(device=MetaDevice(), attention_backend="triton")
+    with recorded_kernels():
+        runner = Runner(config, spec, model, pool, fused=interpreted.fused, **device)
+        graphs = runner.graphs
+        for part in GraphPart:
+            graphs.capture(GraphKey(4, part))
+            graphs.capture(GraphKey(4, part, 16, 64))
+    for key, cached in graphs._graphs.items():
+        kernels = Counter(cached.graph.launches)
+        assert kernels["_decode_kernel"] == spec.num_layers, key
+        assert kernels["_prefill_kernel"] == spec.num_layers * key.is_mixed, key
+        assert kernels["_draw_kernel"] == (key.part is GraphPart.WHOLE), key
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    repair_interpreter()
+    return build("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_a_chain_in_the_models_own_loop_has_the_bits_of_the_fused_decoder(llama):
+    runner = interpreted_runner(llama, dtype="bfloat16")
+    assert runner.fused.fused["decoders"] == 1 and runner.fused.chains == [2]
+    expected_tokens, expected = generate(runner)
+    own, *_ = runner.model.model._parts
+    runner._forward._decoder = own
+    tokens, logits = generate(runner)
+    assert tokens == expected_tokens and np.array_equal(logits, expected)
+
+
+def test_no_addition_is_carried_past_what_the_model_does_between_layers(llama):
+    """A layer whose input the model doubles begins a chain: the layer before it adds its own residual."""
+
+    def double(module, args):
+        # The same layer before and after the fuse pass: its flag goes with it.
+        return (args[0] * 2.0, *args[1:]) if getattr(module, "doubles_input", False) else None
+
+    hook = nn.modules.module.register_module_forward_pre_hook(double)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LlamaDecoderLayer, "doubles_input", property(_is_layer_1), raising=False)
+            patch.setattr(FusedLayer, "doubles_input", property(_is_layer_1), raising=False)
+            runner = interpreted_runner(llama, dtype="float32")
+            assert runner.fused.chains == [1, 1] and "decoders" not in runner.fused.fused
+            tokens, logits = generate(runner)
+            expected_tokens, expected = generate(make_runner(llama, fuse="off"))
+    finally:
+        hook.remove()
+    assert tokens == expected_tokens
+    assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+
+
+def _is_layer_1(layer: nn.Module) -> bool:
+    if isinstance(layer, FusedLayer):
+        return layer.attention.facts.layer == 1
+    return layer.self_attn.layer_idx == 1

@@ -1,0 +1,724 @@
+"""Random lives of a scheduler, judged by a model of the KV cache.
+
+The stand-in for the device keeps, for every slot, the chain of all tokens up to there, computed from what the
+row's block tables really hold; the next token is a pure function of the chain that a row reads. So a wrong
+block, a stale block or a block written twice changes a token, and every output is compared with the output
+of the request alone. Copies between the tiers are made when a step is launched, its tokens are computed when it is
+committed, as late as a device may: with two steps in flight the copies of the second come before the first.
+
+In each layer group a row reads the keys that its queries see and no other: the blocks that
+nobody owns and nobody could match are spoiled before each step.
+"""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from quire.protos.errors import DeadlineExceeded, EngineError
+from quire.protos.wire import SamplingParams, tier_digest
+from quire.replica.config import DEMOTION_ORDERS, SCHEDULERS, EngineConfig
+from quire.replica.core.request import Request
+from quire.replica.core.step_plan import StepPlan, StepResult
+from quire.replica.kv_cache import prefix
+from quire.replica.kv_cache.cache_events import Tier
+from quire.replica.kv_cache.groups import LayerGroup, sequence_blocks
+from quire.replica.scheduler.scheduler import Scheduler
+
+# Whoever finds a failure may look for a smaller one for 300 s: cut off before, it would be told as a timeout.
+pytestmark = pytest.mark.timeout(600)
+
+VOCAB = 11
+EOS = 3
+START = 17  # the chain before the first token
+
+
+def link(chain, token):
+    return hash((chain, token))
+
+
+def choose(chain, seed, position, banned):
+    token = hash((chain, seed, position)) % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def alone(prompt, params, num_emitted):
+    """The whole output of a request from here on, computed without any cache, and how it ends."""
+    chain, position = START, len(prompt)
+    for token in prompt:
+        chain = link(chain, token)
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    output = []
+    while True:
+        index = num_emitted + len(output)
+        banned = stops if index < params.min_tokens else set()
+        token = choose(chain, params.seed, position, banned)
+        output.append(token)
+        chain, position = link(chain, token), position + 1
+        if token in stops and index >= params.min_tokens:
+            return output, "stop"
+        if index + 1 == params.max_tokens:
+            return output, "length"
+
+
+class ModelDevice:
+    """Slots of chains in two tiers, the last token of each row and a table that only differences come to; runs a
+    plan as the contract says: all KV is written before any is read."""
+
+    def __init__(self, num_blocks, num_host_blocks, block_size, groups, max_rows, max_row_blocks):
+        self.block_size = block_size
+        self.groups = groups
+        # The group whose queries see the token before theirs: it tells what a row continues.
+        self.leader = next(
+            g for g, group in enumerate(groups) if group.chunk is None and (group.window or 2) >= 2
+        )
+        self.before = np.zeros(num_blocks * block_size, dtype=object)
+        self.after = np.zeros(num_blocks * block_size, dtype=object)
+        self.last_token = np.full(max_rows, -1)
+        self.tables = np.full((len(groups), max_rows + 1, max_row_blocks), -1, np.int32)
+        self.seeds = np.zeros(max_rows, np.uint64)
+        # [host blocks, 2, block_size]: `before` and `after` of the blocks copied there
+        self.host = np.full((num_host_blocks, 2, block_size), None, dtype=object)
+        self.late = []  # (step, restores) that no step has needed so far, the oldest first
+        self.newest_step = 0
+
+    def slots_of(self, block):
+        return slice(block * self.block_size, (block + 1) * self.block_size)
+
+    def transfer(self, plan):
+        saves, restores = plan.saves.tolist(), plan.restores.tolist()
+        targets = [[pair[1] for pair in pairs] for pairs in (saves, restores)]
+        assert all(len(set(of_kind)) == len(of_kind) for of_kind in targets)
+        self.newest_step = plan.step
+        # A block's save must not find what was to be restored there earlier: the copies have one order.
+        if plan.uses_restores or {block for block, _ in saves} & self.late_blocks():
+            self.restore_late()
+        for block, host_block in saves:
+            slots = self.slots_of(block)
+            self.host[host_block] = self.before[slots], self.after[slots]
+        for _, block in restores:
+            slots = self.slots_of(block)
+            self.before[slots] = self.after[slots] = None
+        if restores:  # what the host's blocks hold now, whatever is saved there meanwhile
+            self.late.append(
+                (plan.step, [(block, self.host[copy].copy()) for copy, block in restores])
+            )
+        if plan.uses_restores:
+            self.restore_late()
+
+    def late_blocks(self):
+        return {block for _, restores in self.late for block, _ in restores}
+
+    def restore_late(self, count=None):
+        """The oldest steps' restores arrive; all of them by default."""
+        for _, restores in self.late[:count]:
+            for block, (before, after) in restores:
+                slots = self.slots_of(block)
+                self.before[slots], self.after[slots] = before, after
+        self.late = self.late[len(self.late) if count is None else count :]
+
+    @property
+    def restored_step(self):
+        return self.late[0][0] - 1 if self.late else self.newest_step
+
+    def run(self, plan: StepPlan) -> StepResult:
+        token_ids = plan.token_ids.copy()
+        token_ids[: len(plan.decode_rows)] = self.last_token[plan.decode_rows]
+        num_written = plan.num_tokens * len(self.groups)
+        assert len(set(plan.slots.ravel().tolist())) == num_written, "a slot is written twice"
+        size = self.block_size
+        targets = {target for _, target in plan.copies}
+        assert len(targets) == len(plan.copies), "a block is copied over twice"
+        assert not targets & {source for source, _ in plan.copies}, "a copy reads a copied block"
+        for source, target in plan.copies:
+            for chains in (self.before, self.after):
+                chains[target * size : (target + 1) * size] = chains[
+                    source * size : (source + 1) * size
+                ]
+        tables = plan.block_tables
+        assert tables.shape[:2] == (len(self.groups), plan.num_rows)
+        starts = plan.kv_len - np.diff(plan.cu_q)
+        self.take_changes(plan, starts)
+        # Rows may continue blocks that an earlier row of this very step writes.
+        for row in range(plan.num_rows):
+            start = int(starts[row])
+            chain = START
+            if start:
+                block = tables[self.leader, row, (start - 1) // size]
+                chain = self.after[block * size + (start - 1) % size]
+            for t in range(plan.cu_q[row], plan.cu_q[row + 1]):
+                position = int(plan.positions[t])
+                assert position == start + t - plan.cu_q[row]
+                slots = plan.slots[:, t]
+                expected = (
+                    tables[:, row, position // size].astype(np.int64) * size + position % size
+                )
+                assert slots.tolist() == expected.tolist()
+                self.before[slots] = chain
+                chain = link(chain, int(token_ids[t]))
+                self.after[slots] = chain
+        heads = [
+            self.read(tables[:, row], int(starts[row]), int(plan.kv_len[row]))
+            for row in range(plan.num_rows)
+        ]
+        sampling = plan.sampling
+        banned = dict(sampling.suppressed)
+        row_of = {int(end) - 1: row for row, end in enumerate(plan.cu_q[1:])}
+        tokens = []
+        for i, index in enumerate(sampling.token_index.tolist()):
+            row, position = row_of[index], int(sampling.position[i])
+            assert position == plan.kv_len[row]
+            tokens.append(choose(heads[row], int(sampling.seed[i]), position, banned.get(i, ())))
+        self.last_token[sampling.rows] = tokens
+        if self.late and self.late[0][0] + plan.step % 4 <= plan.step:  # after up to three steps
+            self.restore_late(1)
+        return StepResult(
+            np.array(tokens, np.int64),
+            0.001 * plan.num_tokens,
+            restored_step=self.restored_step,
+        )
+
+    def take_changes(self, plan, starts):
+        """What the differences have made of the table is what the plan's rows see."""
+        places, blocks = plan.changes.flat(self.tables[0].size)
+        assert len(set(places.tolist())) == len(places), "a place is written twice"
+        self.tables.reshape(-1)[places] = blocks
+        if plan.changes.claimed is not None:
+            self.seeds[plan.changes.claimed.rows] = plan.changes.claimed.seed
+        for i, row in enumerate(plan.rows.tolist()):
+            end = -(-int(plan.kv_len[i]) // self.block_size)
+            for g, group in enumerate(self.groups):
+                first = int(group.first_key(int(starts[i]))) // self.block_size
+                told = self.tables[g, row, first:end].tolist()
+                assert told == plan.block_tables[g, i, first:end].tolist()
+        assert self.seeds[plan.sampling.rows].tolist() == plan.sampling.seed.tolist()
+
+    def read(self, tables, start, length):
+        """What a row's new queries see in all groups: the ends of one and the same unbroken chain."""
+        heads = set()
+        for table, group in zip(tables, self.groups, strict=True):
+            first = int(group.first_key(start))
+            positions = np.arange(first, length)
+            slots = table[positions // self.block_size] * self.block_size
+            slots += (positions % self.block_size).astype(slots.dtype)
+            chain = self.before[slots[0]] if first else START
+            for slot in slots.tolist():
+                assert self.before[slot] == chain, "the row reads KV of another history"
+                chain = self.after[slot]
+            heads.add(chain)
+        (head,) = heads
+        return head
+
+
+class Client:
+    """What a request's owner knows: its tokens by index, and how it ended."""
+
+    def __init__(self, request, expected, reason):
+        self.request, self.expected, self.reason = request, expected, reason
+        self.output = []
+        self.ended = None
+
+    def take(self, delta):
+        assert self.ended is None, "a delta after the end"
+        assert delta.index == self.request.num_emitted + len(self.output), "indices have a gap"
+        self.output += delta.token_ids
+        assert self.output == self.expected[: len(self.output)]
+        self.ended = delta.finish_reason
+        if self.ended in ("stop", "length"):
+            assert (self.output, self.ended) == (self.expected, self.reason)
+        if self.ended is not None:
+            assert delta.num_output_tokens == self.request.num_emitted + len(self.output)
+            cached, on_host = delta.num_cached_tokens, delta.num_host_cached_tokens
+            assert on_host <= cached <= delta.num_prompt_tokens
+
+
+FULL = LayerGroup()
+# Windows shorter than a block, of whole blocks and across them; chunks that divide a block and that do not.
+MIXES = {
+    "full": [(FULL,)],
+    "sliding": [
+        (LayerGroup(window=2),),
+        (LayerGroup(window=9),),
+        (LayerGroup(window=24), LayerGroup(window=24)),
+    ],
+    "mixed": [
+        (FULL, LayerGroup(window=1)),
+        (FULL, LayerGroup(window=17), LayerGroup(window=17)),
+        (FULL, LayerGroup(window=40), LayerGroup(chunk=16)),
+        (FULL, FULL, LayerGroup(window=8), LayerGroup(chunk=20)),
+        (LayerGroup(window=30), LayerGroup(chunk=12, window=5)),
+    ],
+}
+
+
+POLICIES = st.fixed_dictionaries(
+    {
+        "scheduler": st.sampled_from(SCHEDULERS),
+        "max_prefill_ms": st.sampled_from([None, 1.0, 20.0, 45.0]),  # a token takes 1 ms
+        "resume_margin": st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+        "demotion_order": st.sampled_from(DEMOTION_ORDERS),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    block_size = 8
+    mix = "full"
+    max_in_flight = 1
+
+    @initialize(
+        num_blocks=st.integers(3, 20),
+        max_batch_tokens=st.integers(6, 80),
+        max_running=st.integers(1, 6),
+        margin=st.sampled_from([0.0, 0.2, 0.5]),
+        caching=st.sampled_from([True, True, True, False]),
+        num_host_blocks=st.one_of(st.just(0), st.integers(1, 20)),
+        pick=st.integers(0, 30),
+        policy=POLICIES,
+        copy_s=st.sampled_from([None, 1e-6, 10.0]),
+    )
+    def start(
+        self,
+        num_blocks,
+        max_batch_tokens,
+        max_running,
+        margin,
+        caching,
+        num_host_blocks,
+        pick,
+        policy,
+        copy_s,
+    ):
+        self.copy_s = copy_s  # that a block takes, as far as the scheduler knows
+        groups = MIXES[self.mix][pick % len(MIXES[self.mix])]
+        # Room for one row of a few blocks at least.
+        num_blocks += sequence_blocks(groups, 3 * self.block_size, 1, self.block_size) - 3
+        self.config = EngineConfig(
+            model_name="m",
+            revision="r",
+            device="cpu",
+            dtype="float32",
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            max_model_len=14 * self.block_size,
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_running_requests=max_running,
+            max_waiting_requests=8,
+            safety_margin=margin,
+            prefix_caching=caching,
+            deterministic=True,
+            num_threads=1,
+            groups=groups,
+            num_host_blocks=num_host_blocks,
+            **policy,
+        )
+        self.scheduler = Scheduler(self.config, max_event_batches=4)
+        self.device = ModelDevice(
+            num_blocks,
+            num_host_blocks,
+            self.block_size,
+            groups,
+            self.config.num_rows,
+            self.config.max_row_blocks,
+        )
+        self.clients = {}
+        self.paused = set()
+        self.plans = []  # in flight
+        self.now_s = 0.0
+        self.replayed, self.seq = (set(), set()), 0  # by tier
+
+    # -- what can happen ---------------------------------------------------------------------------------
+
+    @rule(
+        trunk=st.integers(0, 2),
+        blocks=st.integers(0, 9),
+        tail=st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=20),
+        max_tokens=st.integers(1, 60),
+        min_tokens=st.integers(0, 12),
+        emitted=st.sampled_from([0, 0, 0, 1, 5]),
+        seed=st.integers(0, 2),
+        stops=st.sampled_from([(), (5,), (3, 4)]),
+        ignore_eos=st.booleans(),
+        tenant=st.sampled_from(["", "", "other"]),
+        patience_s=st.sampled_from([None, None, None, 3.0]),
+        priority=st.integers(-1, 1),
+    )
+    def submit(
+        self,
+        trunk,
+        blocks,
+        tail,
+        max_tokens,
+        min_tokens,
+        emitted,
+        seed,
+        stops,
+        ignore_eos,
+        tenant,
+        patience_s,
+        priority,
+    ):
+        shared = [(trunk + i * i) % VOCAB for i in range(blocks * self.block_size)]
+        prompt = (shared + tail) or [1]
+        limit = min(self.config.max_model_len, self.config.max_cache_tokens)
+        prompt = prompt[: limit - 1]
+        emitted = min(emitted, len(prompt) - 1, max_tokens - 1)
+        max_tokens = min(max_tokens, limit - (len(prompt) - emitted))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            seed=seed,
+            stop_token_ids=stops,
+            ignore_eos=ignore_eos,
+        )
+        key = ("router", len(self.clients))
+        request = Request(
+            key,
+            prompt,
+            params,
+            num_emitted=emitted,
+            tenant=tenant,
+            arrival_s=self.now_s,
+            deadline_s=None if patience_s is None else self.now_s + patience_s,
+            priority=priority,
+        )
+        self.add(request)
+
+    def add(self, request):
+        expected = alone(request.token_ids.tolist(), request.params, request.num_emitted)
+        client = self.clients[request.key] = Client(request, *expected)
+        full = self.scheduler.num_waiting >= self.config.max_waiting_requests
+        refusal = self.scheduler.add(request)
+        assert (refusal is not None) == full
+        if refusal is not None:
+            assert refusal.error.code == "overloaded"
+            client.take(refusal)
+
+    @rule(
+        pick=st.integers(0, 30),
+        count=st.integers(1, 4),
+        max_tokens=st.integers(1, 40),
+        min_tokens=st.integers(0, 12),
+        alive=st.sampled_from([True, True, True, False]),
+        patience_s=st.sampled_from([None, None, None, 3.0]),
+    )
+    def fork(self, pick, count, max_tokens, min_tokens, alive, patience_s):
+        """Children of a parent in any phase; of one that has ended, too."""
+        parents = [c.request for c in self.clients.values() if (c.ended is None) == alive]
+        if not parents:
+            return
+        parent = parents[pick % len(parents)]
+        prompt = parent.token_ids[: parent.num_prompt_tokens].tolist()
+        limit = min(self.config.max_model_len, self.config.max_cache_tokens)
+        max_tokens = min(max_tokens, limit - len(prompt))
+        for seed in range(count):
+            params = dataclasses.replace(
+                parent.params,
+                max_tokens=max_tokens,
+                min_tokens=min(min_tokens, max_tokens),
+                seed=7 + seed,
+            )
+            key = ("router", len(self.clients))
+            deadline_s = None if patience_s is None else self.now_s + patience_s
+            self.add(
+                Request(
+                    key,
+                    prompt,
+                    params,
+                    tenant=parent.tenant,
+                    arrival_s=self.now_s,
+                    deadline_s=deadline_s,
+                    fork_of=parent.key,
+                )
+            )
+
+    @rule(
+        sizes=st.lists(
+            st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(20, 60)),
+            min_size=2,
+            max_size=4,
+        ),
+        count=st.integers(1, 30),
+    )
+    def crowd(self, sizes, count):
+        """Long outputs side by side, more than most caches hold."""
+        for trunk, blocks, max_tokens in sizes:
+            tail = [trunk, len(self.clients) % VOCAB]
+            options = dict(stops=(), ignore_eos=True, tenant="", patience_s=None, priority=0)
+            self.submit(trunk, blocks, tail, max_tokens, 0, 0, trunk, **options)
+        self.steps(count)
+
+    @precondition(lambda self: len(self.plans) < self.max_in_flight)
+    @rule()
+    def launch(self):
+        self.now_s += 0.25
+        live = [c for c in self.clients.values() if c.ended is None]
+        started = set(self.scheduler._prefilling)
+        plan = self.scheduler.plan(self.now_s)
+        if plan is None and self.plans:
+            return
+        if plan is None:
+            self.deliver(self.scheduler.take_ended())
+            running = [c for c in live if not c.ended and c.request.key not in self.paused]
+            assert not running, "requests live and no step for them"
+            return
+        assert plan.num_tokens <= self.config.max_batch_tokens
+        assert plan.num_rows <= self.config.max_running_requests
+        assert (np.diff(plan.cu_q)[: plan.num_decode_rows] == 1).all()
+        assert len(plan.decode_rows) == plan.num_decode_rows
+        rows = self.scheduler.rows
+        planned = {rows.requests[row].key for row in self.scheduler._steps[-1].rows.tolist()}
+        assert not planned & self.paused
+        unfinished = rows.decoding & ~rows.paused & (rows.num_computed + 1 < rows.max_length)
+        if set(unfinished.nonzero()[0].tolist()) - set(self.scheduler._steps[-1].rows.tolist()):
+            assert self.config.scheduler == "prefill_first"
+            assert plan.num_decode_rows == 0, "the decoding rows go together"
+            assert started >= set(self.scheduler._prefilling), "a new prompt kept them waiting"
+        self.plans.append(plan)
+        self.spoil_what_nobody_may_read()
+        self.device.transfer(plan)
+
+    def spoil_what_nobody_may_read(self):
+        """Blocks that a row gave back hold what another wrote by now, in the host tier too. What the step saves
+        or restores is spoiled after it."""
+        snapshot = self.scheduler.snapshot()
+        pinned = {h for plan in self.plans for h, _ in plan.restores.tolist()}
+        pinned |= {h for plan in self.plans for _, h in plan.saves.tolist()}
+        for queue in ("returning", "paused"):
+            pinned |= {h for entry in snapshot[queue] for h in entry.get("host_blocks", ())}
+        for block in set(range(self.config.num_host_blocks)) - pinned:
+            if not self.scheduler.host.blocks.has_content(block):
+                self.device.host[block] = None
+        owned = {b for row in snapshot["rows"] for b in row["blocks"]}
+        owned |= set(self.scheduler.quarantine.num_owners().nonzero()[0].tolist())
+        owned |= {d for d, _ in self.plans[-1].saves.tolist()}
+        written = {b for p in self.plans for b in (p.slots // self.block_size).ravel().tolist()}
+        for block in range(self.config.num_blocks):
+            if block not in owned | written and not self.scheduler.blocks.has_content(block):
+                slots = slice(block * self.block_size, (block + 1) * self.block_size)
+                self.device.before[slots] = self.device.after[slots] = None
+
+    @precondition(lambda self: self.plans)
+    @rule()
+    def commit(self):
+        plan = self.plans.pop(0)
+        result = self.device.run(plan)
+        if self.copy_s is not None:
+            result = dataclasses.replace(result, restores=((1, self.copy_s),))
+        self.deliver(self.scheduler.commit(plan, result, self.now_s))
+
+    @rule(count=st.integers(1, 30))
+    def steps(self, count):
+        for _ in range(count):
+            while len(self.plans) < self.max_in_flight:
+                num_before = len(self.plans)
+                self.launch()
+                if len(self.plans) == num_before:
+                    break
+            if self.plans:
+                self.commit()
+
+    @precondition(lambda self: self.plans)
+    @rule(spoil=st.booleans())
+    def fail(self, spoil):
+        failed, self.plans = self.plans, []
+        result = self.device.run(failed[0])
+        if spoil and len(result.token_ids):
+            result.token_ids[-1] = VOCAB
+            deltas = self.scheduler.commit(failed[0], result, self.now_s)
+        else:
+            deltas = self.scheduler.fail_step(failed[0], EngineError("the device is gone"))
+        assert self.scheduler.num_in_flight == 0
+        # What the steps wrote must not be trusted: no later row may read it. Their copies may have failed too.
+        steps = {plan.step for plan in failed}
+        self.device.late = [late for late in self.device.late if late[0] not in steps]
+        for plan in failed:
+            self.device.before[plan.slots.ravel()] = None
+            for _, block in plan.restores.tolist():
+                self.device.before[self.device.slots_of(block)] = None
+            self.device.host[plan.saves[:, 1]] = None
+        self.deliver(deltas)
+
+    @rule(pick=st.integers(0, 30))
+    def abort(self, pick):
+        live = [key for key, client in self.clients.items() if client.ended is None]
+        if live:
+            key = live[pick % len(live)]
+            # A deadline that passed in the step in flight has ended it already, its delta is on its way.
+            delta = self.scheduler.abort(key)
+            if delta is not None:
+                assert delta.finish_reason == "abort"
+                self.clients[key].take(delta)
+            assert self.scheduler.abort(key) is None
+
+    @rule(pick=st.integers(0, 30))
+    def pause(self, pick):
+        live = [key for key, client in self.clients.items() if client.ended is None]
+        if live:
+            key = live[pick % len(live)]
+            self.scheduler.pause(key)
+            self.scheduler.pause(key)
+            self.paused.add(key)
+
+    @precondition(lambda self: self.paused)
+    @rule(pick=st.integers(0, 30))
+    def resume(self, pick):
+        key = sorted(self.paused)[pick % len(self.paused)]
+        self.paused.discard(key)
+        self.scheduler.resume(key)
+        self.scheduler.resume(key)
+
+    @rule()
+    def clear_cache(self):
+        self.scheduler.clear_cache()
+
+    def deliver(self, deltas):
+        for delta in deltas:
+            self.clients[delta.key].take(delta)
+            if isinstance(delta.error, DeadlineExceeded):
+                assert self.clients[delta.key].request.deadline_s <= self.now_s
+
+    # -- what always holds -------------------------------------------------------------------------------
+
+    @invariant()
+    def books_agree(self):
+        if not hasattr(self, "scheduler"):
+            return
+        blocks = self.scheduler.blocks
+        self.scheduler.check()
+        assert blocks.num_free + blocks.num_cached + blocks.num_in_use == self.config.num_blocks
+        snapshot = self.scheduler.snapshot()
+        owned = Counter(b for row in snapshot["rows"] for b in set(row["blocks"]))
+        held = self.scheduler.quarantine.num_owners()
+        owned.update({b: int(held[b]) for b in held.nonzero()[0].tolist()})
+        assert self.plans or not held.any()
+        assert len(owned) == blocks.num_in_use
+        assert all(blocks.ref_count(block) == count for block, count in owned.items())
+        host = self.scheduler.host.blocks
+        assert host.num_free + host.num_cached + host.num_in_use == self.config.num_host_blocks
+        parked = Counter(
+            block
+            for queue in ("returning", "paused")
+            for entry in snapshot[queue]
+            for block in entry.get("host_blocks", ())
+        )
+        for plan in self.plans:  # held until it has run
+            parked.update(h for h, _ in plan.restores.tolist())
+        if not self.scheduler.host._planned.restores:  # which wait for a step
+            assert len(parked) == host.num_in_use
+            assert all(host.ref_count(block) == count for block, count in parked.items())
+        if not self.config.prefix_caching:
+            assert blocks.num_cached == host.num_cached == 0
+        rows = self.scheduler.rows
+        for row in np.flatnonzero(rows.active).tolist():
+            for g, group in enumerate(self.config.groups):
+                held = int(rows.num_blocks[g, row] - rows.first_block[g, row])
+                # Trimmed when a step is planned: window, the step's chunk, and one step's before it.
+                tokens = 2 * self.config.max_batch_tokens
+                length = int(rows.length[row]) + len(self.plans)
+                assert held <= group.max_blocks(length, tokens, self.block_size)
+
+    @invariant()
+    def events_replay_to_what_is_held(self):
+        if not hasattr(self, "scheduler"):
+            return
+        events = self.scheduler.events
+        seq, *hashes = events.snapshot()
+        assert (seq, *(set(of_tier.tolist()) for of_tier in hashes)) == (self.seq, *self.replayed)
+        batch = events.flush()
+        if batch is not None:
+            assert batch.seq == self.seq + 1
+            self.replay(batch)
+            self.seq = batch.seq
+            assert events.since(self.seq - 1)[-1] is batch
+        assert events.seq == self.seq
+        assert self.replayed == (events.held(Tier.GPU), events.held(Tier.HOST))
+        digests = [0, 0]
+        for tier in Tier:
+            for routing_hash in self.replayed[tier]:
+                digests[tier] ^= routing_hash
+        assert tier_digest(*digests) == events.digest
+
+    def replay(self, batch):
+        gpu, host = self.replayed
+        if batch.cleared:
+            gpu.clear()
+            host.clear()
+        for held, removed in ((gpu, batch.removed), (host, batch.host_removed)):
+            removed = set(removed.tolist())
+            assert removed <= held
+            held -= removed
+        for held, stored in ((gpu, batch.stored), (host, batch.host_stored)):
+            stored = set(stored.tolist())
+            assert not stored & (gpu | host)
+            held |= stored
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for key in sorted(self.paused):
+            self.scheduler.resume(key)
+        self.paused.clear()
+        for _ in range(20_000):
+            self.steps(1)
+            if not self.plans and self.scheduler.num_running == self.scheduler.num_waiting == 0:
+                break
+        while self.plans:
+            self.commit()
+        assert all(client.ended is not None for client in self.clients.values())
+        self.books_agree()
+        self.events_replay_to_what_is_held()
+        assert self.scheduler.blocks.num_in_use == 0
+        assert self.scheduler.host.blocks.num_in_use == 0
+        assert self.scheduler.abort_all() == []
+
+
+SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize(
+    ("mix", "block_size", "max_in_flight"),
+    [
+        ("full", 8, 1),
+        ("full", 32, 1),
+        ("full", 64, 1),
+        ("sliding", 8, 1),
+        ("mixed", 8, 1),
+        ("mixed", 32, 1),
+        ("full", 8, 2),
+        ("full", 64, 2),
+        ("mixed", 8, 2),
+    ],
+)
+def test_any_life_keeps_the_books_and_the_tokens(mix, block_size, max_in_flight):
+    attributes = {"block_size": block_size, "mix": mix, "max_in_flight": max_in_flight}
+    machine = type(f"Machine{mix}{block_size}", (SchedulerMachine,), attributes)
+    run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_colliding_names_never_change_a_token(monkeypatch, mix):
+    real = prefix.block_digest
+    monkeypatch.setattr(prefix, "block_digest", lambda *args: bytes([real(*args)[0] % 4]))
+    machine = type(f"Machine{mix}", (SchedulerMachine,), {"mix": mix})
+    run_state_machine_as_test(machine, settings=SETTINGS)

@@ -1,0 +1,283 @@
+"""Bounds of every request field, at the limit and one beyond."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+
+from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
+from quire.protos.wire import Grammar, SamplingParams
+from quire.router.request.params import GenerationDefaults, Limits, check, resolve
+from quire.router.types import GenerationRequest
+
+MAX_MODEL_LEN, NUM_PROMPT_TOKENS, VOCAB_SIZE = 128, 28, 1000
+ROOM = MAX_MODEL_LEN - NUM_PROMPT_TOKENS
+NEVER_INTEGERS = [1.5, 1.0, "1", math.nan, math.inf, True, [1], 1e10]
+NEVER_NUMBERS = ["1", math.nan, math.inf, -math.inf, True, [1]]
+
+
+def request(**fields):
+    fields = {"request_id": "r", "prompt": "hi"} | fields
+    if fields.get("messages") is not None and "prompt" in fields and fields["prompt"] == "hi":
+        fields["prompt"] = None
+    return GenerationRequest(**fields)
+
+
+def resolved(defaults=None, num_prompt_tokens=NUM_PROMPT_TOKENS, **fields):
+    return resolve(
+        request(**fields),
+        defaults or GenerationDefaults(),
+        num_prompt_tokens=num_prompt_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+ACCEPTED = [
+    ("max_tokens", 1),
+    ("max_tokens", ROOM),
+    ("min_tokens", 0),
+    ("min_tokens", ROOM),
+    ("temperature", 0),
+    ("temperature", 100.0),
+    ("top_p", 1),
+    ("top_p", 5e-324),
+    ("top_k", -1),
+    ("top_k", 2**31 - 1),
+    ("min_p", 0),
+    ("min_p", 1.0),
+    ("repetition_penalty", 1e-9),
+    ("repetition_penalty", 100),
+    ("presence_penalty", -2),
+    ("presence_penalty", 2.0),
+    ("frequency_penalty", -2.0),
+    ("frequency_penalty", 2),
+    ("logit_bias", ((0, -100), (VOCAB_SIZE - 1, 100.0))),
+    ("logit_bias", tuple((i, 1.0) for i in range(VOCAB_SIZE))),
+    ("allowed_token_ids", (0, VOCAB_SIZE - 1)),
+    ("allowed_token_ids", (1,) * 4096),
+    ("bad_words", ("é" * 32,) * 64),
+    ("grammar", Grammar("regex", "é" * 32768, "grammar")),
+    ("logprobs", 0),
+    ("logprobs", 20),
+    ("prompt_logprobs", 0),
+    ("prompt_logprobs", 20),
+    ("n", 32),
+    ("seed", -(2**63)),
+    ("seed", 2**64 - 1),
+    ("stop", ("x",) * 16),
+    ("stop", ("é" * 128,)),
+    ("stop_token_ids", (0, VOCAB_SIZE - 1)),
+    ("stop_token_ids", (1,) * 64),
+    ("priority", -1000),
+    ("priority", 1000),
+    ("tenant", "x" * 256),
+    ("deadline_s", 0.001),
+    ("deadline_s", math.inf),
+    ("prompt", (0, VOCAB_SIZE - 1)),
+    ("prompt", ""),
+    ("add_special_tokens", False),
+]
+REFUSED = [
+    *(("max_tokens", value) for value in [0, -1, -(2**63), *NEVER_INTEGERS]),
+    *(("min_tokens", value) for value in [-1, ROOM + 1, 2**31, 2**63, *NEVER_INTEGERS]),
+    *(("temperature", value) for value in [-1e-9, -1, 100.1, 2**63, *NEVER_NUMBERS]),
+    *(("top_p", value) for value in [0, -1, 1.0000001, 2, *NEVER_NUMBERS]),
+    *(("top_k", value) for value in [-2, 2**31, 2**63, *NEVER_INTEGERS]),
+    *(("min_p", value) for value in [-1e-9, 1.0000001, *NEVER_NUMBERS]),
+    *(("repetition_penalty", value) for value in [0, -1, 100.1, *NEVER_NUMBERS]),
+    *(("presence_penalty", value) for value in [-2.1, 2.1, *NEVER_NUMBERS]),
+    *(("frequency_penalty", value) for value in [-2.1, 2.1, *NEVER_NUMBERS]),
+    *(("logit_bias", value) for value in [((1, 1.0),) * 2, ((1, 1.0),) * 1025, None, {1: 1}]),
+    *(("logit_bias[0]", (1, value)) for value in [-100.1, 100.1, *NEVER_NUMBERS]),
+    *(("logit_bias[0]", (value, 1)) for value in [-1, VOCAB_SIZE, 2**31, *NEVER_INTEGERS]),
+    *(("allowed_token_ids", value) for value in [(1,) * 4097, None, 5, [5]]),
+    *(("allowed_token_ids[0]", value) for value in [-1, VOCAB_SIZE, 2**31, *NEVER_INTEGERS]),
+    ("grammar", Grammar("odd", "", "grammar")),
+    *(("grammar", Grammar("regex", text, "grammar")) for text in ["é" * 32769, None, "\ud800"]),
+    *(("logprobs", value) for value in [-1, 21, *NEVER_INTEGERS]),
+    *(("prompt_logprobs", value) for value in [-1, 21, *NEVER_INTEGERS]),
+    *(("n", value) for value in [0, -1, 33, None, *NEVER_INTEGERS]),
+    *(("bad_words", value) for value in [("x",) * 65, None, "x", ["x"]]),
+    *(("bad_words[0]", value) for value in ["", " ", "é" * 32 + "x", None, 1, "\ud800"]),
+    *(("seed", value) for value in [-(2**63) - 1, 2**64, *NEVER_INTEGERS]),
+    *(("priority", value) for value in [-1001, 1001, 2**31, None, *NEVER_INTEGERS]),
+    *(("stop", value) for value in [("x",) * 17, None, "x", ["x"]]),
+    *(("stop[0]", value) for value in ["", "é" * 128 + "x", None, 1, b"x", "\ud800"]),
+    *(("stop_token_ids", value) for value in [(1,) * 65, None, 5, [5]]),
+    *(("stop_token_ids[0]", value) for value in [-1, VOCAB_SIZE, 2**31, None, *NEVER_INTEGERS]),
+    *(("tenant", value) for value in ["x" * 257, None, 5, "\ud800"]),
+    *(("session", value) for value in ["é" * 129, None, 5]),
+    *(("ignore_eos", value) for value in [1, 0, None, "true"]),
+    *(("skip_special_tokens", value) for value in [1, None]),
+    *(("include_stop_str_in_output", value) for value in [1, None]),
+    *(("echo", value) for value in ["no", None]),
+    *(("deadline_s", value) for value in [math.nan, "1", True]),
+    *(("add_special_tokens", value) for value in [1, "no"]),
+    *(("add_generation_prompt", value) for value in [1, True, False]),  # a prompt has no template
+    *(("continue_final_message", value) for value in [1, None, True]),
+    *(("chat_template_kwargs", value) for value in [{}, {"a": 1}]),
+    *(("prompt", value) for value in [(), None, 5, [1], b"x", "\ud800"]),
+    *(("prompt[0]", value) for value in [-1, VOCAB_SIZE, 2**31, 2**63, None, *NEVER_INTEGERS]),
+    *(("messages", value) for value in [(), [{"role": "user"}], "hi"]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ACCEPTED)
+def test_values_at_the_limit_are_accepted(name, value):
+    params = resolved(**{name: value})
+    assert SamplingParams.from_wire(params.to_wire()) == params
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_values_beyond_are_refused_by_field_with_bound_and_value(name, value):
+    field = name.partition("[")[0]
+    with pytest.raises(InvalidRequest) as caught:
+        resolved(**{field: (value,) if name != field else value})
+    assert caught.value.field == name
+    message = caught.value.message
+    assert name in message and ("got" in message or "not valid Unicode" in message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, value in REFUSED if "[0]" not in name]
+)
+def test_most_of_it_is_refused_before_tokenising(name, value):
+    if (name, value) in [("min_tokens", ROOM + 1), ("min_tokens", 2**31), ("min_tokens", 2**63)]:
+        check(request(**{name: value}))  # depends on max_tokens
+    else:
+        with pytest.raises(InvalidRequest):
+            check(request(**{name: value}))
+
+
+@pytest.mark.parametrize("value", [ROOM + 1, 2**31, 2**63])
+def test_max_tokens_beyond_the_room_names_all_three_numbers(value):
+    with pytest.raises(ContextLengthExceeded) as caught:
+        resolved(max_tokens=value)
+    assert caught.value.field == "max_tokens"
+    for number in (value, ROOM, NUM_PROMPT_TOKENS, MAX_MODEL_LEN):
+        assert str(number) in caught.value.message
+
+
+def test_the_prompt_leaves_room_for_a_token():
+    assert resolved(num_prompt_tokens=MAX_MODEL_LEN - 1).max_tokens == 1
+    with pytest.raises(ContextLengthExceeded, match="prompt has 128 tokens; at most 127") as caught:
+        resolved(num_prompt_tokens=MAX_MODEL_LEN)
+    assert caught.value.field == "prompt"
+    with pytest.raises(InvalidRequest, match="at least 1 token, got 0"):
+        resolved(num_prompt_tokens=0)
+
+
+def test_a_long_list_of_ids_is_refused_by_its_length_before_its_items_are_read():
+    with pytest.raises(ContextLengthExceeded):
+        resolved(prompt=("x",) * 1000, num_prompt_tokens=1000)
+
+
+def test_prompt_or_messages_and_not_both():
+    user = ({"role": "user", "content": "hi"},)
+    assert resolved(messages=user, prompt=None).max_tokens == ROOM
+    with pytest.raises(InvalidRequest, match=r"exactly one.*got both"):
+        check(GenerationRequest(request_id="r", prompt="x", messages=user))
+    with pytest.raises(InvalidRequest, match=r"exactly one.*got neither"):
+        check(GenerationRequest(request_id="r"))
+
+
+def test_what_the_client_leaves_open_comes_from_the_defaults():
+    assert resolved(seed=1) == SamplingParams(max_tokens=ROOM, seed=1)
+    defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=16)
+    params = resolved(defaults, seed=1)
+    assert params == SamplingParams(16, temperature=0.6, top_p=0.9, top_k=20, seed=1)
+    assert resolved(defaults, num_prompt_tokens=MAX_MODEL_LEN - 5).max_tokens == 5
+    given = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "max_tokens": 7}
+    params = resolved(defaults, **given)
+    assert {name: getattr(params, name) for name in given} == given
+
+
+def test_values_are_brought_to_the_engines_form():
+    params = resolved(
+        top_k=-1, temperature=1e-6, stop_token_ids=(5, 3, 5), ignore_eos=True, min_tokens=2, seed=-1
+    )
+    assert (params.top_k, params.temperature, params.stop_token_ids) == (0, 0.0, (5, 3))
+    assert (params.ignore_eos, params.min_tokens, params.seed) == (True, 2, 2**64 - 1)
+    assert type(resolved(temperature=1).temperature) is float
+
+
+def test_min_tokens_is_bounded_by_max_tokens():
+    assert resolved(min_tokens=5, max_tokens=5).min_tokens == 5
+    with pytest.raises(
+        InvalidRequest, match=r"min_tokens must be <= max_tokens, which is 5.*got 6"
+    ):
+        resolved(min_tokens=6, max_tokens=5)
+
+
+def test_a_drawn_seed_cannot_be_foretold_and_can_be_given_back(monkeypatch):
+    seeds = set()
+    for _ in range(50):
+        random.seed(0)  # no generator of this process decides
+        seeds.add(resolved().seed)
+    assert len(seeds) == 50
+    for seed in seeds:
+        assert 0 <= seed < 2**63 and resolved(seed=seed).seed == seed
+    asked = []
+    monkeypatch.setattr("secrets.randbits", lambda bits: asked.append(bits) or 5)
+    assert (resolved().seed, asked) == (5, [63])
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1.5, -math.inf])
+def test_a_deadline_that_has_passed_is_its_own_error(deadline_s):
+    with pytest.raises(DeadlineExceeded):
+        resolved(deadline_s=deadline_s)
+
+
+def test_limits_are_the_servers_choice():
+    limits = Limits(max_stop_strings=1, max_temperature=2.0)
+    check(request(stop=("a",), temperature=2.0), limits)
+    with pytest.raises(InvalidRequest, match=r"temperature must be a number in \[0, 2\], got 2.1"):
+        check(request(temperature=2.1), limits)
+    with pytest.raises(InvalidRequest, match="stop must have at most 1 strings, got 2"):
+        check(request(stop=("a", "b")), limits)
+
+
+def test_defaults_come_from_the_checkpoint(tmp_path):
+    assert GenerationDefaults.load(tmp_path) == GenerationDefaults()
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"temperature": 0.6, "top_k": 50, "top_p": None, "eos_token_id": 2}))
+    assert GenerationDefaults.load(tmp_path) == GenerationDefaults(temperature=0.6, top_k=50)
+    path.write_text(json.dumps({"top_p": 1.5}))
+    with pytest.raises(ValueError, match=r"generation_config.json: top_p must be .*got 1.5"):
+        GenerationDefaults.load(tmp_path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="expected an object"):
+        GenerationDefaults.load(tmp_path)
+
+
+def test_a_list_of_prompts_has_a_bound_with_all_its_choices():
+    check(request(prompt=None, prompts=("hi",) * 256))
+    check(request(prompt=None, prompts=("hi", (1, 2)) * 4, n=32))
+    for fields, got in (({"n": 1}, 257), ({"n": 2}, 129), ({"n": 32}, 9)):
+        with pytest.raises(InvalidRequest, match=f"at most {256 // fields['n']} prompts") as caught:
+            check(request(prompt=None, prompts=("hi",) * got, **fields))
+        assert caught.value.field == "prompt" and f"got {got}" in caught.value.message
+    for fields in ({"prompt": "hi", "prompts": ("hi",)}, {"prompts": ["hi"], "prompt": None}):
+        with pytest.raises(InvalidRequest):
+            check(request(**fields))
+
+
+def test_max_tokens_0_is_for_prompts_that_are_echoed():
+    check(request(max_tokens=0, echo=True))
+    with pytest.raises(InvalidRequest, match="or 0 together with echo, got 0"):
+        check(request(max_tokens=0))
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        check(request(max_tokens=False, echo=True))
+
+
+def test_every_field_of_a_request_is_checked_or_known_to_be_free():
+    """A new field must be given a bound, or be added to the free ones here."""
+    free = {"request_id", "model", "resume_from"}  # an event id: `resume.check`
+    free |= {"prompts"}  # a test of its own
+    tested = {name.partition("[")[0] for name, _ in REFUSED}
+    assert {field.name for field in dataclasses.fields(GenerationRequest)} == free | tested
