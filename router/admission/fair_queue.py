@@ -16,8 +16,9 @@ Within a tenant smaller priorities go first, then earlier deadlines, then those 
 
     arrival + AGEING x seconds of their own prefill
 
-as at the replicas (`quire/replica/order.py`): shortest first, with an age that bounds what it costs the long ones. A
-request is passed by those that come within `AGEING` times the seconds by which its prefill takes longer than theirs.
+as at the replicas (`quire/replica/scheduler/order.py`): shortest first, with an age that bounds what it costs the long
+ones. A request is passed by those that come within `AGEING` times the seconds by which its prefill takes longer than
+theirs.
 
 Of two tenants that wait all the time neither gets more than three quanta and two charges beyond the other, over
 any stretch of time; and a tenant's wait is bounded by what the others can be served until its turn comes. Pure: no

@@ -1,12 +1,12 @@
-/* What a request costs on each replica (`quire/router/cost.py` derives it), and where it costs least.
+/* What a request costs on each replica (`quire/router/policy/cost.py` derives it), and where it costs least.
 
-   The same in numpy is in `quire/router/cost_terms.py` and `quire/router/policy.py`: the same operations in the same
+   The same in numpy is in `quire/router/policy/cost_terms.py` and `quire/router/policy/policy.py`: the same operations in the same
    order, and none fused, so that the bits are the same. */
 #include <stdint.h>
 
 #include "clones.h"
 
-/* `quire/router/columns.py` */
+/* `quire/router/policy/columns.py` */
 enum {
     REPORT_S = 1,
     QUEUED_TOKENS,
@@ -47,7 +47,7 @@ struct terms {
     double wait, prefill, host_copy, interference, later, decode, eviction, memory, copy_value;
 };
 
-enum { MAX_RANKED = 16 }; /* `quire/router/policy.py` */
+enum { MAX_RANKED = 16 }; /* `quire/router/policy/policy.py` */
 
 /* What is found beside the costs: `_Found` of `cost_terms.py`. */
 struct found {

@@ -1,7 +1,7 @@
 /* What a routing decision does for each block of its prompt: its hash, the bucket that has it, and who holds it.
 
    One thread, no allocation, and the caller keeps the interpreter's lock: a prompt of 16,000 tokens takes some tens of
-   microseconds. Layouts are those of `quire/router/block_table.py`, the hash is that of `RoutingHasher` in
+   microseconds. Layouts are those of `quire/router/index/block_table.py`, the hash is that of `RoutingHasher` in
    `quire/protos/wire.py`; both have the same in numpy. The match is that of `PrefixIndex`, which has it in Python. */
 #include <stdint.h>
 
@@ -102,7 +102,7 @@ struct line {
     int32_t link; /* number of another line, 0: there is none */
 };
 
-/* Mirrored in `quire/router/native_library.py`. */
+/* Mirrored in `quire/router/compiled_router.py`. */
 struct block_table {
     const struct line *lines;
     uint64_t num_buckets;
@@ -170,7 +170,7 @@ int64_t quire_find_runs(const struct block_table *table, const uint64_t *hashes,
     return num_runs;
 }
 
-/* Who holds what, as bits of the replicas' slots. Mirrored in `quire/router/native_library.py`. */
+/* Who holds what, as bits of the replicas' slots. Mirrored in `quire/router/compiled_router.py`. */
 struct holders {
     const struct block_table *table; /* hash -> number of a set */
     const uint64_t *sets;            /* [sets, words] */
@@ -196,7 +196,7 @@ static void write_depth(const struct holders *holders, int64_t word, uint64_t bi
 }
 
 /* The blocks of a chain that some do not hold who hold all before: [room] each, as many as a chain has blocks. Mirrored
-   in `quire/router/native_library.py`. */
+   in `quire/router/compiled_router.py`. */
 struct ends {
     uint64_t *hashes;
     int32_t *blocks, *ids; /* where they are in the chain, and the sets that do hold them */

@@ -8,7 +8,7 @@ enum {
     TWO_CHUNKS_BYTES = 48 << 10, /* of a first-level cache: one chunk, and of the next what has come when it is begun */
 };
 
-/* Mirrored in `quire/kernels/weight_panels.py`. */
+/* Mirrored in `quire/kernels/cpu/weight_panels.py`. */
 struct pack_call {
     uint32_t *packed;        /* [panels, steps, PANEL_COLUMNS], or in strips, as linear_call has it */
     int64_t in_strips;

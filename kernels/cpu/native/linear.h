@@ -1,6 +1,6 @@
 /* What the sources of the packed matrix product share: the arguments of a call and the layout of the weights.
  *
- * `struct linear_call` is mirrored field by field in `quire/kernels/cpu_linear.py`; whoever changes one changes
+ * `struct linear_call` is mirrored field by field in `quire/kernels/cpu/cpu_linear.py`; whoever changes one changes
  * QUIRE_ABI in attention.h and ABI in native_library.py.
  */
 #ifndef QUIRE_LINEAR_H

@@ -10,7 +10,7 @@ enum {
     SAMPLED_STEPS = 128, /* at least, from which a panel's values are chosen: some 20 of each that is as rare as one in 1000 */
 };
 
-/* Mirrored in `quire/kernels/weight_code.py`. */
+/* Mirrored in `quire/kernels/cpu/weight_code.py`. */
 struct code_call {
     const char *rows;      /* [panels * PANEL_COLUMNS, steps] pairs of bfloat16; NULL: the one panel is packed in `scratch` */
     int64_t row_stride;    /* bytes */

@@ -26,7 +26,7 @@ enum {
     TABLE_BYTES = 16,
 };
 
-/* Mirrored in `quire/kernels/weight_code.py`. */
+/* Mirrored in `quire/kernels/cpu/weight_code.py`. */
 struct weight_code {
     const uint8_t *tables; /* [panels][TABLE_BYTES]: the high byte that a number stands for */
     const int64_t *first;  /* [panels] of the next two, where a panel's begin */

@@ -6,7 +6,7 @@
 
 enum { TOKENS_PER_CLAIM = 32 };
 
-/* Mirrored in `quire/kernels/cpu_scatter.py`. */
+/* Mirrored in `quire/kernels/cpu/cpu_scatter.py`. */
 struct scatter_call {
     char *to;                            /* [num_rows, row_bytes] */
     const char *from;                    /* [tokens, heads, row_bytes] */

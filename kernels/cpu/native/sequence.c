@@ -23,7 +23,7 @@ enum {
 
 enum kind { NORM = 0, LINEAR = 1, ROTATE = 2, ATTENTION = 3, GATED = 4 };
 
-/* These three are mirrored in `quire/kernels/cpu_sequence.py`. */
+/* These three are mirrored in `quire/kernels/cpu/cpu_sequence.py`. */
 struct step {
     int64_t kind; /* enum kind: which structure `call` is */
     void *call;
