@@ -54,8 +54,10 @@ $(INSTALLED): pyproject.toml $(wildcard kernels/cpu/native/* router/native/*)
 		$(BIN)/python -m pip install --no-input torch==2.13.0; \
 	fi
 	$(BIN)/python -m pip install --no-input -e '.[dev]'
-	site="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && mkdir -p "$$site/quire" && \
-		for folder in cluster kernels protos replica router; do ln -sfn "$(CURDIR)/$$folder" "$$site/quire/$$folder"; done
+	mkdir -p $(VENV)/source/quire && for folder in cluster kernels protos replica router; do \
+		ln -sfn "$(CURDIR)/$$folder" $(VENV)/source/quire/$$folder; done
+	echo "$(abspath $(VENV))/source" \
+		> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/quire_source.pth"
 	touch $@
 
 serve: $(INSTALLED)

@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 from quire.cluster.bench import report
 from tests.perf.gpu_plan import TEST_FOLDERS
 from tests.perf.gpu_session import NO_TIME, Part, Point, Row, Session, significant
-from tests.perf.processes import wait_or_interrupt
+from tests.perf.processes import hear_interrupts, wait_or_interrupt
 
 ON_A_DEVICE = ("kernel_device", "mark.gpu")  # a test file that runs on a GPU has one of these
 REHEARSED = ("test_norm.py",)
@@ -84,7 +84,9 @@ def test_command(files: list[str], rehearsal: bool, result: Path) -> list[str]:
 
 def run_tests(command: list[str], limit_s: float) -> int | None:
     """Status of pytest; None when its time was over, and then it has written what it knows."""
-    process = subprocess.Popen(command, cwd=report.ROOT, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=report.ROOT, start_new_session=True, preexec_fn=hear_interrupts
+    )
     return wait_or_interrupt(process, limit_s, GRACE_S)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from quire.cluster.bench import report
 from tests.perf.gpu_carry import CACHE, carry_results, pack_cache, unpack_cache
 from tests.perf.gpu_run import REHEARSAL_PATIENCE
-from tests.perf.processes import wait_or_interrupt
+from tests.perf.processes import hear_interrupts, wait_or_interrupt
 
 LIMIT_S = 600.0  # of a command
 RESERVE_S = 30.0  # of it for the caches and the driver itself
@@ -192,6 +192,7 @@ def run_step(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=hear_interrupts,
         )
     status = wait_or_interrupt(process, max(limit_s - GRACE_S, 0.0), GRACE_S)
     _cut(log, begins)

@@ -7,6 +7,11 @@ import signal
 import subprocess
 
 
+def hear_interrupts() -> None:
+    """For `preexec_fn`: a shell's background job ignores SIGINT, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def wait_or_interrupt(
     process: subprocess.Popen[bytes], limit_s: float, grace_s: float
 ) -> int | None:
