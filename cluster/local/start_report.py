@@ -50,7 +50,7 @@ def ready_lines(
     for app in config.applications:
         if engine := bodies.get(app.name, {}).get("engine"):
             replicas = f"{app.config.replicas} x " if app.config.replicas > 1 else ""
-            yield f"{app.name}: {replicas}{describe(engine)}"
+            yield f"{app.name}: {replicas}{describe({**engine, 'model': app.config.model_name})}"
     yield from listening_lines(listeners)
     for app in config.applications:
         if app.config is not None and app.route_prefix is not None:

@@ -25,7 +25,7 @@ from quire.cluster.proxies.ray_settings import (
     REQUEST_TIMEOUT_VARIABLE,
     set_serve_defaults,
 )
-from quire.replica.serving.final_errors import reason_of
+from quire.replica.serving.final_errors import MARK, reason_of
 
 logger = logging.getLogger("ray.serve")
 
@@ -55,7 +55,7 @@ def fit_connections() -> None:
     fitting = max(1, int((most_files - _OTHER_FILES) / _FILES_PER_CONNECTION))
     if most_files == resource.RLIM_INFINITY or wanted <= fitting:
         return
-    logger.info(
+    logger.debug(
         "HAProxy takes %d connections and not %d: it may open %d files (ulimit -Hn)",
         fitting,
         wanted,
@@ -146,8 +146,9 @@ def end_final_failures() -> None:
     def record_replica_startup_failure(self: DeploymentState, error_msg: str) -> None:
         reason = reason_of(error_msg)
         if reason is not None and not self._replica_has_started:
-            final_reasons[self] = reason
-        record(self, error_msg if reason is None else reason)
+            final_reasons[self] = MARK + reason
+        # The mark stays: `quire serve` then knows that this is the whole reason.
+        record(self, error_msg if reason is None else MARK + reason)
 
     DeploymentState._failed_to_start_threshold = property(failed_to_start_threshold)
     DeploymentState.record_replica_startup_failure = record_replica_startup_failure

@@ -54,7 +54,7 @@ def test_a_final_failure_ends_the_attempts_and_its_reason_is_the_message(state):
     assert state._replica_startup_failing()
     assert state._replica_failure_count == 1
     message = state._curr_status_info.message
-    assert message.endswith("0 more time(s). Error:\n" + str(caught.value))
+    assert message.endswith("0 more time(s). Error:\nCannotStart: " + str(caught.value))
     assert "no folder /models/x" in message and "on node '" in message
 
 
