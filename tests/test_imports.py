@@ -124,6 +124,11 @@ def top_level_imports(tree: ast.Module) -> Iterator[str]:
 
 
 @cache
+def loaded_by(module: str) -> tuple[str, ...]:
+    return tuple(top_level_imports(ast.parse(MODULES[module].read_text())))
+
+
+@cache
 def chains(module: str) -> dict[str, str]:
     """Each heavy library that importing `module` loads, with the chain that leads to it."""
     found: dict[str, str] = {}
@@ -136,8 +141,7 @@ def chains(module: str) -> dict[str, str]:
         if name in MODULES:
             parts = name.split(".")
             parents = [".".join(parts[:n]) for n in range(2, len(parts))]
-            imports = [*parents, *top_level_imports(ast.parse(MODULES[name].read_text()))]
-            pending += [(other, f"{chain} -> {other}") for other in imports]
+            pending += [(other, f"{chain} -> {other}") for other in (*parents, *loaded_by(name))]
         elif library := HEAVY.get(name.split(".")[0]):
             found.setdefault(library, chain)
     return found
@@ -159,8 +163,10 @@ def layer(module: str) -> str:
     return name if name in LAYERS else folder
 
 
-def all_imports(module: str) -> Iterator[str]:
+@cache
+def all_imports(module: str) -> frozenset[str]:
     """Modules of Quire that a module names anywhere: in functions and under `if TYPE_CHECKING`, too."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -169,7 +175,8 @@ def all_imports(module: str) -> Iterator[str]:
             names = [name if name in MODULES else node.module for name in whole]
         else:
             continue
-        yield from (name for name in names if name in MODULES and name != module)
+        found.update(name for name in names if name in MODULES and name != module)
+    return frozenset(found)
 
 
 def test_every_folder_has_its_layer():
