@@ -14,9 +14,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from prometheus_client import generate_latest
-from prometheus_client.core import Metric
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
@@ -159,6 +160,9 @@ class MetricSet:
             self.value(name).value = value
 
     def _text(self, name: str, labels: Mapping[str, str]) -> tuple[bytes, bytes]:
+        # Here, so that an engine without a server needs no prometheus_client.
+        from prometheus_client.core import Metric
+
         family = self.families[name]
         metric = Metric(name.removesuffix(_TOTAL), family.help, family.kind)
         for label_values, found in self._series[name].items():
@@ -192,6 +196,8 @@ class _One:
 
 def _split(metric: Metric) -> tuple[bytes, bytes]:
     """HELP and TYPE, and the samples."""
+    from prometheus_client import generate_latest
+
     help_line, type_line, samples = generate_latest(_One(metric)).split(b"\n", 2)  # type: ignore[arg-type]
     return b"%b\n%b\n" % (help_line, type_line), samples
 

@@ -30,6 +30,7 @@ FOREIGN = (
     "pydantic",
     "llguidance",
     "orjson",
+    "prometheus_client",
     "openai",
     "jsonschema",
     "accelerate",
