@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[2]))  # for `tests.perf`
+
 import environments
 import smollm2
 import yaml
