@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from quire.router.request.request_stream import RequestStream
 
 
+async def end_streams(
+    pumps: Sequence[asyncio.Task[None]], streams: Sequence[RequestStream | ChoicesStream]
+) -> None:
+    """Stop the tasks that read the streams, then end the streams."""
+    for pump in pumps:
+        pump.cancel()
+    await asyncio.gather(*pumps, return_exceptions=True)
+    for stream in streams:
+        await stream.aclose()
+
+
 class ChoicesStream:
     """The `GenerationStream` of a request with `n` > 1: deltas of all choices as they come.
 
@@ -102,11 +113,7 @@ class ChoicesStream:
     async def aclose(self) -> None:
         """End the choices that still run. Idempotent."""
         self._num_open = 0
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-        for stream in self._streams:
-            await stream.aclose()
+        await end_streams(self._pumps, self._streams)
 
     async def _pump(self, choice: int, stream: RequestStream) -> None:
         try:

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
+from quire.router.request.choices import ChoicesStream, end_streams
 from quire.router.types import Explain, OutputDelta, TokenScores, Usage
 
 if TYPE_CHECKING:
-    from quire.router.request.choices import ChoicesStream
     from quire.router.request.request_stream import RequestStream
 
 
@@ -101,11 +101,7 @@ class PromptsStream:
     async def aclose(self) -> None:
         """End what still runs. Idempotent."""
         self._num_open = 0
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-        for stream in self._streams:
-            await stream.aclose()
+        await end_streams(self._pumps, self._streams)
 
     async def _pump(
         self, index: int, stream: RequestStream | ChoicesStream, begun: asyncio.Future[None]

@@ -47,7 +47,7 @@ class TiledRouter(nn.Module):
         return logits, weights, ids
 
 
-class TiledExperts(nn.Module):
+class StackedExperts(nn.Module):
     """Gated experts with stacked weights; shares them with the module that it replaces.
 
     Parameters
@@ -66,6 +66,13 @@ class TiledExperts(nn.Module):
         self.down_proj = experts.down_proj
         self.gate_up_proj_bias = getattr(experts, "gate_up_proj_bias", None)
         self.down_proj_bias = getattr(experts, "down_proj_bias", None)
+
+
+class TiledExperts(StackedExperts):
+    """Experts whose products run in tiles of fixed height, on the CPU."""
+
+    def __init__(self, experts: nn.Module):
+        super().__init__(experts)
         self._tile_rows = {
             name: probe(self._weight(name, 0)) for name in ("gate_up_proj", "down_proj")
         }

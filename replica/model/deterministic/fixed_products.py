@@ -26,6 +26,7 @@ from torch import nn
 
 from quire.kernels.rows.experts_fixed import combine_experts, experts_product, plan_experts
 from quire.kernels.rows.matmul_fixed import FixedProduct
+from quire.replica.model.deterministic.deterministic_experts import StackedExperts
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_parts import Product
 
@@ -86,25 +87,11 @@ class FixedRouter(nn.Module):
         return logits, weights.to(logits.dtype), ids
 
 
-class FixedExperts(nn.Module):
-    """Gated experts with stacked weights; shares them with the module that it replaces.
-
-    Parameters
-    ----------
-    experts
-        transformers' module: `gate_up_proj` and `down_proj`, [experts, out, in], or [experts, in, out] where
-        `transposed`, and biases of the same names with `_bias` or none.
-    """
-
-    transposed = False
+class FixedExperts(StackedExperts):
+    """Experts whose products add in one order, on a GPU."""
 
     def __init__(self, experts: nn.Module):
-        super().__init__()
-        self.num_experts = experts.num_experts
-        self.gate_up_proj = experts.gate_up_proj
-        self.down_proj = experts.down_proj
-        self.gate_up_proj_bias = getattr(experts, "gate_up_proj_bias", None)
-        self.down_proj_bias = getattr(experts, "down_proj_bias", None)
+        super().__init__(experts)
         self._source = (experts,)  # in a tuple: not its child
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
