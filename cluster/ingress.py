@@ -15,7 +15,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from quire.cluster.api.watchers import Watchers
+from quire.cluster.api_common.watchers import Watchers
 from quire.cluster.config.app_config import AppConfig, RouterArgs
 from quire.cluster.config.live_update import router_section
 from quire.cluster.grpc.grpc_api import GrpcApi
@@ -32,7 +32,7 @@ from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.by_name import make_policy
 from quire.router.request.context import ModelFacts
-from quire.router.request.migration_budget import MigrationBudget
+from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.router_metrics import RouterMetrics
 from quire.router.request.service import RouterService
@@ -205,7 +205,7 @@ def _service(
         observer=observer,
         max_move_s=limits.max_move_s,
         max_migrations=limits.max_migrations,
-        budget=MigrationBudget(limits.migration_refill_s, limits.migration_burst),
+        budget=FailoverBudget(limits.migration_refill_s, limits.migration_burst),
         max_explained_decisions=limits.max_explained_decisions,
         decision_log=_decision_log(limits, router_id),
         peers=peers.decisions,

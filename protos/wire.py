@@ -355,9 +355,7 @@ class Hello:
     eos_token_ids: list[int]
     startup_s: dict[str, float]  # seconds of start-up by phase
     node: str = ""  # Ray's id of the node that it runs on
-    flight: str = (
-        ""  # path there of what it leaves behind when it dies (`protos.flight`); empty: nothing
-    )
+    flight: str = ""  # path there of what it leaves behind when it dies (`protos.flight_recorder`); empty: nothing
     device: str = ""  # cpu | cuda
     num_threads: int = 0  # of matrix products on the CPU; 0 on a GPU
     cache_tokens: int = 0  # that the KV pool holds in requests of `typical_len` tokens

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavailable
-from quire.protos.flight import FlightRecorder
+from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.wire import Hello, Load, SamplingParams
 from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
@@ -56,7 +56,7 @@ class Engine:
         Called in the engine's thread after each turn that produced something; must not block. Without it the
         engine serves its own offline front.
     flight_path
-        Where to leave what `protos.flight` tells of a process that died.
+        Where to leave what `protos.flight_recorder` tells of a process that died.
 
     Raises
     ------

@@ -32,7 +32,7 @@ from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 from quire.protos.errors import StepFailed, Unavailable
-from quire.protos.flight import FlightRecorder
+from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.wire import CacheEvents, Load
 from quire.replica.core.request import DeltaBatch

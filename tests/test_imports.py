@@ -40,7 +40,7 @@ LAYERS = (
     "router.transport",
     "router.request",
     "replica.machine",
-    "replica.embedded",
+    "replica.embedded_model",
     "replica.grammar",
     "replica.kv_cache",
     "replica.config",
@@ -61,7 +61,7 @@ LAYERS = (
     # Ray begins here.
     "replica.serving",
     "replica.serving.faults",
-    "cluster.api",
+    "cluster.api_common",
     "cluster.http",
     "cluster.grpc",
     "cluster.proxies",
@@ -83,7 +83,7 @@ RAY = (
 TORCH = (
     "quire.kernels",
     "quire.replica.device",
-    "quire.replica.embedded.train",
+    "quire.replica.embedded_model.train",
     "quire.replica.model",
     "quire.replica.runner",
     "quire.replica.sampling",

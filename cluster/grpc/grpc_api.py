@@ -27,8 +27,8 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
-from quire.cluster.api import structured_output
-from quire.cluster.api.front_end import (
+from quire.cluster.api_common import structured_output
+from quire.cluster.api_common.front_end import (
     TIMEOUT_HEADER,
     Progress,
     collect,
@@ -42,7 +42,7 @@ from quire.cluster.api.front_end import (
     served_role,
     timeout_seconds,
 )
-from quire.cluster.api.watchers import FORWARDED_FOR, Watchers, client_of
+from quire.cluster.api_common.watchers import FORWARDED_FOR, Watchers, client_of
 from quire.cluster.grpc.grpc_servicers import Unparsed, accepted
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation

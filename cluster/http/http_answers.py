@@ -15,7 +15,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from quire.cluster.api.front_end import retry_after_ms
+from quire.cluster.api_common.front_end import retry_after_ms
 from quire.protos.errors import DecisionNotFound, QuireError
 from quire.router.types import Decisions, ModelInfo, ScoredToken, TokenScores, Usage
 

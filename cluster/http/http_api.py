@@ -38,7 +38,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.cluster.api.front_end import (
+from quire.cluster.api_common.front_end import (
     EXPLAIN_HEADERS,
     TIMEOUT_HEADER,
     counting_refusals,

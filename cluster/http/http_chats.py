@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.cluster.api.front_end import ROLES, served_role
+from quire.cluster.api_common.front_end import ROLES, served_role
 from quire.cluster.http.http_schema import GenerationBody, Strict
 from quire.protos.errors import InvalidRequest
 from quire.protos.wire import MAX_LOGPROBS

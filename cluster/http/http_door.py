@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.cluster.api.front_end import is_label
+from quire.cluster.api_common.front_end import is_label
 from quire.cluster.http.http_answers import error_answer, error_headers, json_response
 from quire.protos.errors import InvalidRequest
 

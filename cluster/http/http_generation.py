@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.cluster.api.front_end import (
+from quire.cluster.api_common.front_end import (
     Answer,
     Progress,
     collect,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.cluster.api import structured_output
+from quire.cluster.api_common import structured_output
 from quire.protos.errors import InvalidRequest
 from quire.protos.wire import Grammar
 from quire.router.refused_fields import Refused

@@ -53,7 +53,7 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, weights: bool
         Nothing of that name, or files that `check_files` refuses.
     """
     if model == "embedded":
-        from quire.replica.embedded import CHECKPOINT
+        from quire.replica.embedded_model import CHECKPOINT
 
         folder = Path(CHECKPOINT)
     elif (path := Path(model).expanduser()).is_dir():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.replica.checkpoint import fp8_checkpoint
 from quire.replica.checkpoint.fp8_checkpoint import Fp8Scheme
+from quire.replica.checkpoint.rope_types import check_rope_types
 from quire.replica.kv_cache.groups import LayerGroup, group_layers
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ _LEFT_OUT = (
     "quantization_config",
     "compression_config",
 )
-# Other rope types change their frequencies with the longest sequence of the batch.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class CheckpointError(ValueError):
@@ -104,7 +103,7 @@ class ModelSpec:
             config = build_config(raw)
         except (ValueError, TypeError, KeyError, OSError) as error:
             raise CheckpointError(f"{path / 'config.json'}: {error}") from error
-        _judge_rope(config)
+        _check_rope(config)
         heads = config.num_attention_heads
         generation = read_json(path / "generation_config.json", optional=True)
         top_k = generation.get("top_k")
@@ -204,17 +203,11 @@ def _fp8(raw: dict[str, Any]) -> Fp8Scheme | None:
         raise CheckpointError(f"config.json: quantization_config: {error}") from error
 
 
-def _judge_rope(config: Any) -> None:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    # One set for all layers, or one for each kind of layer.
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for entry in nested or [parameters]:
-        rope_type = entry.get("rope_type", "default")
-        if rope_type not in ROPE_TYPES:
-            raise CheckpointError(
-                f"config.json: rope type {rope_type!r} depends on the longest sequence of a batch or is not "
-                f"covered by tests; served are {', '.join(ROPE_TYPES)}"
-            )
+def _check_rope(config: Any) -> None:
+    try:
+        check_rope_types(config)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from error
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -38,9 +38,9 @@ from quire.protos.errors import (
 )
 from quire.protos.wire import Grammar
 from quire.replica.grammar import grammar_source
-from quire.replica.grammar.judge import Budget, GrammarJudge, Outcome, Verdict
-from quire.replica.grammar.judge_queue import WaitingGrammar
-from quire.replica.grammar.lane import GrammarLane
+from quire.replica.grammar.check_queue import WaitingGrammar
+from quire.replica.grammar.check_thread import GrammarCheckThread
+from quire.replica.grammar.grammar_check import Budget, GrammarChecker, Outcome, Verdict
 from quire.replica.grammar.state import CompiledGrammar, GrammarState
 
 try:
@@ -163,14 +163,14 @@ class GrammarCompiler:
         """End threads and processes; requests that wait hear nothing."""
         self._at_exit()
 
-    def _lane(self, name: str, budget: Budget) -> GrammarLane[_Waiter]:
-        judge = GrammarJudge(
+    def _lane(self, name: str, budget: Budget) -> GrammarCheckThread[_Waiter]:
+        judge = GrammarChecker(
             self._path, self._vocab_size, self._eos_token_ids, self._json_white_space, budget
         )
-        return GrammarLane(name, judge, self._on_turn, _expire)
+        return GrammarCheckThread(name, judge, self._on_turn, _expire)
 
     def _on_turn(
-        self, lane: GrammarLane[_Waiter], tenant: str, waiting: WaitingGrammar[_Waiter]
+        self, lane: GrammarCheckThread[_Waiter], tenant: str, waiting: WaitingGrammar[_Waiter]
     ) -> None:
         """Answer all who wait for a grammar, or pass them on to the slow lane."""
         waiters = [waiter for _, waiter in waiting.waiters]
@@ -189,7 +189,9 @@ class GrammarCompiler:
         for waiter, outcome in zip(waiters, outcomes, strict=True):
             waiter.answer(outcome)
 
-    def _refusal(self, lane: GrammarLane[_Waiter], key: bytes, grammar: Grammar) -> str | None:
+    def _refusal(
+        self, lane: GrammarCheckThread[_Waiter], key: bytes, grammar: Grammar
+    ) -> str | None:
         """Why a grammar is refused, empty when it is not; None: to say it takes more than the quick lane gives.
 
         Raises
@@ -315,6 +317,6 @@ def _expire(waiter: _Waiter) -> None:
     )
 
 
-def _close_all(lanes: Sequence[GrammarLane]) -> None:
+def _close_all(lanes: Sequence[GrammarCheckThread]) -> None:
     for lane in lanes:
         lane.close()

@@ -29,7 +29,7 @@ import torch
 from quire.replica.device.device import Device, Graph
 from quire.replica.runner.fixed_step import FixedStep
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
-from quire.replica.runner.graphs.graph_shelf import GraphShelf
+from quire.replica.runner.graphs.graph_policy import GraphPolicy
 from quire.replica.runner.step_inputs import InputRing
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class GraphCache:
 
     Parameters
     ----------
-    shelf
+    policy
         Says which.
     step, inputs
         What is captured, and where its inputs lie.
@@ -76,7 +76,7 @@ class GraphCache:
     def __init__(
         self,
         device: Device,
-        shelf: GraphShelf,
+        policy: GraphPolicy,
         step: FixedStep,
         inputs: InputRing,
         block_size: int,
@@ -85,7 +85,7 @@ class GraphCache:
         mode: str,
         checks_addresses: bool,
     ):
-        self.shelf = shelf
+        self.policy = policy
         self.num_captures = 0
         self._device = device
         self._step = step
@@ -119,7 +119,7 @@ class GraphCache:
         """
         if self.off_because is None:
             self._step.reserve_logits()  # while memory is counted, not when a row first asks for it
-            for key in self.shelf.first():
+            for key in self.policy.first():
                 error = self._try_to_capture(key)
                 if error is not None and self._mode == "on":
                     raise RuntimeError(f"cuda_graphs is on: {_failure(key, error)}") from error
@@ -140,7 +140,7 @@ class GraphCache:
         if self.off_because is None:
             before = self._untouched_bytes()
             self._step.reserve_logits()
-            for key in self.shelf.first()[:count]:
+            for key in self.policy.first()[:count]:
                 if self._try_to_capture(key) is not None:
                     break
                 after = self._untouched_bytes()
@@ -157,22 +157,22 @@ class GraphCache:
 
     def _free(self, key: GraphKey) -> None:
         self._device.release(self._graphs.pop(key).graph)
-        self.shelf.remove(key)
+        self.policy.remove(key)
 
     def find(self, num_rows: int, part: GraphPart) -> CachedGraph | None:
         """The graph for a step of so many rows that decode; None: it runs kernel by kernel."""
         if not self._serves:
             return None
-        key = self.shelf.find(num_rows, part)
+        key = self.policy.find(num_rows, part)
         return None if key is None else self._graphs[key]
 
     def find_mixed(
         self, num_rows: int, num_tokens: int, kv_len: int, part: GraphPart
     ) -> CachedGraph | None:
-        """The graph for a mixed step; arguments as of `GraphShelf.find_mixed`."""
-        if not self._serves or not self.shelf.has_mixed:
+        """The graph for a mixed step; arguments as of `GraphPolicy.find_mixed`."""
+        if not self._serves or not self.policy.has_mixed:
             return None
-        key = self.shelf.find_mixed(num_rows, num_tokens, kv_len, part)
+        key = self.policy.find_mixed(num_rows, num_tokens, kv_len, part)
         return None if key is None else self._graphs[key]
 
     def replay(self, cached: CachedGraph) -> None:
@@ -196,7 +196,7 @@ class GraphCache:
         """
         if not self._serves or self._device.no_graphs_because is not None:
             return False
-        key = self.shelf.wish()
+        key = self.policy.wish()
         if key is None:
             return False
         self._try_to_capture(key)
@@ -209,11 +209,11 @@ class GraphCache:
         except torch.OutOfMemoryError:
             if not self._serves:  # there is more to come that needs memory
                 raise
-            self.shelf.refuse(key)
+            self.policy.refuse(key)
             logger.warning("%s cannot be captured: the device has no memory left for it", key)
         except Exception as error:
             if self._graphs or self._serves:
-                self.shelf.refuse(key)
+                self.policy.refuse(key)
                 logger.warning("%s", _failure(key, error))
             else:
                 self.off_because = _failure(key, error)
@@ -232,7 +232,7 @@ class GraphCache:
         """Rehearse the step on padding, then capture it; with no step in flight."""
         device, step, n = self._device, self._step, key.num_rows
         device.synchronize()
-        if (victim := self.shelf.victim()) is not None:
+        if (victim := self.policy.victim()) is not None:
             self._free(victim)
         if key.part is GraphPart.WHOLE:
             body, written = step.whole, step.sampled[:n]
@@ -247,7 +247,7 @@ class GraphCache:
         graph = device.capture(work, name=str(key), **memory)
         places = _places(self._buffers()) if self._checks_addresses else {}
         self._graphs[key] = CachedGraph(key, graph, places)
-        self.shelf.add(key)
+        self.policy.add(key)
         self.num_captures += 1
 
 

@@ -31,7 +31,7 @@ from quire.replica.runner.fixed_step import FixedInputs, FixedStep, sampling_row
 from quire.replica.runner.forward import Forward
 from quire.replica.runner.graph_cache import CachedGraph, GraphCache
 from quire.replica.runner.graphs.graph_key import GraphPart
-from quire.replica.runner.graphs.graph_shelf import GraphShelf
+from quire.replica.runner.graphs.graph_policy import GraphPolicy
 from quire.replica.runner.graphs.mixed_shapes import MixedShapes
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_inputs import InputRing, StepInputs, input_bytes, pieces
@@ -96,7 +96,7 @@ class QueuedSteps:
         )
         self.graphs = GraphCache(
             device,
-            GraphShelf(config.num_rows, config.max_cached_graphs, _mixed_shapes(config)),
+            GraphPolicy(config.num_rows, config.max_cached_graphs, _mixed_shapes(config)),
             self._fixed,
             self.inputs,
             pool.block_size,
@@ -151,15 +151,15 @@ class QueuedSteps:
 
     def telemetry(self) -> dict[str, object]:
         """Counters since the start."""
-        shelf = self.graphs.shelf
+        policy = self.graphs.policy
         return {
             "device": self.time.to_dict(),
             "graphs": {
                 "off_because": self.graphs.off_because,
                 "num_cached": len(self.graphs),
                 "num_captures": self.graphs.num_captures,
-                **shelf.decodes.to_dict(),  # of steps in which every row decodes; padding: of the rows
-                "mixed": shelf.mixed.to_dict(),  # padding: of the tokens
+                **policy.decodes.to_dict(),  # of steps in which every row decodes; padding: of the rows
+                "mixed": policy.mixed.to_dict(),  # padding: of the tokens
             },
             "uploads": {"num_copies": self.inputs.num_copies, "num_bytes": self.inputs.num_bytes},
             "downloads": {

@@ -12,7 +12,7 @@ returns; step N+1 may be launched while step N runs, and gathers the tokens that
 ```
  host     plan N+1 ▸ stage ▸ launch        collect N (sleeps) ▸ commit N ▸ plan N+2 ...
  h2d                 [inputs of N+1] after "step done" N
- offload             [blocks of N+1 ....................]     nobody uses them in N: `quarantine.py`
+ offload             [blocks of N+1 ....................]     nobody uses them in N: `deferred_frees.py`
  compute  [ step N ......................] after both [ step N+1 .....................
  d2h                                      [tokens of N] after "step done" N
 ```

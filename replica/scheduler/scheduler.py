@@ -10,9 +10,9 @@
 
 Owned by one thread. `plan` and `commit` (or `fail_step`) alternate, or `plan` is one step ahead: then it counts on a
 token of each row in flight that it does not know yet. Between the two a step is in flight, and blocks that are given
-back meanwhile are not handed out before it is over (`quarantine.py`). An eviction needs those tokens and is not planned
-ahead. What a row may sample next can depend on them (a grammar, bad words): such a plan awaits them, and `complete`
-says the rest.
+back meanwhile are not handed out before it is over (`deferred_frees.py`). An eviction needs those tokens and is not
+planned ahead. What a row may sample next can depend on them (a grammar, bad words): such a plan awaits them, and
+`complete` says the rest.
 
 Who gets which blocks is `admission.py`; in which order, `order.py`; how much prefill a step holds, `chunking.py`;
 what it puts into the prefix index, `steps_in_flight.py`. Who gives way when the cache is full is `preemption.py`;
@@ -42,19 +42,19 @@ from quire.replica.core.request import DeltaBatch, FinishReason, Phase, Request,
 from quire.replica.core.step_plan import NO_TOKEN, RequestDelta, SamplingBatch, StepPlan, StepResult
 from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
 from quire.replica.kv_cache.cache_events import EventLog
+from quire.replica.kv_cache.deferred_frees import DeferredFrees
 from quire.replica.kv_cache.host_tier import HostTier, Transfers
 from quire.replica.kv_cache.prefix import PrefixCache
-from quire.replica.kv_cache.quarantine import Quarantine
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.request_table.rows import RowTable
 from quire.replica.scheduler.admission import Admission, Offer
 from quire.replica.scheduler.chunking import Chunking
 from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.forks import Share, Sharing, WaitingForks, find_parent, held_positions
+from quire.replica.scheduler.isolation import IsolatedRequests
 from quire.replica.scheduler.offload import Offload, Return
 from quire.replica.scheduler.order import PrefillOrder, PriorityQueue, ShortestFirstQueue, urgency
 from quire.replica.scheduler.preemption import ReturnQueue, choose_victim
-from quire.replica.scheduler.probation import Probation
 from quire.replica.scheduler.queues import Deadlines, WaitingQueue
 from quire.replica.scheduler.speed import StepSpeed
 from quire.replica.scheduler.steps_in_flight import Step, StepIndexer
@@ -121,7 +121,7 @@ class Scheduler:
             config.vocab_size,
             config.groups,
         )
-        self.quarantine = Quarantine(self.blocks)
+        self.deferred_frees = DeferredFrees(self.blocks)
         self.speed = StepSpeed()
         self.copies = CopySpeed(self.speed, always_copies=config.restore == "always")
         self._admission = Admission(
@@ -143,7 +143,7 @@ class Scheduler:
         self._requests: dict[Hashable, Request] = {}  # every live one
         self._waiting = self._make_queue()
         self._forks = WaitingForks()  # outside the queue
-        self._probation = Probation()  # the same
+        self._isolated = IsolatedRequests()  # the same
         self._fresh_parents: list[Request] = []  # got their first token in the step before
         self._prefill_order = PrefillOrder(by_urgency=config.scheduler == "priority")
         self._returning = ReturnQueue()
@@ -200,7 +200,7 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Accepted requests without a row: new ones, forks, and those that gave way."""
         queued = len(self._waiting) + len(self._returning) + len(self._set_aside)
-        return queued + len(self._forks) + len(self._probation)
+        return queued + len(self._forks) + len(self._isolated)
 
     @property
     def stream_ids_in_flight(self) -> np.ndarray:
@@ -236,7 +236,7 @@ class Scheduler:
         self._requests[request.key] = request
         request.parent = parent
         if request.alone:
-            self._probation.append(request)
+            self._isolated.append(request)
         elif parent is None:
             self._waiting.append(request)
         elif parent.phase in (Phase.PENDING, Phase.PREFILLING):
@@ -268,8 +268,8 @@ class Scheduler:
             return
         request.is_paused = True
         self._replace_parent(request)  # nobody waits for what does not go on
-        if request in self._probation:
-            self._probation.remove(request)
+        if request in self._isolated:
+            self._isolated.remove(request)
             self._set_aside[key] = request
         if request in self._forks:
             self._forks.remove(request)
@@ -385,7 +385,7 @@ class Scheduler:
     def _give_back(self, blocks: Iterable[int], *, passed: bool = False) -> None:
         """Release blocks, once no step in flight uses them; arguments of `BlockManager.release`."""
         newest = self._steps[-1].number if self._steps else None
-        self.quarantine.give_back(blocks, newest, passed=passed)
+        self.deferred_frees.give_back(blocks, newest, passed=passed)
 
     def _release_tip(self, request: Request) -> None:
         """The request needs the name of its last indexed block no more."""
@@ -396,8 +396,8 @@ class Scheduler:
         """Take a request out of whichever queue it waits in."""
         if request in self._forks:
             self._forks.remove(request)
-        elif request in self._probation:
-            self._probation.remove(request)
+        elif request in self._isolated:
+            self._isolated.remove(request)
         elif self._set_aside.pop(request.key, None) is None:
             (self._returning if request.is_victim else self._waiting).remove(request)
 
@@ -475,7 +475,7 @@ class Scheduler:
     @property
     def _is_on_trial(self) -> bool:
         """Whether a request on probation runs or is next: it goes step by step."""
-        return len(self._probation) > 0 or self._probation.current is not None
+        return len(self._isolated) > 0 or self._isolated.current is not None
 
     def _needs_tokens(self, decodes: DecodeRows) -> bool:
         """Whether what some row may sample depends on its token in the step in flight."""
@@ -522,8 +522,8 @@ class Scheduler:
 
     def _compose_alone(self, now_s: float) -> tuple[Step, DecodeRows] | None:
         """The step of a request on probation, if there is one and its blocks fit."""
-        self._probation.update(self._num_new_tokens(self._probation.current))
-        head = self._probation.head()
+        self._isolated.update(self._num_new_tokens(self._isolated.current))
+        head = self._isolated.head()
         if head is not None and self.rows.num_free:
             offer = self._admission.offer(head, self._prefilling.values())
             if offer is not None:
@@ -532,8 +532,8 @@ class Scheduler:
                 head.enter(Phase.PREFILLING)
                 self._prefilling[head.key] = head
                 self._started.add(head.key)
-                self._probation.start(head)
-        request = self._probation.current
+                self._isolated.start(head)
+        request = self._isolated.current
         if request is None:
             return None
         step = Step(self.num_steps + 1, self._chunking.budget(0))
@@ -624,7 +624,7 @@ class Scheduler:
         """Whether some request could run if others gave way."""
         return self.rows.num_active > 0 and (
             self._next_to_start() is not None
-            or self._probation.head() is not None
+            or self._isolated.head() is not None
             or any(not request.is_paused for request in self._prefilling.values())
         )
 
@@ -870,7 +870,7 @@ class Scheduler:
     def _land(self, step: Step) -> None:
         """The step is over, whether it failed or not: what was held for it is given back."""
         self.host.land(step.transfers)
-        if self.quarantine.land(step.number):
+        if self.deferred_frees.land(step.number):
             self._num_changes += 1
 
     def _are_alive(self, step: Step, rows: np.ndarray) -> np.ndarray:
@@ -1044,7 +1044,7 @@ class Scheduler:
             "num_steps": self.num_steps,
             "steps_in_flight": len(self._steps),
             "blocks": self.blocks.snapshot(),
-            "quarantined_references": self.quarantine.num_references,
+            "deferred_references": self.deferred_frees.num_references,
             "host_blocks": self.host.blocks.snapshot(),
             "prefix": {
                 "indexed_blocks": len(self.prefix),
@@ -1092,7 +1092,7 @@ class Scheduler:
         """Walk everything; raise `IntegrityError` (an AssertionError) where two records disagree."""
         self.prefix.check()
         owners = self.rows.num_owners(self.config.num_blocks)
-        held = self.quarantine.num_owners()
+        held = self.deferred_frees.num_owners()
         self.blocks.check((owners + held).tolist(), self.prefix.__contains__)
         offloaded = [r for r in self._requests.values() if r.parked is not None]
         self.host.check(block.host_block for r in offloaded for block in r.parked.blocks)
@@ -1104,7 +1104,7 @@ class Scheduler:
                     f"the prefix entry of request {request.key!r} counts {request.tip.num_rows} rows"
                 )
         elsewhere = self._set_aside.keys() | self._forks.check(self._requests)
-        elsewhere |= self._probation.keys()
+        elsewhere |= self._isolated.keys()
         queued = {k: r for k, r in self._requests.items() if r.row < 0 and k not in elsewhere}
         self._waiting.check({k for k, r in queued.items() if not r.is_victim})
         self._returning.check({k for k, r in queued.items() if r.is_victim})

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from quire.router.policy.fleet import COLUMN_NAMES, Demand, Fleet
+from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, Fleet
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.types import Explain
 

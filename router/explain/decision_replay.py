@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.router.explain.decision_log import LoggedDecision
 from quire.router.policy.cost import CostPolicy
-from quire.router.policy.fleet import Fleet
+from quire.router.policy.fleet_view import Fleet
 from quire.router.policy.policy import Policy, RouteRequest
 
 _TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s")

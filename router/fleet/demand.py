@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
-from quire.router.policy.fleet import Demand
+from quire.router.policy.fleet_view import Demand
 
 HORIZON_S = 30.0
 _LEAST_SHARE = 1 / 64

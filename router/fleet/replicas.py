@@ -28,7 +28,7 @@ from quire.router.fleet.speeds import MeasuredSpeed, believed
 from quire.router.index.prefix_index import Booking, PrefixIndex
 from quire.router.policy import columns
 from quire.router.policy.columns import ReplicaColumns
-from quire.router.policy.fleet import Fleet, prefill_work
+from quire.router.policy.fleet_view import Fleet, prefill_work
 from quire.router.policy.policy import Ranking
 from quire.router.types import ReplicaStatus
 

@@ -49,7 +49,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from quire.router.policy.cost_terms import TERMS, Pricer, Prices
-from quire.router.policy.fleet import Fleet
+from quire.router.policy.fleet_view import Fleet
 from quire.router.policy.policy import Ranking, RouteRequest, ranked_rows
 
 _MAX_SHARE = 0.95  # bounds 1 / (1 - rho)

@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.router import compiled_router
 from quire.router.policy.columns import REPORT_S
-from quire.router.policy.fleet import Fleet, prefill_work
+from quire.router.policy.fleet_view import Fleet, prefill_work
 from quire.router.policy.policy import MAX_RANKED
 
 TERMS = (

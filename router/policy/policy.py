@@ -1,6 +1,6 @@
 """Where a request goes: pure functions from what is known of the replicas to a ranking of them.
 
-A policy sees the request, a `Fleet` (`router/policy/fleet.py`) and the time. It owns no state but a counter and a
+A policy sees the request, a `Fleet` (`router/policy/fleet_view.py`) and the time. It owns no state but a counter and a
 generator. `router/policy/cost.py` holds the one to use; the plain ones here are what others do, for
 comparison.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from quire.router import compiled_router
-from quire.router.policy.fleet import Fleet
+from quire.router.policy.fleet_view import Fleet
 
 MAX_RANKED = (
     16  # replicas that a ranking names, the choice and its fall-backs; `native/cost.c` has it too

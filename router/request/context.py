@@ -14,7 +14,7 @@ from quire.router.explain.decisions import DecisionRing
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
-from quire.router.request.migration_budget import MigrationBudget
+from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.transport.transport import Transport
 from quire.router.types import TokenScores
@@ -48,7 +48,7 @@ class RouterContext(Protocol):
     observer: Observer
     ring: DecisionRing
     decision_log: DecisionLog | None
-    budget: MigrationBudget | None
+    budget: FailoverBudget | None
     max_migrations: int
     max_move_s: float
 

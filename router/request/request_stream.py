@@ -38,7 +38,7 @@ from quire.router.fleet.replicas import RequestBooking
 from quire.router.observer import AnswerEnd
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.request import resume
-from quire.router.request.suspicion import MAX_INCIDENTS, Standing, Suspicion
+from quire.router.request.crash_record import MAX_INCIDENTS, CrashRecord, Standing
 from quire.router.text.detokenizer import Detokenizer
 from quire.router.text.stop import StopMatcher
 from quire.router.transport.transport import Attempt, Lost
@@ -128,7 +128,7 @@ class RequestStream:
         self._booking: RequestBooking | None = None
         self._route: list[str] = []  # of the attempt, best first
         self._failed_on: set[str] = set()
-        self._suspicion = Suspicion()
+        self._crash_record = CrashRecord()
         self._lost_attempts: list[
             tuple[str, int]
         ] = []  # replica and stream id, not looked into yet
@@ -307,7 +307,7 @@ class RequestStream:
             deadline_s=deadline_s,
             priority=self._request.priority,
             fork_of=None if parent is None else parent.stream_id,
-            alone=self._suspicion.begin(len(self._emitted)),
+            alone=self._crash_record.begin(len(self._emitted)),
             num_expected_cached=num_cached,
         )
         self._attempt = service.transport.submit(submit, self._route)
@@ -424,7 +424,7 @@ class RequestStream:
         if self._homeless_s is not None:
             self._service.observer.on_move(self._service.clock() - self._homeless_s)
             self._homeless_s = None
-        self._suspicion.progress(expected + len(new_ids))
+        self._crash_record.progress(expected + len(new_ids))
         self._observe(event)
         pieces: list[str] = []
         matched: str | None = None
@@ -463,7 +463,7 @@ class RequestStream:
                 self._request.stop
                 or self._told is not None
                 or self._sampling.prompt_logprobs is not None
-                or self._suspicion.on_trial
+                or self._crash_record.on_trial
             )
             return OutputDelta("".join(pieces), new_ids, logprobs=scores)
         delta = self._finish(event.finish_reason, pieces, new_ids)
@@ -580,7 +580,7 @@ class RequestStream:
         elif isinstance(error, Unavailable):
             self._on_lost(error.message)
         elif isinstance(error, StepFailed):
-            self._suspicion.incident()
+            self._crash_record.incident()
             self._leave()
             self._check_standing(error.message)
         elif isinstance(error, Overloaded):
@@ -602,7 +602,7 @@ class RequestStream:
         else:
             self._on_lost(lost.reason)
         # Also one that no frame has confirmed: the replica may have died of its first step with the request.
-        if self._suspicion.num_incidents + len(self._lost_attempts) >= MAX_INCIDENTS:
+        if self._crash_record.num_incidents + len(self._lost_attempts) >= MAX_INCIDENTS:
             await self._look_into_losses()
             self._check_standing(lost.reason)
 
@@ -611,12 +611,12 @@ class RequestStream:
         looked_into, self._lost_attempts = self._lost_attempts, []
         for replica, stream_id in looked_into:
             if await self._service.transport.crashed_with(replica, stream_id):
-                self._suspicion.incident()
+                self._crash_record.incident()
 
     def _check_standing(self, reason: str) -> None:
-        if self._suspicion.standing is Standing.CONVICTED:
+        if self._crash_record.standing is Standing.CONVICTED:
             raise EngineCrash(
-                f"the engine failed {self._suspicion.num_incidents} times with this request, the last time with "
+                f"the engine failed {self._crash_record.num_incidents} times with this request, the last time with "
                 f"nothing else in its step: {reason}"
             )
 

@@ -51,7 +51,7 @@ from quire.router.policy.policy import Policy
 from quire.router.request import params, resume
 from quire.router.request.choices import ChoicesStream
 from quire.router.request.context import ModelFacts
-from quire.router.request.migration_budget import MigrationBudget
+from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.prompts import PromptOnlyStream, PromptsStream
 from quire.router.request.request_stream import NO_REPLICA_RETRY_S, RequestStream
 from quire.router.text.chat_template import ChatTemplate, TemplateOptions, num_chars
@@ -115,7 +115,7 @@ class RouterService:
         observer: Observer | None = None,
         max_move_s: float = 30.0,
         max_migrations: int = MAX_MIGRATIONS,
-        budget: MigrationBudget | None = None,
+        budget: FailoverBudget | None = None,
         ready_timeout_s: float = math.inf,
         admission: AdmissionLimits | None = None,
         max_explained_decisions: int = 256,

@@ -44,8 +44,8 @@ from quire.router.fleet import membership
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.transport.calls import CallEnded, answer_of, next_message
 from quire.router.transport.flow import Credit, by_replica
+from quire.router.transport.replica_deaths import ReplicaDeaths
 from quire.router.transport.transport import Attempt, Lost
-from quire.router.transport.witness import Witness
 
 logger = logging.getLogger("ray.serve")
 ATTACH_RETRY_S = 0.2
@@ -115,9 +115,9 @@ class Bus:
         self._members: frozenset[str] = frozenset()
         self._links: dict[str, asyncio.Task[None]] = {}
         self._hellos: dict[str, Hello] = {}
-        self._witness = Witness()
+        self._replica_deaths = ReplicaDeaths()
         self._attempts: dict[int, Attempt] = {}
-        # Unlike those of any other router: a replica that dies leaves nothing but numbers (`protos.flight`).
+        # Unlike those of any other router: a replica that dies leaves nothing but numbers (`protos.flight_recorder`).
         self._stream_ids = itertools.count((secrets.randbits(30) << 32) + 1)
         self._background: set[asyncio.Task[Any]] = set()  # the loop itself holds tasks weakly
         self._closed = False
@@ -172,7 +172,7 @@ class Bus:
 
     async def crashed_with(self, replica: str, stream_id: int) -> bool:
         """Whether a lost replica crashed by itself in a step with this stream."""
-        return await self._witness.crashed_with(replica, stream_id)
+        return await self._replica_deaths.crashed_with(replica, stream_id)
 
     async def snapshot(self, replica: str) -> dict[str, Any]:
         """The replica's own tables, after its integrity check; for debugging and tests."""
@@ -365,7 +365,7 @@ class Bus:
             if hello.replica != replica:
                 return  # Serve's membership is ahead of ours; the next update or retry settles it
             self._hellos[replica] = hello
-            self._witness.remember(hello)
+            self._replica_deaths.remember(hello)
             self._table.add(replica, hello.epoch, hello.block_size, hello.weights)
             while True:
                 self._on_frame(replica, Frame.decode(await next_message(stream)))

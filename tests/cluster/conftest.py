@@ -17,7 +17,7 @@ import pytest
 from quire.protos.errors import QuireError, model_not_found
 from quire.protos.wire import Load
 from quire.router.explain.decisions import DecisionRing
-from quire.router.policy.fleet import COLUMN_NAMES, Fleet
+from quire.router.policy.fleet_view import COLUMN_NAMES, Fleet
 from quire.router.policy.policy import Ranking
 from quire.router.request import params
 from quire.router.text.chat_template import check_messages

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quire.cluster.bench import report
 from quire.protos.wire import SamplingParams
-from quire.replica.embedded import CHECKPOINT
+from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.engine import Engine
 
 # Set before anything was measured: what a user who wants bit equality may have to pay.

@@ -13,7 +13,7 @@ from quire.cluster.bench.compare import Comparison, Turn
 from quire.cluster.bench.engine_process import EngineFailed, EngineProcess, EngineSpec
 from quire.cluster.bench.floor import ModelShape, Rates, floor_of
 from quire.cluster.bench.workloads import Workload
-from quire.replica.embedded import CHECKPOINT
+from quire.replica.embedded_model import CHECKPOINT
 
 OPTIONS = {"max_model_len": 256, "num_blocks": 64}
 SPEC = EngineSpec("quire", "quire", str(CHECKPOINT), "float32", 1, OPTIONS)

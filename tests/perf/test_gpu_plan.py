@@ -114,7 +114,7 @@ def test_a_command_runs_in_a_copy_and_leaves_its_results(copy, number):
 def test_all_modules_of_kernels_and_replica_can_be_imported_there(copy):
     """Only the Ray shell and the process that judges grammars need what is missing."""
     assert copy.import_all().splitlines() == [
-        "quire.replica.grammar.judge_process needs llguidance",
+        "quire.replica.grammar.check_process needs llguidance",
         "quire.replica.serving.actor needs ray",
         "quire.replica.serving.faults.faulty_actor needs ray",
         "quire.replica.serving.ray_metrics needs ray",

@@ -11,7 +11,7 @@ from quire.cluster.bench.checkpoints import SHAPES, VOCAB_SIZE
 from quire.cluster.bench.compare import Comparison, Turn
 from quire.cluster.bench.floor import Rates
 from quire.replica.core.step_plan import StepResult
-from quire.replica.embedded import CHECKPOINT
+from quire.replica.embedded_model import CHECKPOINT
 from tests.perf import cpu_workloads, scaling, startup
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.protos.wire import Completion, Frame, Hello, Submit, TokenDelta
 from quire.replica.core.request import Request
-from quire.replica.embedded import CHECKPOINT
+from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.router.fleet.replicas import ReplicaTable

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from quire.router.policy.fleet import Fleet
+from quire.router.policy.fleet_view import Fleet
 
 _IDLE = {
     "gpu_tokens": 0.0,

@@ -29,8 +29,8 @@ from quire.kernels.cpu.cpu_sequence import (
 )
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.attention import RanAhead, StepContext, Tables
+from quire.replica.model.fusion.cos_sin_cache import Rotation
 from quire.replica.model.fusion.fused_parts import FusedAttention, FusedMLP, FusedNorm
-from quire.replica.model.fusion.rope_cache import Rotation
 
 # Multiplications that selecting tokens must save: they take about 0.3 ms, as do another plan and two more calls.
 _MIN_WORK_SAVED = 2**28

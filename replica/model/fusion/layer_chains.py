@@ -21,10 +21,10 @@ from torch import nn
 
 from quire.kernels.cpu.cpu_sequence import NormedProduct, ProductPart, Workspace
 from quire.replica.device.kv_pool import KVPool
+from quire.replica.model.fusion.cos_sin_cache import CosSinCache
 from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
 from quire.replica.model.fusion.fused_parts import FusedNorm, Product
 from quire.replica.model.fusion.probe import Probe
-from quire.replica.model.fusion.rope_cache import RotationTable
 
 _FAR = 1 << 22  # a position beyond what any model was trained on
 _CALLED_OTHERWISE = (TypeError, ValueError, AttributeError, RuntimeError)  # what a part then raises
@@ -128,12 +128,12 @@ def fused_head(
     return fused if _is_same(fused(x, Workspace()), product(norm(x))) else None
 
 
-def tabled_rotation(rotation: nn.Module, like: torch.Tensor, probe: Probe) -> RotationTable | None:
+def tabled_rotation(rotation: nn.Module, like: torch.Tensor, probe: Probe) -> CosSinCache | None:
     """A table of what `rotation` makes, where a position's cos and sin are a function of that position alone.
 
     With scaling that goes by the longest of a batch, or of all so far, they are not.
     """
-    table = RotationTable(rotation)
+    table = CosSinCache(rotation)
     try:
         for near, far in (([3], []), ([3, 700, 41], []), ([3, 700, 41], [_FAR]), ([41], [])):
             made = rotation(probe.normal(like), torch.tensor([near + far]))

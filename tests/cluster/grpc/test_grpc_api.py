@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray.serve.grpc_util import RayServegRPCContext
 
-from quire.cluster.api.watchers import Watchers, client_of
+from quire.cluster.api_common.watchers import Watchers, client_of
 from quire.cluster.grpc import grpc_api, grpc_servicers
 from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc

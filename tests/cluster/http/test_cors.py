@@ -6,7 +6,7 @@ import httpx
 import pytest
 from live_app import serving
 
-from quire.cluster.api.front_end import EXPLAIN_HEADERS, explain_headers
+from quire.cluster.api_common.front_end import EXPLAIN_HEADERS, explain_headers
 from quire.cluster.config.app_config import AppConfig, ConfigError
 from quire.protos.errors import Overloaded
 from quire.router.types import Explain

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from quire.cluster.api.front_end import TIMEOUT_HEADER, timeout_seconds
+from quire.cluster.api_common.front_end import TIMEOUT_HEADER, timeout_seconds
 from quire.cluster.http.http_api import build_app
 from quire.protos.errors import InvalidRequest
 

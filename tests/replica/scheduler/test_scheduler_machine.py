@@ -505,7 +505,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.host.blocks.has_content(block):
                 self.device.host[block] = None
         owned = {b for row in snapshot["rows"] for b in row["blocks"]}
-        owned |= set(self.scheduler.quarantine.num_owners().nonzero()[0].tolist())
+        owned |= set(self.scheduler.deferred_frees.num_owners().nonzero()[0].tolist())
         owned |= {d for d, _ in self.plans[-1].saves.tolist()}
         written = {b for p in self.plans for b in (p.slots // self.block_size).ravel().tolist()}
         for block in range(self.config.num_blocks):
@@ -604,7 +604,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert blocks.num_free + blocks.num_cached + blocks.num_in_use == self.config.num_blocks
         snapshot = self.scheduler.snapshot()
         owned = Counter(b for row in snapshot["rows"] for b in set(row["blocks"]))
-        held = self.scheduler.quarantine.num_owners()
+        held = self.scheduler.deferred_frees.num_owners()
         owned.update({b: int(held[b]) for b in held.nonzero()[0].tolist()})
         assert self.plans or not held.any()
         assert len(owned) == blocks.num_in_use

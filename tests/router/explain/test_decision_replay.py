@@ -16,7 +16,7 @@ from quire.cluster.cli import main
 from quire.router.explain.decision_log import DecisionLog, DecisionLogError, read
 from quire.router.explain.decision_replay import replay, report
 from quire.router.policy.by_name import POLICY_NAMES, make_policy
-from quire.router.policy.fleet import COLUMN_NAMES, Demand
+from quire.router.policy.fleet_view import COLUMN_NAMES, Demand
 from quire.router.policy.policy import RouteRequest
 from quire.router.types import Explain
 

@@ -16,7 +16,7 @@ from routing_fleets import COLUMNS, FLEETS, ROWS, fleet_of, idle
 from quire.router import compiled_router
 from quire.router.policy import cost_terms
 from quire.router.policy.cost import CostPolicy, e2e_policy
-from quire.router.policy.fleet import COLUMN_NAMES, Demand, Fleet, prefill_work
+from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, Fleet, prefill_work
 from quire.router.policy.policy import RouteRequest
 
 pytestmark = pytest.mark.usefixtures("either_library")

@@ -21,7 +21,7 @@ from quire.cluster.bench.report import Bar, write
 from quire.protos.errors import Unavailable
 from quire.protos.wire import Grammar
 from quire.replica.core.request import Phase, RequestDelta
-from quire.replica.embedded import CHECKPOINT
+from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.scheduler.scheduler import Scheduler
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.fleet.replicas import ReplicaTable

@@ -30,7 +30,7 @@ from quire.protos.errors import (
 )
 from quire.protos.wire import Frame, Grammar, SamplingParams
 from quire.replica import Engine
-from quire.replica.embedded import CHECKPOINT
+from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.serving import actor as actor_module
 from quire.replica.serving.leases import Leases
 from quire.router.admission.wait_bounds import AdmissionLimits
@@ -39,7 +39,7 @@ from quire.router.index.prefix_index import PrefixIndex
 from quire.router.observer import AnswerEnd, Observer
 from quire.router.policy.by_name import make_policy
 from quire.router.request.context import ModelFacts
-from quire.router.request.migration_budget import MigrationBudget
+from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
 from quire.router.request.request_stream import RequestStream
 from quire.router.request.service import MAX_MIGRATIONS, RouterService
@@ -782,7 +782,7 @@ def test_gaps_without_end_are_an_error_and_nothing_leaks(runner, replicas):
 def test_streams_that_move_wait_for_the_budget(runner, replicas, reference):
     async def run() -> None:
         async with stack_of(replicas) as stack:
-            stack.service.budget = MigrationBudget(refill_s=0.5, burst=1)
+            stack.service.budget = FailoverBudget(refill_s=0.5, burst=1)
             streams = [await stack.open(max_tokens=LONG, seed=i) for i in range(3)]
             for replica in replicas:
                 await replica.cut_streams()
@@ -799,7 +799,7 @@ def test_streams_that_move_wait_for_the_budget(runner, replicas, reference):
 def test_a_stream_that_the_budget_never_lets_move_ends_in_time(runner, replicas):
     async def run() -> None:
         async with stack_of(replicas) as stack:
-            stack.service.budget = MigrationBudget(refill_s=20.0, burst=1)
+            stack.service.budget = FailoverBudget(refill_s=20.0, burst=1)
             stack.service.max_move_s = 0.0
             assert stack.service.budget.take(time.monotonic()) == 0.0
             stream = await stack.open(max_tokens=LONG)

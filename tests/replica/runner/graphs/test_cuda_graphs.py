@@ -97,9 +97,9 @@ def test_steps_of_plain_rows_are_one_graph_and_all_of_them_are_replayed(harness)
     device = FakeDevice(1)
     told = model.serve(config, device, plain(), plans_ahead=True, prepare=prepare)
     assert told == expected_of(model, config, plain)
-    shelf = runners[0].graphs.shelf.decodes
-    assert (shelf.num_hits, shelf.num_misses) == (device.num_replays, 0)
-    assert shelf.num_hits > 10 and 0 < shelf.num_padding < shelf.num_items
+    policy = runners[0].graphs.policy.decodes
+    assert (policy.num_hits, policy.num_misses) == (device.num_replays, 0)
+    assert policy.num_hits > 10 and 0 < policy.num_padding < policy.num_items
 
 
 def test_few_graphs_that_give_way_to_each_other_change_no_token(harness):
@@ -359,7 +359,7 @@ def test_what_steps_miss_is_captured_when_there_is_none_to_run_and_not_before(ha
     device = FakeDevice(3)
     model.serve(config_of(model.spec), device, ruled, plans_ahead=True, prepare=prepare)
     graphs = runners[0].graphs
-    assert graphs.shelf.decodes.num_misses == 19
+    assert graphs.policy.decodes.num_misses == 19
     while graphs.use_idle():
         pass
     assert len(graphs) == len(SIZES) + 2  # of one and of two rows, to the logits

@@ -52,10 +52,10 @@ def test_graphs_of_mixed_steps_change_no_token(harness, name, make):
         device = FakeDevice(seed)
         told = model.serve(config, device, crowd(), plans_ahead=plans_ahead, prepare=prepare)
         assert told == expected, seed
-        shelf = runners[0].graphs.shelf
-        assert (shelf.mixed.num_misses, shelf.decodes.num_misses) == (0, 0)
-        assert shelf.mixed.num_hits > 5
-        assert shelf.mixed.num_hits + shelf.decodes.num_hits == device.num_replays
+        policy = runners[0].graphs.policy
+        assert (policy.mixed.num_misses, policy.decodes.num_misses) == (0, 0)
+        assert policy.mixed.num_hits > 5
+        assert policy.mixed.num_hits + policy.decodes.num_hits == device.num_replays
 
 
 def test_hits_misses_and_padding_are_those_of_the_steps(harness, monkeypatch):
@@ -74,7 +74,7 @@ def test_hits_misses_and_padding_are_those_of_the_steps(harness, monkeypatch):
         capture_mixed(runner)
         for key in list(runner.graphs._graphs):
             if key.num_tokens == 24:  # then also those of 18 tokens have none that serves
-                runner.graphs.shelf.remove(key)
+                runner.graphs.policy.remove(key)
                 runner._device.release(runner.graphs._graphs.pop(key).graph)
         runners.append(runner)
         monkeypatch.setattr(Runner, "launch", launch)
@@ -159,8 +159,8 @@ def test_forks_and_scored_prompts_are_not_for_graphs(harness):
 
     told = model.serve(config, FakeDevice(1), requests(), plans_ahead=True, prepare=prepare)
     assert told == expected_of(model, config, requests)
-    assert runners[0].graphs.shelf.mixed.num_hits == 0
-    assert runners[0].graphs.shelf.decodes.num_hits > 0
+    assert runners[0].graphs.policy.mixed.num_hits == 0
+    assert runners[0].graphs.policy.decodes.num_hits > 0
 
 
 def test_a_shape_that_steps_miss_is_captured_when_idle(harness, monkeypatch):
@@ -200,7 +200,7 @@ def test_a_shape_that_steps_miss_is_captured_when_idle(harness, monkeypatch):
     while graphs.use_idle():
         pass
     assert captured == [GraphKey(7, GraphPart.FORWARD, 12, 96)]
-    assert len(graphs) == 5 and graphs.shelf.mixed.num_hits + graphs.shelf.mixed.num_misses == 12
+    assert len(graphs) == 5 and graphs.policy.mixed.num_hits + graphs.policy.mixed.num_misses == 12
 
 
 # -- defects -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
-from quire.replica.runner.graphs.graph_shelf import LEAST_WISHES, GraphShelf, GraphUse
+from quire.replica.runner.graphs.graph_policy import LEAST_WISHES, GraphPolicy, GraphUse
 from quire.replica.runner.graphs.mixed_shapes import (
     CHEAP_TOKENS,
     GRAPH_TOKENS,
@@ -119,46 +119,46 @@ def test_bounds_are_named(changes, message):
         MixedShapes(**{**values, **changes})
 
 
-# -- on the shelf --------------------------------------------------------------------------------------------
+# -- on the policy --------------------------------------------------------------------------------------------
 
 MIXED = MixedShapes(max_rows=16, max_tokens=2048, max_kv_tokens=1024, q_padding=32)
 
 
-def shelf_of(*keys: GraphKey, max_graphs: int = 32) -> GraphShelf:
-    shelf = GraphShelf(16, max_graphs, MIXED)
+def shelf_of(*keys: GraphKey, max_graphs: int = 32) -> GraphPolicy:
+    policy = GraphPolicy(16, max_graphs, MIXED)
     for key in keys:
-        shelf.add(key)
-    return shelf
+        policy.add(key)
+    return policy
 
 
 def test_a_step_takes_the_smallest_graph_with_little_padding():
     small = GraphKey(16, WHOLE, 64, 1024)
     wide = GraphKey(16, WHOLE, 96, 1024)
     large = GraphKey(16, WHOLE, 384, 1024)
-    shelf = shelf_of(large, wide, small)
-    assert shelf.find_mixed(5, 60, 300, WHOLE) == small
-    assert shelf.find_mixed(5, 65, 300, WHOLE) == wide
-    assert shelf.find_mixed(5, 129, 300, WHOLE) == large
-    assert shelf.find_mixed(5, 128, 300, WHOLE) is None  # 256 tokens of padding
-    assert shelf.find_mixed(2, 60, 300, WHOLE) is None  # 12 rows would do
-    assert shelf.find_mixed(5, 60, 300, GraphPart.FORWARD) is None
-    assert shelf.find_mixed(5, 385, 300, WHOLE) is None
-    assert shelf.mixed == GraphUse(
+    policy = shelf_of(large, wide, small)
+    assert policy.find_mixed(5, 60, 300, WHOLE) == small
+    assert policy.find_mixed(5, 65, 300, WHOLE) == wide
+    assert policy.find_mixed(5, 129, 300, WHOLE) == large
+    assert policy.find_mixed(5, 128, 300, WHOLE) is None  # 256 tokens of padding
+    assert policy.find_mixed(2, 60, 300, WHOLE) is None  # 12 rows would do
+    assert policy.find_mixed(5, 60, 300, GraphPart.FORWARD) is None
+    assert policy.find_mixed(5, 385, 300, WHOLE) is None
+    assert policy.mixed == GraphUse(
         num_hits=3, num_misses=4, num_items=60 + 65 + 129, num_padding=4 + 31 + 255
     )
-    assert shelf.decodes == GraphUse()
+    assert policy.decodes == GraphUse()
 
 
 def test_a_step_that_keeps_the_device_busy_has_no_graph_and_asks_for_none():
-    shelf = shelf_of(GraphKey(17, WHOLE, GRAPH_TOKENS, 1024))
+    policy = shelf_of(GraphKey(17, WHOLE, GRAPH_TOKENS, 1024))
     for _ in range(2 * LEAST_WISHES):
-        assert shelf.find_mixed(5, GRAPH_TOKENS + 1, 300, WHOLE) is None
-    assert shelf.wish() is None and shelf.mixed.num_misses == 2 * LEAST_WISHES
+        assert policy.find_mixed(5, GRAPH_TOKENS + 1, 300, WHOLE) is None
+    assert policy.wish() is None and policy.mixed.num_misses == 2 * LEAST_WISHES
 
 
 def test_what_a_gpu_captures_at_start_by_default():
     mixed = MixedShapes(max_rows=256, max_tokens=8192, max_kv_tokens=131_072, q_padding=256)
-    first = GraphShelf(256, 32, mixed).first()
+    first = GraphPolicy(256, 32, mixed).first()
     shapes = [(key.num_tokens, key.num_rows) for key in first if key.is_mixed]
     rows = (257, 64, 16, 4)
     assert shapes == [(tokens, n) for tokens in (1024, 768, 512, 256) for n in rows]
@@ -166,19 +166,19 @@ def test_what_a_gpu_captures_at_start_by_default():
 
 
 def test_decodes_come_first_and_mixed_steps_get_what_is_left_of_the_cache():
-    shelf = GraphShelf(16, 8, MIXED)
-    first = shelf.first()
+    policy = GraphPolicy(16, 8, MIXED)
+    first = policy.first()
     assert len(first) == 8
     decodes = [key.num_rows for key in first if not key.is_mixed]
     assert decodes == [16, 8, 4, 2, 1]
     assert [key.num_tokens for key in first if key.is_mixed] == [1024, 1024, 768]
     assert first[0] == GraphKey(17, WHOLE, 1024, 1024)
-    assert not any(key.is_mixed for key in GraphShelf(16, 5, MIXED).first())
+    assert not any(key.is_mixed for key in GraphPolicy(16, 5, MIXED).first())
 
 
 def test_a_mixed_graph_can_give_way_to_a_decode_and_the_other_way():
     mixed, decode = GraphKey(8, WHOLE, 64, 1024), GraphKey(8, WHOLE)
-    shelf = shelf_of(mixed, decode, max_graphs=2)
-    assert shelf.victim() == mixed
-    shelf.find_mixed(5, 60, 300, WHOLE)
-    assert shelf.victim() == decode
+    policy = shelf_of(mixed, decode, max_graphs=2)
+    assert policy.victim() == mixed
+    policy.find_mixed(5, 60, 300, WHOLE)
+    assert policy.victim() == decode

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.protos.flight import FlightRecorder, read_flight
+from quire.protos.flight_recorder import FlightRecorder, read_flight
 
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
-from quire.protos.flight import FlightRecorder
+from quire.protos.flight_recorder import FlightRecorder
 
 recorder = FlightRecorder(Path(sys.argv[1]) / "folder" / "replica", 8)
 recorder.catch_fatal_signals()

@@ -9,16 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.replica.runner.graphs.graph_key import GraphKey, GraphPart
-from quire.replica.runner.graphs.graph_shelf import LEAST_WISHES, GraphShelf, GraphUse, decode_sizes
+from quire.replica.runner.graphs.graph_policy import (
+    LEAST_WISHES,
+    GraphPolicy,
+    GraphUse,
+    decode_sizes,
+)
 
 WHOLE, FORWARD = GraphPart.WHOLE, GraphPart.FORWARD
 
 
-def shelf_of(max_rows: int, *sizes: int, max_graphs: int = 32) -> GraphShelf:
-    shelf = GraphShelf(max_rows, max_graphs)
+def shelf_of(max_rows: int, *sizes: int, max_graphs: int = 32) -> GraphPolicy:
+    policy = GraphPolicy(max_rows, max_graphs)
     for size in sizes:
-        shelf.add(GraphKey(size, WHOLE))
-    return shelf
+        policy.add(GraphKey(size, WHOLE))
+    return policy
 
 
 @given(st.integers(1, 4096))
@@ -32,59 +37,59 @@ def test_sizes_rise_to_the_largest_step_and_waste_little(max_rows):
 
 @given(st.integers(1, 2048), st.data())
 def test_what_is_captured_at_start_serves_every_step_with_less_than_twice_its_rows(max_rows, data):
-    shelf = GraphShelf(max_rows, 32)
-    first = shelf.first()
+    policy = GraphPolicy(max_rows, 32)
+    first = policy.first()
     assert first[0].num_rows == max_rows and first == sorted(
         first, reverse=True, key=lambda k: k[0]
     )
     for key in first:
-        shelf.add(key)
+        policy.add(key)
     num_rows = data.draw(st.integers(1, max_rows))
-    found = shelf.find(num_rows, WHOLE)
+    found = policy.find(num_rows, WHOLE)
     assert num_rows <= found.num_rows < 2 * num_rows or found.num_rows == num_rows == 1
 
 
 def test_no_more_is_captured_at_start_than_may_be_kept():
-    assert [key.num_rows for key in GraphShelf(256, 3).first()] == [256, 128, 64]
+    assert [key.num_rows for key in GraphPolicy(256, 3).first()] == [256, 128, 64]
 
 
 def test_a_graph_of_another_part_or_of_twice_the_rows_does_not_serve():
-    shelf = shelf_of(64, 64)
-    assert shelf.find(33, FORWARD) is None
-    assert shelf.find(32, WHOLE) is None
-    assert shelf.find(33, WHOLE) == GraphKey(64, WHOLE)
-    assert shelf.decodes == GraphUse(num_hits=1, num_misses=2, num_items=33, num_padding=31)
+    policy = shelf_of(64, 64)
+    assert policy.find(33, FORWARD) is None
+    assert policy.find(32, WHOLE) is None
+    assert policy.find(33, WHOLE) == GraphKey(64, WHOLE)
+    assert policy.decodes == GraphUse(num_hits=1, num_misses=2, num_items=33, num_padding=31)
 
 
 def test_what_steps_missed_most_often_is_wished_for_first_but_not_for_a_few():
-    shelf = shelf_of(64, 64)
+    policy = shelf_of(64, 64)
     for _ in range(LEAST_WISHES - 1):
-        shelf.find(20, WHOLE)
-    assert shelf.wish() is None
-    shelf.find(20, WHOLE)
-    assert shelf.wish() == GraphKey(24, WHOLE)
+        policy.find(20, WHOLE)
+    assert policy.wish() is None
+    policy.find(20, WHOLE)
+    assert policy.wish() == GraphKey(24, WHOLE)
     for _ in range(LEAST_WISHES + 1):
-        shelf.find(33, WHOLE)  # served by 64, but 40 would do
-    assert shelf.wish() == GraphKey(40, WHOLE)
-    shelf.add(GraphKey(40, WHOLE))
-    assert shelf.wish() == GraphKey(24, WHOLE)
-    shelf.refuse(GraphKey(24, WHOLE))
-    shelf.find(20, WHOLE)
-    assert shelf.wish() is None
+        policy.find(33, WHOLE)  # served by 64, but 40 would do
+    assert policy.wish() == GraphKey(40, WHOLE)
+    policy.add(GraphKey(40, WHOLE))
+    assert policy.wish() == GraphKey(24, WHOLE)
+    policy.refuse(GraphKey(24, WHOLE))
+    policy.find(20, WHOLE)
+    assert policy.wish() is None
 
 
 def test_the_graph_used_longest_ago_gives_way():
-    shelf = shelf_of(64, 64, 8, 1, max_graphs=3)
-    shelf.find(60, WHOLE)
-    shelf.find(1, WHOLE)
-    assert shelf.victim() == GraphKey(8, WHOLE)
-    shelf.remove(GraphKey(8, WHOLE))
-    assert shelf.victim() is None
-    assert shelf.find(7, WHOLE) is None
+    policy = shelf_of(64, 64, 8, 1, max_graphs=3)
+    policy.find(60, WHOLE)
+    policy.find(1, WHOLE)
+    assert policy.victim() == GraphKey(8, WHOLE)
+    policy.remove(GraphKey(8, WHOLE))
+    assert policy.victim() is None
+    assert policy.find(7, WHOLE) is None
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 9, 64])
 def test_a_step_takes_the_smallest_that_fits(num_rows):
-    shelf = shelf_of(64, *decode_sizes(64))
+    policy = shelf_of(64, *decode_sizes(64))
     expected = min(size for size in decode_sizes(64) if size >= num_rows)
-    assert shelf.find(num_rows, WHOLE) == GraphKey(expected, WHOLE)
+    assert policy.find(num_rows, WHOLE) == GraphKey(expected, WHOLE)

@@ -12,7 +12,7 @@ from quire.replica.model.attention import Tables
 Rotation = Callable[[torch.Tensor, torch.Tensor], Tables]
 
 
-class RotationTable:
+class CosSinCache:
     """cos and sin of all positions so far, for a rotation that makes a position's from that position alone.
 
     transformers' own takes 0.2 ms for one token whose step has just read all weights: by then neither its code nor

@@ -1,7 +1,7 @@
 """How replicas died, asked on the node where they did. Ray shell.
 
-The files are those of `protos.flight`. Where this process is on the same node it reads them itself, else a task there
-does. A node that is gone tells nothing, and that is no fault of any request.
+The files are those of `protos.flight_recorder`. Where this process is on the same node it reads them itself, else a
+task there does. A node that is gone tells nothing, and that is no fault of any request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from quire.protos.flight import Flight, read_flight
+from quire.protos.flight_recorder import Flight, read_flight
 from quire.protos.wire import Hello
 
 logger = logging.getLogger("ray.serve")
@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 5.0
 MAX_REMEMBERED = 256  # replicas
 
 
-class Witness:
+class ReplicaDeaths:
     """Remembers where replicas keep their records, and reads those of the dead. Lives in one event loop."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ class Standing(enum.Enum):
     CONVICTED = "convicted"
 
 
-class Suspicion:
+class CrashRecord:
     """The incidents of one request."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.protos.errors import Overloaded
-from quire.replica.grammar.judge_queue import MAX_WAITING, MAX_WAITING_PER_TENANT, GrammarQueue
+from quire.replica.grammar.check_queue import MAX_WAITING, MAX_WAITING_PER_TENANT, GrammarQueue
 
 
 def drain(queue) -> list:

@@ -1,4 +1,4 @@
-"""The process in which grammars are judged; `judge.py` is the engine's side of it.
+"""The process in which grammars are judged; `grammar_check.py` is the engine's side of it.
 
 ```
  engine ──socket──▶ this process: llguidance and the tokenizer are loaded once

@@ -16,14 +16,14 @@ import pytest
 
 from quire.protos.errors import InvalidRequest, Overloaded, QuireError, Unavailable
 from quire.protos.wire import Grammar
-from quire.replica.embedded import CHECKPOINT
+from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.grammar import check_process
 from quire.replica.grammar import compiler as module
 from quire.replica.grammar.compiler import GrammarCompiler
 from quire.replica.grammar.state import GrammarState
 
 # Quire installs llguidance. A machine that only tests the GPU's path may lack it, and still collects this module.
 pytest.importorskip("llguidance", exc_type=ModuleNotFoundError)
-from quire.replica.grammar import judge_process
 
 VOCAB = 1024
 EOS = (0, 2)
@@ -237,10 +237,10 @@ def test_a_judge_that_was_killed_is_replaced(compiler):
 
 PARENT = """
 import json, sys, threading, time
-from quire.replica.embedded import CHECKPOINT
-from quire.replica.grammar.judge import Budget, GrammarJudge
+from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.grammar.grammar_check import Budget, GrammarChecker
 patient = Budget(cpu_s=30, wall_s=60, nice=0)
-judge = GrammarJudge(CHECKPOINT / "tokenizer.json", 1024, (0, 2), "any", patient)
+judge = GrammarChecker(CHECKPOINT / "tokenizer.json", 1024, (0, 2), "any", patient)
 judge.judge("choice", '["a"]')
 modules = sorted({line.split("/")[-1] for line in open(f"/proc/{judge.pid}/maps") if "/" in line})
 threading.Thread(target=judge.judge, args=("json_schema", sys.argv[1]), daemon=True).start()
@@ -265,7 +265,7 @@ def test_the_judge_dies_with_its_parent_and_loads_neither_torch_nor_ray():
 
 def test_the_address_space_is_measured_without_proc():
     code = (
-        "from quire.replica.grammar.judge_process import address_space_bytes as measure\n"
+        "from quire.replica.grammar.check_process import address_space_bytes as measure\n"
         "import resource; print(measure(), open('/proc/self/statm').read().split()[0],"
         "resource.getrlimit(resource.RLIMIT_AS)[0])"
     )
@@ -285,7 +285,7 @@ def test_the_address_space_is_measured_without_proc():
     ],
 )
 def test_the_end_of_a_child_says_why(status, outcome):
-    assert judge_process._outcome_of(int(status))["outcome"] == outcome
+    assert check_process._outcome_of(int(status))["outcome"] == outcome
 
 
 def test_an_engine_that_is_closed_judges_nothing():

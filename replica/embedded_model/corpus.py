@@ -14,10 +14,10 @@ import hashlib
 from collections.abc import Iterator
 from random import Random
 
-from quire.replica.embedded import dialogues, stories
-from quire.replica.embedded.dialogues import Message
-from quire.replica.embedded.knowledge import FACTS
-from quire.replica.embedded.world import DAYS, MONTHS, NUMBERS, PEOPLE, TOPICS, cap
+from quire.replica.embedded_model import dialogues, stories
+from quire.replica.embedded_model.dialogues import Message
+from quire.replica.embedded_model.knowledge import FACTS
+from quire.replica.embedded_model.world import DAYS, MONTHS, NUMBERS, PEOPLE, TOPICS, cap
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

@@ -14,7 +14,7 @@ from quire.protos.wire import PROBATION_TOKENS
 from quire.replica.core.request import Phase, Request
 
 
-class Probation:
+class IsolatedRequests:
     """Who waits for a trial, and who is at it."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.router.request.migration_budget import MigrationBudget
+from quire.router.request.failover_budget import FailoverBudget
 
 
 @given(
@@ -13,7 +13,7 @@ from quire.router.request.migration_budget import MigrationBudget
     st.lists(st.floats(0, 10), min_size=1, max_size=200),
 )
 def test_never_more_than_the_burst_and_what_came_back(refill_s, burst, gaps):
-    budget, now_s, taken = MigrationBudget(refill_s, burst), 1000.0, 0
+    budget, now_s, taken = FailoverBudget(refill_s, burst), 1000.0, 0
     for gap in gaps:
         now_s += gap
         taken += budget.take(now_s) == 0.0
@@ -22,7 +22,7 @@ def test_never_more_than_the_burst_and_what_came_back(refill_s, burst, gaps):
 
 @given(st.floats(1e-3, 10), st.integers(1, 50))
 def test_who_waits_as_long_as_told_gets_a_token(refill_s, burst):
-    budget = MigrationBudget(refill_s, burst)
+    budget = FailoverBudget(refill_s, burst)
     assert [budget.take(5.0) for _ in range(burst)] == [0.0] * burst
     wait_s = budget.take(5.0)
     assert 0 < wait_s <= refill_s + 1e-9
@@ -31,7 +31,7 @@ def test_who_waits_as_long_as_told_gets_a_token(refill_s, burst):
 
 
 def test_a_clock_that_goes_back_gives_nothing_away():
-    budget = MigrationBudget(1.0, 1)
+    budget = FailoverBudget(1.0, 1)
     assert budget.take(100.0) == 0.0
     for now_s in (0.0, 50.0, 100.0, 99.0, 100.0):
         assert budget.take(now_s) == pytest.approx(1.0)
@@ -41,13 +41,13 @@ def test_a_clock_that_goes_back_gives_nothing_away():
 @pytest.mark.parametrize(("refill_s", "burst"), [(0.0, 1), (-1.0, 1), (1.0, 0)])
 def test_bounds(refill_s, burst):
     with pytest.raises(ValueError, match="refill_s must be > 0 and burst >= 1"):
-        MigrationBudget(refill_s, burst)
+        FailoverBudget(refill_s, burst)
 
 
 @pytest.mark.parametrize("num_routers", [1, 2, 5, 16])
 def test_routers_share_the_budget_of_the_cluster(num_routers):
     refill_s, burst, seconds = 0.1, 40, 60
-    routers = [MigrationBudget(refill_s, burst) for _ in range(num_routers)]
+    routers = [FailoverBudget(refill_s, burst) for _ in range(num_routers)]
     taken = 0
     for tick in range(seconds * 20):
         for budget in routers:
@@ -58,7 +58,7 @@ def test_routers_share_the_budget_of_the_cluster(num_routers):
 
 
 def test_a_router_that_comes_takes_its_share_from_the_others():
-    budget = MigrationBudget(1.0, 8)
+    budget = FailoverBudget(1.0, 8)
     assert budget.take(10.0) == 0.0
     taken = 0
     while budget.take(10.0, 4) == 0.0:

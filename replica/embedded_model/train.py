@@ -1,7 +1,7 @@
 """Train the embedded model from nothing: corpus, tokenizer, weights.
 
-    python -m quire.replica.embedded.train --out DIR    # rebuild it: about ten minutes on one core
-    python -m quire.replica.embedded.train --check      # rebuild it and compare with the committed
+    python -m quire.replica.embedded_model.train --out DIR    # rebuild it: about ten minutes on one core
+    python -m quire.replica.embedded_model.train --check      # rebuild it and compare with the committed
 
 The run is deterministic: one seed, one thread, text made by the script. The tokenizer files come
 out byte for byte the same everywhere. The weights are bit-equal on the same type of processor with
@@ -27,8 +27,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from quire.replica.embedded import CHECKPOINT
-from quire.replica.embedded.corpus import END_OF_TEXT, TURN_END, TURN_START, documents
+from quire.replica.embedded_model import CHECKPOINT
+from quire.replica.embedded_model.corpus import END_OF_TEXT, TURN_END, TURN_START, documents
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}\n"

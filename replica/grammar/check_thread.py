@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from quire.replica.grammar.judge import GrammarJudge
-from quire.replica.grammar.judge_queue import GrammarQueue, WaitingGrammar
+from quire.replica.grammar.check_queue import GrammarQueue, WaitingGrammar
+from quire.replica.grammar.grammar_check import GrammarChecker
 
 _JOIN_S = 10.0
 W = TypeVar("W")
 
 
-class GrammarLane(Generic[W]):
+class GrammarCheckThread(Generic[W]):
     """Runs `handle` for each grammar that waits.
 
     Parameters
@@ -30,8 +30,8 @@ class GrammarLane(Generic[W]):
     def __init__(
         self,
         name: str,
-        judge: GrammarJudge,
-        handle: Callable[[GrammarLane[W], str, WaitingGrammar[W]], None],
+        judge: GrammarChecker,
+        handle: Callable[[GrammarCheckThread[W], str, WaitingGrammar[W]], None],
         on_expired: Callable[[W], None],
     ):
         self.judge = judge

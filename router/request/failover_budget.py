@@ -10,7 +10,7 @@ routers attached to the replicas.
 from __future__ import annotations
 
 
-class MigrationBudget:
+class FailoverBudget:
     """A router's share of a token bucket: one token for each move.
 
     Parameters

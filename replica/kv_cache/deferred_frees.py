@@ -29,7 +29,7 @@ class _Held:
     passed: bool
 
 
-class Quarantine:
+class DeferredFrees:
     """Holds blocks for the steps in flight.
 
     Parameters

@@ -70,7 +70,7 @@ def decode_sizes(max_rows: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_rows), max_rows)
 
 
-class GraphShelf:
+class GraphPolicy:
     """Knows what is captured, by how lately it was used, and what should be.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Asks a process of its own whether a grammar can be compiled and served: the engine's side of `judge_process.py`.
+"""Asks a process of its own whether a grammar can be compiled and served: the engine's side of `check_process.py`.
 
 Compilers of grammars have inputs of a kilobyte that take gigabytes and minutes, inside calls that nothing can
 interrupt. So each grammar is first compiled in a child that can be killed.
@@ -28,7 +28,7 @@ _END_S = 1.0
 _MAIN = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])["path"]
-from quire.replica.grammar.judge_process import main
+from quire.replica.grammar.check_process import main
 main()
 """
 _ANSWER_MARGIN_S = 5.0  # beyond the child's wall clock
@@ -70,7 +70,7 @@ class _Process:
     lines: Any = field(repr=False)
 
 
-class GrammarJudge:
+class GrammarChecker:
     """One judging process, started when the first grammar comes and again when it has died.
 
     `judge` is for one thread; `close` for any.

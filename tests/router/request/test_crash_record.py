@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos.wire import PROBATION_TOKENS
-from quire.router.request.suspicion import Standing, Suspicion
+from quire.router.request.crash_record import CrashRecord, Standing
 
 # What becomes of an attempt: tokens that it adds, and whether it ends in an incident or by somebody else's fault.
 ATTEMPTS = st.lists(st.tuples(st.integers(0, 3 * PROBATION_TOKENS), st.booleans()), max_size=12)
@@ -14,27 +14,27 @@ ATTEMPTS = st.lists(st.tuples(st.integers(0, 3 * PROBATION_TOKENS), st.booleans(
 
 @given(ATTEMPTS)
 def test_standing(attempts):
-    suspicion, num_emitted, incidents = Suspicion(), 0, 0
+    record, num_emitted, incidents = CrashRecord(), 0, 0
     for num_new, is_incident in attempts:
         if incidents > 2:
-            assert suspicion.standing is Standing.CONVICTED
+            assert record.standing is Standing.CONVICTED
             return
-        alone = suspicion.begin(num_emitted)
-        assert alone == (incidents == 2) == (suspicion.standing is Standing.ALONE)
+        alone = record.begin(num_emitted)
+        assert alone == (incidents == 2) == (record.standing is Standing.ALONE)
         for _ in range(num_new):
             num_emitted += 1
-            suspicion.progress(num_emitted)
+            record.progress(num_emitted)
         if alone and num_new >= PROBATION_TOKENS:
             incidents = 0
-            assert suspicion.standing is Standing.FREE
+            assert record.standing is Standing.FREE
         if is_incident:
-            suspicion.incident()
+            record.incident()
             incidents += 1
 
 
 @given(st.integers(0, 50))
 def test_deaths_that_are_nobodys_fault_never_make_a_suspect(num_moves):
-    suspicion = Suspicion()
+    record = CrashRecord()
     for i in range(num_moves):
-        assert not suspicion.begin(i)
-    assert suspicion.standing is Standing.FREE
+        assert not record.begin(i)
+    assert record.standing is Standing.FREE

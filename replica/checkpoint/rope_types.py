@@ -1,0 +1,36 @@
+"""The rope variants that are served.
+
+transformers computes each of them. A variant is served when its cos and sin depend on the position alone. The variants
+`dynamic` and `longrope` change their frequencies with the longest sequence of the batch, so the same token would get
+other values next to other requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def check_rope_types(config: Any) -> None:
+    """Check every rope type that a model's config names.
+
+    Parameters
+    ----------
+    config
+        A `transformers` config. `rope_parameters` is one set for all layers, or one set for each kind of layer.
+
+    Raises
+    ------
+    ValueError
+        A rope type is not in `ROPE_TYPES`.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in nested or [parameters]:
+        rope_type = entry.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(
+                f"rope type {rope_type!r} depends on the longest sequence of a batch or is not covered by tests; "
+                f"served are {', '.join(ROPE_TYPES)}"
+            )
