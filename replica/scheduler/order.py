@@ -11,9 +11,9 @@ After a soft reset a request returns before all others, whatever the scheduler.
 Nothing starves. Under `shortest_first` a request is passed only by those that come within `AGEING` times the seconds by
 which its prefill takes longer than theirs: shortest processing time first, which has the least mean waiting time of
 all orders of one queue (Smith 1956), with an age that bounds what it costs the long ones. In a simulated cluster
-(`tests/perf/routersim.py`) it takes 6 % off the mean time to first token where long prompts meet short ones, 7 % where
-most find their prefix cached, nothing where all are alike, and leaves the 99th percentile or lowers it. Twice as much
-age gains 1 % more, half of it 2 % less.
+(`tests/perf/router/routersim.py`) it takes 6 % off the mean time to first token where long prompts meet short ones, 7 %
+where most find their prefix cached, nothing where all are alike, and leaves the 99th percentile or lowers it. Twice
+as much age gains 1 % more, half of it 2 % less.
 
 Of `OLDEST_TURN` requests that start in a row under `priority` at least one is the one that has waited
 longest; so a request that found w others waiting starts among the next OLDEST_TURN * (w + 1), however many more

@@ -37,7 +37,7 @@ from quire.replica.loop import EngineLoop
 from quire.replica.model.fusion import fuse_pass
 from quire.replica.runner.runner import Runner
 from quire.replica.runner.step_outputs import InFlight
-from tests.perf.mixed_requests import Asked, mixed_waves
+from tests.perf.gpu.engine.mixed_requests import Asked, mixed_waves
 
 DTYPE = "bfloat16"
 BLOCK_SIZE = 16

@@ -22,9 +22,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from quire.cluster.bench.engine_process import EngineFailed, EngineProcess, EngineSpec
-from quire.cluster.bench.floor import Floor, ModelShape, Rates, best_of, floor_of, measure_rates
-from quire.cluster.bench.workloads import Workload
+from quire.cluster.bench.engines.engine_process import EngineFailed, EngineProcess, EngineSpec
+from quire.cluster.bench.engines.floor import (
+    Floor,
+    ModelShape,
+    Rates,
+    best_of,
+    floor_of,
+    measure_rates,
+)
+from quire.cluster.bench.load.workloads import Workload
 
 _WARM_UP = Workload("warm-up", 8, 0, 128, 4)
 

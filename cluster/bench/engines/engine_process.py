@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from quire.cluster.bench import engines
+from quire.cluster.bench.engines import engine_adapters
 
 _END_S = 20.0  # for an engine to end before it is killed
 _SETTLE_PERIOD_S = 1.0
@@ -37,7 +37,7 @@ class GroupUsage:
 class EngineSpec:
     """An engine to run.
 
-    Read from `NAME[=JSON]` of a command line, where the JSON may have `engine` (one of `engines.ENGINES`; else
+    Read from `NAME[=JSON]` of a command line, where the JSON may have `engine` (one of `engine_adapters.ENGINES`; else
     NAME), `model`, `dtype`, `threads`, `options`, `env` and `python`, the interpreter of the engine's environment.
     """
 
@@ -51,8 +51,8 @@ class EngineSpec:
     python: str = sys.executable
 
     def __post_init__(self) -> None:
-        if self.engine not in engines.ENGINES:
-            known = ", ".join(engines.ENGINES)
+        if self.engine not in engine_adapters.ENGINES:
+            known = ", ".join(engine_adapters.ENGINES)
             raise ValueError(f"engine: must be one of {known}, got {self.engine!r}")
         if self.threads < 1:
             raise ValueError(f"threads: must be >= 1, got {self.threads}")
@@ -131,8 +131,8 @@ class EngineProcess:
             "options": dict(spec.options),
         }
         command = ["env", *(f"{name}={value}" for name, value in spec.env.items())]
-        # -I: the folder of engines.py is not where its imports come from.
-        command += [spec.python, "-I", engines.__file__, spec.engine, json.dumps(facts)]
+        # -I: the folder of engine_adapters.py is not where its imports come from.
+        command += [spec.python, "-I", engine_adapters.__file__, spec.engine, json.dumps(facts)]
         began = time.perf_counter()
         self._process = subprocess.Popen(
             command,

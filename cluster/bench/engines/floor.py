@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from quire.cluster.bench.workloads import Workload
+from quire.cluster.bench.load.workloads import Workload
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _HOPELESS = 5  # times as slow as another dtype in its first call: not worth more of them

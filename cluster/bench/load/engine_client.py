@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from quire.cluster.bench.cache_watch import CacheSample
-from quire.cluster.bench.clients import Answer, RequestFailed
+from quire.cluster.bench.load.cache_watch import CacheSample
+from quire.cluster.bench.load.clients import Answer, RequestFailed
 from quire.protos.errors import QuireError
 from quire.protos.wire import SamplingParams
 from quire.replica.core.request import Request

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quire.cluster.bench.clients import Answer, Client, RequestFailed
-from quire.cluster.bench.workloads import TimedRequest
+from quire.cluster.bench.load.clients import Answer, Client, RequestFailed
+from quire.cluster.bench.load.workloads import TimedRequest
 
 _LAG_PERIOD_S = 0.05
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.cluster.bench.load import Record, Run
+from quire.cluster.bench.load.load_generator import Record, Run
 
 PERCENTILES = (50, 90, 99)
 

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.bench.cache_watch import CacheSample
-from quire.cluster.bench.measures import hit_rate_over_time
+from quire.cluster.bench.load.cache_watch import CacheSample
+from quire.cluster.bench.results.measures import hit_rate_over_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from quire.cluster.bench.load import Run
+    from quire.cluster.bench.load.load_generator import Run
 
 _SIZE = (7.0, 4.2)
 _NOTHING_ANSWERED = "no request was answered"

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "tests" / "perf" / "results"
 COMMIT_VARIABLE = "QUIRE_COMMIT"
 _COMMIT = re.compile(r"([0-9a-f]{7,40})(\+?)")

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from quire.cluster.bench import commands, serve_command
-from quire.cluster.bench.floor import ModelShape, Rates
-from quire.cluster.bench.load import Record, Run
+from quire.cluster.bench.engines.floor import ModelShape, Rates
+from quire.cluster.bench.load.load_generator import Record, Run
 
 
 def bench(*arguments):
@@ -105,7 +105,7 @@ def test_the_floor_of_a_run_counts_work_not_waiting():
 
 
 def test_an_engine_in_this_process_is_a_client_like_any_other():
-    from quire.cluster.bench.engine_client import EngineClient
+    from quire.cluster.bench.load.engine_client import EngineClient
 
     async def ask():
         client = EngineClient(model="embedded", num_blocks=32, max_model_len=128, num_threads=1)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from quire.cluster.bench.clients import OpenAIClient, RequestFailed, connect, served_model
+from quire.cluster.bench.load.clients import OpenAIClient, RequestFailed, connect, served_model
 
 USAGE = {
     "prompt_tokens": 3,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.bench import compare
-from quire.cluster.bench.compare import Comparison, Turn
-from quire.cluster.bench.engine_process import EngineFailed, EngineProcess, EngineSpec
-from quire.cluster.bench.floor import ModelShape, Rates, floor_of
-from quire.cluster.bench.workloads import Workload
+from quire.cluster.bench.engines import compare
+from quire.cluster.bench.engines.compare import Comparison, Turn
+from quire.cluster.bench.engines.engine_process import EngineFailed, EngineProcess, EngineSpec
+from quire.cluster.bench.engines.floor import ModelShape, Rates, floor_of
+from quire.cluster.bench.load.workloads import Workload
 from quire.replica.embedded_model import CHECKPOINT
 
 OPTIONS = {"max_model_len": 256, "num_blocks": 64}

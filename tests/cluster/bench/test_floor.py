@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from quire.cluster.bench.checkpoints import SHAPES, VOCAB_SIZE
-from quire.cluster.bench.floor import ModelShape, Rates, best_of, floor_of, measure_rates
-from quire.cluster.bench.workloads import WORKLOADS, Workload
+from quire.cluster.bench.engines.checkpoints import SHAPES, VOCAB_SIZE
+from quire.cluster.bench.engines.floor import ModelShape, Rates, best_of, floor_of, measure_rates
+from quire.cluster.bench.load.workloads import WORKLOADS, Workload
 
 # Qwen3-0.6B's shape with a vocabulary of 32,000.
 HALFB = ModelShape(28, 16, 8, 128, 440_401_920, 32_000 * 1024, 2)

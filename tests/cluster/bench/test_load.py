@@ -7,16 +7,22 @@ import time
 
 import pytest
 
-from quire.cluster.bench.clients import Answer, RequestFailed
-from quire.cluster.bench.load import Record, Run, closed_loop, open_loop, session_loop
-from quire.cluster.bench.measures import (
+from quire.cluster.bench.load.clients import Answer, RequestFailed
+from quire.cluster.bench.load.load_generator import (
+    Record,
+    Run,
+    closed_loop,
+    open_loop,
+    session_loop,
+)
+from quire.cluster.bench.load.workloads import TimedRequest
+from quire.cluster.bench.results.measures import (
     Slo,
     hit_rate_over_time,
     max_in_flight,
     percentile,
     summarise,
 )
-from quire.cluster.bench.workloads import TimedRequest
 
 SERVICE_S = 0.05
 

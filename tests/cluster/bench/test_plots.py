@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.bench import plots
-from quire.cluster.bench.cache_watch import CacheSample
-from quire.cluster.bench.load import Record, Run
-from quire.cluster.bench.measures import Slo, summarise
+from quire.cluster.bench.load.cache_watch import CacheSample
+from quire.cluster.bench.load.load_generator import Record, Run
+from quire.cluster.bench.results import plots
+from quire.cluster.bench.results.measures import Slo, summarise
 
 pytest.importorskip("matplotlib")
 

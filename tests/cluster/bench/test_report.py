@@ -3,8 +3,8 @@ import subprocess
 
 import pytest
 
-from quire.cluster.bench import report
-from quire.cluster.bench.report import Bar, Spread
+from quire.cluster.bench.results import report
+from quire.cluster.bench.results.report import Bar, Spread
 
 
 def test_a_spread_is_of_what_was_measured():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cluster.bench import step_times
+from quire.cluster.bench.engines import step_times
 
 
 def reading(steps: int, plan_ms: float, gaps: int, gap_us: float, padding: int) -> dict:

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from quire.cluster.bench.workloads import (
+from quire.cluster.bench.load.workloads import (
     FIRST_TOKEN_ID,
     WORKLOADS,
     Lengths,

@@ -28,14 +28,14 @@ from typing import Any, Protocol
 
 import yaml
 
-from quire.cluster.bench import report
-from quire.cluster.bench.measures import percentile, percentiles_ms
-from quire.cluster.bench.report import ROOT, Bar
-from quire.cluster.bench.workloads import FIRST_TOKEN_ID
-from tests.perf.grpc_alone import grpc_alone
-from tests.perf.live_cluster import LiveCluster, cpu_s, live_cluster
-from tests.perf.paced_replica import STEP_S
-from tests.perf.token_streams import GrpcStreams, SseStreams, TokenStream
+from quire.cluster.bench.load.workloads import FIRST_TOKEN_ID
+from quire.cluster.bench.results import report
+from quire.cluster.bench.results.measures import percentile, percentiles_ms
+from quire.cluster.bench.results.report import ROOT, Bar
+from tests.perf.cluster.grpc_alone import grpc_alone
+from tests.perf.cluster.live_cluster import LiveCluster, cpu_s, live_cluster
+from tests.perf.cluster.paced_replica import STEP_S
+from tests.perf.cluster.token_streams import GrpcStreams, SseStreams, TokenStream
 
 MODEL = "paced"
 VOCAB_SIZE = 1024
@@ -287,7 +287,7 @@ def serve_config(max_streams: int) -> dict[str, Any]:
     """The repository's cluster.yaml with one paced replica that runs all streams at once."""
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     (application,) = config["applications"]
-    application["import_path"] = "tests.perf.paced_replica:build"
+    application["import_path"] = "tests.perf.cluster.paced_replica:build"
     application["args"] = {
         "served_model_name": MODEL,
         "device": "cpu",

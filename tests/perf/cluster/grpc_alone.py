@@ -73,7 +73,7 @@ async def serve(port: int, step_s: float) -> None:
 def grpc_alone(step_s: float) -> Iterator[tuple[int, int]]:
     """Run the server in a process of its own: its port and its process id."""
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "tests.perf.grpc_alone", str(port), str(step_s)]
+    command = [sys.executable, "-m", "tests.perf.cluster.grpc_alone", str(port), str(step_s)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             if process.stdout.readline() != "listens\n":

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench.report import ROOT
+from quire.cluster.bench.results.report import ROOT
 from quire.cluster.local.ports import free_ports
 from quire.cluster.local.serve_api import serve_details
 

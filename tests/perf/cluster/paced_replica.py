@@ -2,7 +2,7 @@
 
 Scheduler, cache, loop, actor, frames, routers and proxies are the product's. Only the runner is another: steps follow
 one another without a gap, as on a GPU whose host is quick enough, whatever is in them, and their tokens spell `TEXT`
-again and again. `import_path: tests.perf.paced_replica:build` takes the arguments of `quire.cluster.app:build`.
+again and again. `import_path: tests.perf.cluster.paced_replica:build` takes the arguments of `quire.cluster.app:build`.
 """
 
 from __future__ import annotations

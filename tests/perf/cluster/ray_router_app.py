@@ -4,7 +4,7 @@
                      placed by one of `ROUTERS`
 
 No admission, no checks, no stream between the two: what there is to be beaten. Text is tokenised at the replica, as Ray
-Serve LLM does. `import_path: tests.perf.ray_router_app:build`.
+Serve LLM does. `import_path: tests.perf.cluster.ray_router_app:build`.
 """
 
 from __future__ import annotations

@@ -31,17 +31,17 @@ from typing import Any
 
 import yaml
 
-from quire.cluster.bench import report
-from quire.cluster.bench.clients import OpenAIClient
-from quire.cluster.bench.load import Run, closed_loop, open_loop
-from quire.cluster.bench.measures import Slo, summarise
-from quire.cluster.bench.report import ROOT, Bar, Spread, spread_json
-from quire.cluster.bench.workloads import TimedRequest
+from quire.cluster.bench.load.clients import OpenAIClient
+from quire.cluster.bench.load.load_generator import Run, closed_loop, open_loop
+from quire.cluster.bench.load.workloads import TimedRequest
+from quire.cluster.bench.results import report
+from quire.cluster.bench.results.measures import Slo, summarise
+from quire.cluster.bench.results.report import ROOT, Bar, Spread, spread_json
 from quire.cluster.proxies.ray_settings import DEPLOYMENT_VARIABLES
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.router.text.tokenizer import TextTokenizer
-from tests.perf.live_cluster import LiveCluster, cpu_s, live_cluster
-from tests.perf.ray_router_app import ROUTERS
+from tests.perf.cluster.live_cluster import LiveCluster, cpu_s, live_cluster
+from tests.perf.cluster.ray_router_app import ROUTERS
 
 MODEL = "embedded"
 QUIRE, BASELINE = "quire", "power_of_two"
@@ -285,7 +285,7 @@ def serve_config() -> dict[str, Any]:
                 "name": router,
                 "route_prefix": f"/{router}",
                 "runtime_env": {"env_vars": dict(DEPLOYMENT_VARIABLES)},
-                "import_path": "tests.perf.ray_router_app:build",
+                "import_path": "tests.perf.cluster.ray_router_app:build",
                 "args": {
                     "router": router,
                     "num_cpus": num_cpus,

@@ -16,9 +16,9 @@ from pathlib import Path
 import grpc
 import yaml
 
-from quire.cluster.bench.report import RESULTS, ROOT, Bar, Spread, spread_json, write
+from quire.cluster.bench.results.report import RESULTS, ROOT, Bar, Spread, spread_json, write
 from quire.protos import generation_pb2, generation_pb2_grpc
-from tests.perf.live_cluster import LiveCluster, cpu_s, live_cluster
+from tests.perf.cluster.live_cluster import LiveCluster, cpu_s, live_cluster
 
 PROMPT = "Tell me a story about a lighthouse."
 
@@ -32,7 +32,11 @@ def main() -> int:
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     nothing = json.loads(json.dumps(config))
     nothing["applications"] = [
-        {"name": "nothing", "route_prefix": "/", "import_path": "tests.perf.trivial_app:build"}
+        {
+            "name": "nothing",
+            "route_prefix": "/",
+            "import_path": "tests.perf.cluster.trivial_app:build",
+        }
     ]
     nothing["grpc_options"]["grpc_servicer_functions"] = []
     totals: dict[str, list[float]] = {"quire": [], "nothing": []}

@@ -18,16 +18,16 @@ from typing import Any
 
 import yaml
 
-from quire.cluster.bench import report
-from quire.cluster.bench.checkpoints import VOCAB_SIZE
-from quire.cluster.bench.clients import OpenAIClient
-from quire.cluster.bench.compare import spread
-from quire.cluster.bench.engine_process import EngineProcess, EngineSpec
-from quire.cluster.bench.load import closed_loop
-from quire.cluster.bench.measures import Slo, summarise
-from quire.cluster.bench.report import ROOT, Bar
-from quire.cluster.bench.workloads import TimedRequest, Workload, batches
-from tests.perf.live_cluster import live_cluster
+from quire.cluster.bench.engines.checkpoints import VOCAB_SIZE
+from quire.cluster.bench.engines.compare import spread
+from quire.cluster.bench.engines.engine_process import EngineProcess, EngineSpec
+from quire.cluster.bench.load.clients import OpenAIClient
+from quire.cluster.bench.load.load_generator import closed_loop
+from quire.cluster.bench.load.workloads import TimedRequest, Workload, batches
+from quire.cluster.bench.results import report
+from quire.cluster.bench.results.measures import Slo, summarise
+from quire.cluster.bench.results.report import ROOT, Bar
+from tests.perf.cluster.live_cluster import live_cluster
 
 GOAL_PERCENT = 90.0
 _WARM_UP = Workload("warm-up", 8, 0, 128, 4)

@@ -14,10 +14,10 @@ from quire.protos import generation_pb2 as pb
 from quire.protos.wire import SamplingParams
 from quire.replica.core.step_plan import SamplingBatch, StepPlan
 from quire.router.text.tokenizer import TextTokenizer
-from tests.perf import data_plane, paced_replica
-from tests.perf.data_plane import StreamRun, Window
-from tests.perf.paced_replica import STEP_S, TEXT, PacedEngine, PacedRunner
-from tests.perf.token_streams import StreamFailed, TokenStream, parse_grpc, parse_sse
+from tests.perf.cluster import data_plane, paced_replica
+from tests.perf.cluster.data_plane import StreamRun, Window
+from tests.perf.cluster.paced_replica import STEP_S, TEXT, PacedEngine, PacedRunner
+from tests.perf.cluster.token_streams import StreamFailed, TokenStream, parse_grpc, parse_sse
 
 
 def plan(positions: list[int]) -> StepPlan:

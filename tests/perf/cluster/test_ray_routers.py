@@ -11,13 +11,13 @@ import pytest
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.config import RequestRouterConfig
 
-from quire.cluster.bench.clients import Answer, OpenAIClient
+from quire.cluster.bench.load.clients import Answer, OpenAIClient
 from quire.cluster.config.serve_config import load
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
-from tests.perf import data_plane, ray_routers, truth
-from tests.perf.ray_router_app import ROUTERS, EngineServer, PromptRequest, build, events
-from tests.perf.ray_routers import MIXES, PROMPT_CHARS, SYSTEMS, ArrivalLog, LogClient, Turn
+from tests.perf.cluster import data_plane, ray_routers, truth
+from tests.perf.cluster.ray_router_app import ROUTERS, EngineServer, PromptRequest, build, events
+from tests.perf.cluster.ray_routers import MIXES, PROMPT_CHARS, SYSTEMS, ArrivalLog, LogClient, Turn
 
 
 def test_prompts_share_prefixes_and_nothing_else():

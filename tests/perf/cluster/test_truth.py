@@ -8,16 +8,16 @@ import random
 import numpy as np
 import pytest
 
-from quire.cluster.bench.load import Record
-from quire.cluster.bench.workloads import TimedRequest
+from quire.cluster.bench.load.load_generator import Record
+from quire.cluster.bench.load.workloads import TimedRequest
 from quire.protos.wire import CacheEvents, Frame, RoutingHasher
 from quire.router.explain.decision_log import DecisionLog, LoggedDecision, read
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.by_name import make_policy
 from quire.router.policy.policy import RouteRequest
-from tests.perf import truth
-from tests.perf.truth import WrongCredit, in_order_of_due, pooled_tokens
+from tests.perf.cluster import truth
+from tests.perf.cluster.truth import WrongCredit, in_order_of_due, pooled_tokens
 
 PROMPT = np.arange(300, 440, dtype=np.int32)
 EVENT_S = 1000.0

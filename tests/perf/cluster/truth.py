@@ -32,15 +32,15 @@ from typing import Any
 
 import yaml
 
-from quire.cluster.bench import report
-from quire.cluster.bench.clients import OpenAIClient, RequestFailed
-from quire.cluster.bench.load import Record, open_loop
-from quire.cluster.bench.measures import Slo, summarise
-from quire.cluster.bench.report import ROOT, Bar
-from quire.cluster.bench.workloads import FIRST_TOKEN_ID, TimedRequest, TraceScale, read_trace
+from quire.cluster.bench.load.clients import OpenAIClient, RequestFailed
+from quire.cluster.bench.load.load_generator import Record, open_loop
+from quire.cluster.bench.load.workloads import FIRST_TOKEN_ID, TimedRequest, TraceScale, read_trace
+from quire.cluster.bench.results import report
+from quire.cluster.bench.results.measures import Slo, summarise
+from quire.cluster.bench.results.report import ROOT, Bar
 from quire.router.explain.decision_log import LoggedDecision, read
-from tests.perf.live_cluster import LiveCluster, live_cluster
-from tests.perf.pooled_cache import PooledCache
+from tests.perf.cluster.live_cluster import LiveCluster, live_cluster
+from tests.perf.router.pooled_cache import PooledCache
 
 MODEL = "embedded"
 VOCAB_SIZE, MAX_MODEL_LEN = 1024, 4096

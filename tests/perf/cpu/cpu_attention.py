@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.kernels.cpu import cpu_attention_native, native_library
 from quire.kernels.cpu.cpu_attention import has_native, paged_attention, plan_attention
 

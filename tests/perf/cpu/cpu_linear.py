@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.cpu_linear import PackedWeight, packed_linear
 from quire.replica.model.deterministic.tiles import probe, tiled_linear

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import SamplingBatch, StepPlan
 from quire.replica.runner.runner import Runner
-from tests.perf.cpu_linear import CLOCKS
+from tests.perf.cpu.cpu_linear import CLOCKS
 
 CONTEXT, BLOCK_SIZE = 256, 32
 BLOCKS = CONTEXT // BLOCK_SIZE + 1  # of a row

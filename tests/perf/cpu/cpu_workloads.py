@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench import compare, plots, report
-from quire.cluster.bench.floor import ModelShape, Rates, floor_of
-from quire.cluster.bench.workloads import WORKLOADS
+from quire.cluster.bench.engines import compare
+from quire.cluster.bench.engines.floor import ModelShape, Rates, floor_of
+from quire.cluster.bench.load.workloads import WORKLOADS
+from quire.cluster.bench.results import plots, report
 
 QUIRE = "quire"
 PREFIX = "cpu"

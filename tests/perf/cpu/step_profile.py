@@ -26,9 +26,9 @@ from unittest import mock
 
 import torch
 
-from quire.cluster.bench import report
-from quire.cluster.bench.engine_process import wait_until_idle
-from quire.cluster.bench.workloads import WORKLOADS, Workload, batches
+from quire.cluster.bench.engines.engine_process import wait_until_idle
+from quire.cluster.bench.load.workloads import WORKLOADS, Workload, batches
+from quire.cluster.bench.results import report
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineArgs
 from quire.replica.engine import Engine

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu.cpu_attention import has_native
-from tests.perf import cpu_attention as bench
+from tests.perf.cpu import cpu_attention as bench
 
 
 def test_bytes_and_flops_are_those_of_the_keys_that_are_seen():

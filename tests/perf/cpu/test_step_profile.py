@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cluster.bench.workloads import Workload
+from quire.cluster.bench.load.workloads import Workload
 from quire.kernels.cpu.cpu_attention import has_native
 from quire.replica.engine import Engine
-from tests.perf import step_profile
+from tests.perf.cpu import step_profile
 
 PARTS = {"qkv", "attention", "output", "gate_up", "down", "attention_norm", "mlp_norm", "lm_head"}
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.protos.wire import SamplingParams
 from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.engine import Engine
@@ -114,7 +114,7 @@ def main() -> None:
         bars += measure("random_110m", str(build_random(Path(folder))), args.rounds)
     report.write(
         args.out,
-        f"python -m tests.perf.deterministic --rounds {args.rounds}",
+        f"python -m tests.perf deterministic --rounds {args.rounds}",
         bars,
         method="tokens per second of whole requests, one thread, medians; alternated",
     )

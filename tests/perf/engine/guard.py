@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 
-from quire.cluster.bench.checkpoints import VOCAB_SIZE, build
-from quire.cluster.bench.compare import Comparison, compare
-from quire.cluster.bench.engine_process import EngineSpec
-from quire.cluster.bench.workloads import Workload, batches
+from quire.cluster.bench.engines.checkpoints import VOCAB_SIZE, build
+from quire.cluster.bench.engines.compare import Comparison, compare
+from quire.cluster.bench.engines.engine_process import EngineSpec
+from quire.cluster.bench.load.workloads import Workload, batches
 
 FLOORS = Path(__file__).with_name("guard_floors.json")
 PEER = "transformers"

@@ -1,6 +1,6 @@
 """How long the host takes for one decode step when the forward pass takes no time.
 
-    python -m tests.perf.host_overhead [--rows 256 1024] [--out FILE]
+    python -m tests.perf host_overhead [--rows 256 1024] [--out FILE]
 
 Quire: `Scheduler.plan`, `Scheduler.commit`, cache events, load, and the encoded frame for one router: everything
 the engine does between two forward passes, and what the actor's event loop does for it. Sampled tokens are random.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.protos.wire import Frame, SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
@@ -293,7 +293,7 @@ def main() -> None:
     bars = [bar for n in args.rows for bar in measure(n, args.turns, args.generated, args.waiting)]
     report.write(
         args.out,
-        f"python -m tests.perf.host_overhead --rows {rows}",
+        f"python -m tests.perf host_overhead --rows {rows}",
         bars,
         method="wall time per step on one core, medians; alternated",
     )

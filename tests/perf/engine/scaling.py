@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from quire.cluster.bench import plots, report
-from quire.cluster.bench.report import Bar, Spread, spread_json
+from quire.cluster.bench.results import plots, report
+from quire.cluster.bench.results.report import Bar, Spread, spread_json
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.scheduler.scheduler import Scheduler
-from tests.perf.host_overhead import BLOCK_SIZE, EOS, VOCAB, QuireHost
+from tests.perf.engine.host_overhead import BLOCK_SIZE, EOS, VOCAB, QuireHost
 
 ROWS = 64
 TOKENS = (1, 8, 32, 64, 128, 192, 256, 320, 384, 448, 512)

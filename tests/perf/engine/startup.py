@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench import report
-from quire.cluster.bench.report import Bar, Spread, spread_json
+from quire.cluster.bench.results import report
+from quire.cluster.bench.results.report import Bar, Spread, spread_json
 
 GOAL_S = 10.0
 GOAL_MB = 500.0
@@ -67,7 +67,7 @@ def _weights_bytes(model: Any) -> int:
 
 def measure(checkpoint: str, dtype: str, kv_cache_gib: float) -> dict[str, Any]:
     """One fresh process."""
-    command = [sys.executable, "-m", "tests.perf.startup", checkpoint, "--dtype", dtype]
+    command = [sys.executable, "-m", "tests.perf.engine.startup", checkpoint, "--dtype", dtype]
     command += ["--kv-cache-gib", str(kv_cache_gib), "--child"]
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

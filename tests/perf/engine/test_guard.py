@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from quire.cluster.bench.compare import Comparison, Turn
-from tests.perf.guard import FLOORS, Verdict, judge
+from quire.cluster.bench.engines.compare import Comparison, Turn
+from tests.perf.engine.guard import FLOORS, Verdict, judge
 
 
 def verdict(*ratios, floor=2.0):

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.perf import bus_overhead
-from tests.perf.host_overhead import GENERATED, QuireHost, TransformersHost
+from tests.perf.engine.host_overhead import GENERATED, QuireHost, TransformersHost
+from tests.perf.router import bus_overhead
 
 
 @pytest.mark.parametrize("waiting", [0, 5])

@@ -7,12 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from quire.cluster.bench.checkpoints import SHAPES, VOCAB_SIZE
-from quire.cluster.bench.compare import Comparison, Turn
-from quire.cluster.bench.floor import Rates
+from quire.cluster.bench.engines.checkpoints import SHAPES, VOCAB_SIZE
+from quire.cluster.bench.engines.compare import Comparison, Turn
+from quire.cluster.bench.engines.floor import Rates
 from quire.replica.core.step_plan import StepResult
 from quire.replica.embedded_model import CHECKPOINT
-from tests.perf import cpu_workloads, scaling, startup
+from tests.perf.cpu import cpu_workloads
+from tests.perf.engine import scaling, startup
 
 
 def test_a_cache_is_filled_and_a_known_prompt_is_found_in_it():

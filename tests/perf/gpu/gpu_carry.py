@@ -15,7 +15,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.perf.gpu_run import differs
+from tests.perf.gpu.gpu_run import differs
 
 RESULTS = ("gpu_kernels.json", "gpu_engine.json")
 CACHE = "tc.tar.xz"

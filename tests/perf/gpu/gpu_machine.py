@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from tests.perf.gpu_session import Part, Point, Row, Session, significant
+from tests.perf.gpu.gpu_session import Part, Point, Row, Session, significant
 
 COPY_BYTES = 2 << 30
 GEMM_SIZE = 8192

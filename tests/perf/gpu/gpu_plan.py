@@ -21,10 +21,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.cluster.bench import report
-from tests.perf.gpu_carry import CACHE, carry_results, pack_cache, unpack_cache
-from tests.perf.gpu_run import REHEARSAL_PATIENCE
-from tests.perf.processes import hear_interrupts, wait_or_interrupt
+from quire.cluster.bench.results import report
+from tests.perf.gpu.gpu_carry import CACHE, carry_results, pack_cache, unpack_cache
+from tests.perf.gpu.gpu_run import REHEARSAL_PATIENCE
+from tests.perf.gpu.processes import hear_interrupts, wait_or_interrupt
 
 LIMIT_S = 600.0  # of a command
 RESERVE_S = 30.0  # of it for the caches and the driver itself

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from quire.cluster.bench import report
-from tests.perf.gpu_carry import CACHE
-from tests.perf.gpu_plan import PLANS, TEST_FOLDERS
+from quire.cluster.bench.results import report
+from tests.perf.gpu.gpu_carry import CACHE
+from tests.perf.gpu.gpu_plan import PLANS, TEST_FOLDERS
 
 REQUIREMENTS = Path(__file__).with_name("gpu_requirements.txt")
 MAX_FILES = 8  # that a command may leave

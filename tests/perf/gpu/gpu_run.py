@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 
 if TYPE_CHECKING:
-    from tests.perf.gpu_session import Part, Point, Row, Session
+    from tests.perf.gpu.gpu_session import Part, Point, Row, Session
 
 REHEARSAL_PATIENCE = 10.0  # times the budget: nothing is measured, and the machine may be busy
 WRITE_PERIOD_S = 5.0  # a part that is killed loses at most the rows of so many seconds
@@ -127,7 +127,7 @@ def open_session(rehearsal: bool) -> Session:
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
-    from tests.perf.gpu_session import Session
+    from tests.perf.gpu.gpu_session import Session
 
     if rehearsal:
         from quire.kernels.compile.interpreter import repair_interpreter
@@ -223,8 +223,8 @@ class Results:
 
 def run(session: Session, results: Results, parts: list[Part], chosen: set[str]) -> list[str]:
     """Run the chosen parts; returns the errors of their rows."""
-    from tests.perf.gpu_peers import installed
-    from tests.perf.gpu_session import NO_TIME, free_memory, is_final
+    from tests.perf.gpu.gpu_session import NO_TIME, free_memory, is_final
+    from tests.perf.gpu.kernels.gpu_peers import installed
 
     facts = _versions() | {"peers": ["torch SDPA", *installed()]}
     errors = []

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from quire.cluster.bench import report
-from tests.perf.gpu_run import REHEARSAL_PATIENCE
-from tests.perf.gpu_timing import Timer
+from quire.cluster.bench.results import report
+from tests.perf.gpu.gpu_run import REHEARSAL_PATIENCE
+from tests.perf.gpu.gpu_timing import Timer
 
 Point = dict[str, Any]
 Row = dict[str, Any]

@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.bench import report
-from tests.perf import gpu_run
+from quire.cluster.bench.results import report
+from tests.perf.gpu import gpu_run
 
 if TYPE_CHECKING:
     from quire.replica.engine import Engine
-    from tests.perf.gpu_session import Part, Point, Row, Session
+    from tests.perf.gpu.gpu_session import Part, Point, Row, Session
 
 BENCHMARK = gpu_run.Benchmark(
     "python -m tests.perf gpu-smoke",
@@ -58,7 +58,7 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
 
 def points(rehearsal: bool) -> list[Point]:
     """One architecture with all options, then the others."""
-    from tests.perf.gpu_tiny_models import NAMES
+    from tests.perf.gpu.gpu_tiny_models import NAMES
 
     if rehearsal:
         return [
@@ -76,7 +76,7 @@ def measure(session: Session, point: Point) -> Row:
     import torch
 
     from quire.replica.engine import Engine
-    from tests.perf import gpu_tiny_models
+    from tests.perf.gpu import gpu_tiny_models
 
     options = _COMMON | OPTIONS[point["options"]]
     if session.rehearsal:
@@ -95,8 +95,8 @@ def measure(session: Session, point: Point) -> Row:
 def serve(engine: Engine, max_tokens: int) -> int:
     """Serve every kind of request; returns how many of the greedy answers differ at the second time."""
     from quire.protos.wire import SamplingParams
-    from tests.perf.gpu_crowd import random_prompts
-    from tests.perf.gpu_tiny_models import VOCAB_SIZE
+    from tests.perf.gpu.engine.gpu_crowd import random_prompts
+    from tests.perf.gpu.gpu_tiny_models import VOCAB_SIZE
 
     prompts = [random_prompts(1, length, VOCAB_SIZE, length)[0] for length in PROMPTS]
 
@@ -143,7 +143,7 @@ def findings(row: Row, options: dict[str, Any], device: str) -> list[str]:
 
 
 def bars(rows: list[Row]) -> list[report.Bar]:
-    from tests.perf.gpu_session import worst
+    from tests.perf.gpu.gpu_session import worst
 
     return [worst("gpu/smoke_findings", rows, "failed", "", 0, at_most=True)]
 
@@ -159,7 +159,7 @@ def summary(session: Session, rows: dict[str, list[Row]]) -> str:
 
 
 def all_parts() -> list[Part]:
-    from tests.perf.gpu_session import Part
+    from tests.perf.gpu.gpu_session import Part
 
     return [Part("serve", points, measure, bars, BUDGET_S)]
 

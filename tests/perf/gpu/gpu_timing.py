@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 
 Call = Callable[[], object]
 

@@ -1,4 +1,4 @@
-"""A plugin of pytest (`-p tests.perf.gpu_worker`): a test that leaves the GPU unusable ends its worker alone.
+"""A plugin of pytest (`-p tests.perf.gpu.gpu_worker`): a test that leaves the GPU unusable ends its worker alone.
 
 After an illegal address every later call of CUDA in the process fails, so its later tests would all fail for that one.
 pytest-xdist starts another worker in place of one that ended; the test is reported twice, with its own error and as

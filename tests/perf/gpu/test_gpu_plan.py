@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -14,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.bench import report
-from tests.perf import gpu_plan, gpu_rehearse
-from tests.perf.gpu_carry import CACHE, RESULTS, carry_results, pack_cache, unpack_cache
-from tests.perf.gpu_kernels import BENCHMARK
-from tests.perf.gpu_plan import LIMIT_S, PLANS, RESERVE_S, Step, run_step
-from tests.perf.gpu_run import Results
+from quire.cluster.bench.results import report
+from tests.perf.__main__ import import_benchmark
+from tests.perf.gpu import gpu_plan, gpu_rehearse
+from tests.perf.gpu.gpu_carry import CACHE, RESULTS, carry_results, pack_cache, unpack_cache
+from tests.perf.gpu.gpu_plan import LIMIT_S, PLANS, RESERVE_S, Step, run_step
+from tests.perf.gpu.gpu_run import Results
+from tests.perf.gpu.kernels.gpu_kernels import BENCHMARK
 
 STEPS = [step for plan in PLANS.values() for step in plan]
 DOCUMENT = report.ROOT / "docs" / "measuring_on_a_gpu.md"
@@ -37,12 +37,8 @@ FOREIGN = (
 )
 
 
-def module_of(step: Step):
-    return importlib.import_module(f"tests.perf.{step.benchmark.replace('-', '_')}")
-
-
 def parts_of(step: Step, folder: Path) -> list[str]:
-    module = module_of(step)
+    module = import_benchmark(step.benchmark)
     return [part.name for part in module.all_parts(*[folder] * step.has_checkpoints)]
 
 
@@ -59,7 +55,7 @@ def test_a_command_ends_within_ten_minutes_whatever_its_steps_do(number):
 def test_a_steps_command_parses_and_names_parts_that_exist(step, tmp_path):
     for rehearsal in (False, True):
         arguments = step.arguments(tmp_path / "out", tmp_path, rehearsal)
-        options = module_of(step).option_parser().parse_args(arguments[1:])
+        options = import_benchmark(step.benchmark).option_parser().parse_args(arguments[1:])
         assert options.out == tmp_path / "out" / step.result
         assert options.rehearse is rehearsal and options.resume is step.resumes
         assert 0 < options.budget_s < step.limit_s
@@ -332,12 +328,12 @@ def test_a_test_that_breaks_the_device_ends_its_worker_alone(tmp_path):
     (tmp_path / "test_device_breaks.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", "-n", "1"]
-    command += ["--dist", "worksteal", "-p", "tests.perf.gpu_worker", str(tmp_path)]
+    command += ["--dist", "worksteal", "-p", "tests.perf.gpu.gpu_worker", str(tmp_path)]
     command += ["-o", "junit_family=xunit1", f"--junit-xml={tmp_path / 'junit.xml'}"]
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer than the test
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=report.ROOT)
-    from tests.perf.gpu_numerics import read_counts
+    from tests.perf.gpu.kernels.gpu_numerics import read_counts
 
     assert "5 passed" in done.stdout, done.stdout
     assert "n is two" in done.stdout and "crashed" in done.stdout

@@ -1,6 +1,6 @@
 """What a streamed token costs in Python, on the replica's side of the bus and on the router's, without Ray.
 
-    python -m tests.perf.bus_overhead [--streams 128] [--out FILE]
+    python -m tests.perf bus_overhead [--streams 128] [--out FILE]
 
 Replica: `Attachments.publish` of a step's columns, the attach stream's wake-up, and the encoded frame.
 Router: the frame decoded, `Bus` → `Attempt` → `RequestStream` (index check, detokeniser, stop matcher) →
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.cluster.http.http_body import parse_body
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_generation import GenerationResponse
@@ -225,7 +225,7 @@ def main() -> None:
     ]
     report.write(
         args.out,
-        f"python -m tests.perf.bus_overhead --streams {args.streams}",
+        f"python -m tests.perf bus_overhead --streams {args.streams}",
         bars,
         method="wall time per token on one core, medians over steps",
     )

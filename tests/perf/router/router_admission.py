@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.protos.errors import Overloaded
 from quire.protos.wire import Frame, Hello
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
@@ -35,7 +35,7 @@ from quire.router.request.service import RouterService
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 from quire.router.transport.bus import Bus
 from quire.router.types import GenerationRequest
-from tests.perf.bus_overhead import StubHandle
+from tests.perf.router.bus_overhead import StubHandle
 
 EPOCH = "epoch"
 MAX_LEN = 32_768

@@ -37,7 +37,7 @@ from unittest import mock
 
 import numpy as np
 
-from quire.cluster.bench.report import RESULTS, Bar, write
+from quire.cluster.bench.results.report import RESULTS, Bar, write
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load, RoutingHasher
 from quire.router import compiled_router
 from quire.router.fleet.replicas import ReplicaTable, RequestBooking

@@ -15,7 +15,7 @@ import random
 import time
 from pathlib import Path
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.replica.checkpoint.checkpoint import resolve_checkpoint
 from quire.router.text.token_cache import split
 from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer

@@ -21,10 +21,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from quire.cluster.bench.report import RESULTS, Bar, write
+from quire.cluster.bench.results.report import RESULTS, Bar, write
 from quire.replica.scheduler.order import AGEING
 from quire.router.policy.by_name import POLICY_NAMES, make_policy
-from tests.perf.routersim_stack import Stack
+from tests.perf.router.routersim_stack import Stack
 
 SEEDS = {"given": (0, 1, 2), "held out": (10, 11, 12)}
 WORKLOADS = ("conv4", "conv8L", "hot8", "agent8", "uniq8")

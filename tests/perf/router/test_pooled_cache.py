@@ -12,7 +12,7 @@ from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.scheduler.scheduler import Scheduler
-from tests.perf.pooled_cache import PooledCache
+from tests.perf.router.pooled_cache import PooledCache
 
 BLOCK = 8
 NUM_TOKENS = 5  # of every answer

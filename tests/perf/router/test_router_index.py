@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quire.router import compiled_router
-from tests.perf import router_index
+from tests.perf.router import router_index
 
 
 @pytest.fixture(scope="module")

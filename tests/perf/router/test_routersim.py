@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from quire.router.policy.by_name import make_policy
-from tests.perf.routersim import compare, geometric_mean, markdown, parts
-from tests.perf.routersim_stack import Stack
+from tests.perf.router.routersim import compare, geometric_mean, markdown, parts
+from tests.perf.router.routersim_stack import Stack
 
 
 class Hardware:

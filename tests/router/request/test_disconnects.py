@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from local_serve import LocalCluster, LocalReplica, assert_idle, start_replica, until
 
-from quire.cluster.bench.report import Bar, write
+from quire.cluster.bench.results.report import Bar, write
 from quire.protos.errors import Unavailable
 from quire.protos.wire import Grammar
 from quire.replica.core.request import Phase, RequestDelta

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tests.perf.gpu_models import Checkpoint
+from tests.perf.gpu.engine.gpu_models import Checkpoint
 
 _WARM_UP = (8, 64, 4)  # requests, prompt tokens, new tokens
 _POLL_S = 1.0
@@ -68,7 +68,7 @@ class Quire:
     """The engine of this package. `options` are its arguments."""
 
     def __init__(self, checkpoint: Checkpoint, device: str, options: dict[str, Any]):
-        from tests.perf.gpu_crowd import Crowd, random_prompts
+        from tests.perf.gpu.engine.gpu_crowd import Crowd, random_prompts
 
         self._crowd = Crowd(checkpoint, device, **options)
         count, length, new_tokens = _WARM_UP
@@ -112,8 +112,8 @@ class Transformers:
         from transformers import ContinuousBatchingConfig, GenerationConfig
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
-        from tests.perf.gpu_crowd import random_prompts
-        from tests.perf.gpu_session import free_memory
+        from tests.perf.gpu.engine.gpu_crowd import random_prompts
+        from tests.perf.gpu.gpu_session import free_memory
 
         longest = max(len(prompt) for prompts in job.turns for prompt in prompts)
         manager = self._model.init_continuous_batching(

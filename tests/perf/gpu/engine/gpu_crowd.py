@@ -22,8 +22,8 @@ from quire.replica.core.request import Request
 from quire.replica.engine import Engine
 from quire.replica.loop import LoopOutput
 from quire.replica.scheduler.scheduler import Scheduler
-from tests.perf.gpu_models import Checkpoint
-from tests.perf.gpu_session import Row, Session, free_memory, significant
+from tests.perf.gpu.engine.gpu_models import Checkpoint
+from tests.perf.gpu.gpu_session import Row, Session, free_memory, significant
 
 TIMEOUT_S = 180.0
 _HOST_PARTS = ("plan", "launch", "commit", "send")

@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cluster.bench import report
-from tests.perf import gpu_run
+from quire.cluster.bench.results import report
+from tests.perf.gpu import gpu_run
 
 if TYPE_CHECKING:
-    from tests.perf.gpu_session import Part
+    from tests.perf.gpu.gpu_session import Part
 
 BENCHMARK = gpu_run.Benchmark(
     "python -m tests.perf gpu-engine",
@@ -43,7 +43,8 @@ def all_parts(folder: Path) -> list[Part]:
     folder
         Where checkpoints of random weights are kept.
     """
-    from tests.perf import (
+    from tests.perf.gpu import gpu_machine
+    from tests.perf.gpu.engine import (
         gpu_engine_compiles,
         gpu_engine_deterministic,
         gpu_engine_offload,
@@ -51,7 +52,6 @@ def all_parts(folder: Path) -> list[Part]:
         gpu_engine_steps,
         gpu_engine_throughput,
         gpu_engine_tokens,
-        gpu_machine,
     )
 
     return [

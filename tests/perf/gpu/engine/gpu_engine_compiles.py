@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.protos.wire import SamplingParams
 from quire.replica.engine import Engine
-from tests.perf.gpu_models import SMALL, checkpoint
-from tests.perf.gpu_session import Part, Point, Row, Session, free_memory, worst
-from tests.perf.mixed_requests import mixed_waves
+from tests.perf.gpu.engine.gpu_models import SMALL, checkpoint
+from tests.perf.gpu.engine.mixed_requests import mixed_waves
+from tests.perf.gpu.gpu_session import Part, Point, Row, Session, free_memory, worst
 
 ROWS = 256
 MAX_MODEL_LEN = 512

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.cluster.bench import report
-from quire.cluster.bench.workloads import Workload
-from tests.perf.gpu_crowd import Crowds
-from tests.perf.gpu_engine_steps import DECODE_OPTIONS, EnginePart
-from tests.perf.gpu_models import LARGE, SMALL, checkpoint
-from tests.perf.gpu_session import Point, Row, Session, significant, worst
+from quire.cluster.bench.load.workloads import Workload
+from quire.cluster.bench.results import report
+from tests.perf.gpu.engine.gpu_crowd import Crowds
+from tests.perf.gpu.engine.gpu_engine_steps import DECODE_OPTIONS, EnginePart
+from tests.perf.gpu.engine.gpu_models import LARGE, SMALL, checkpoint
+from tests.perf.gpu.gpu_session import Point, Row, Session, significant, worst
 
 MAX_COST_PERCENT = 15
 TURNS = 2  # the faster one counts

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.kernels.tuning import BLOCK_SIZE
 from quire.replica.device.cuda_device import CudaDevice
 from quire.replica.device.device import CpuDevice, Device
@@ -31,10 +31,10 @@ from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool, block_elements
 from quire.replica.kv_cache.groups import LayerGroup, group_layers
 from quire.replica.scheduler.scheduler import Scheduler
-from tests.perf.gpu_crowd import Crowd, Crowds, Reading, random_prompts
-from tests.perf.gpu_engine_steps import DECODE_OPTIONS, EnginePart
-from tests.perf.gpu_models import SMALL, Checkpoint, checkpoint
-from tests.perf.gpu_session import Part, Point, Row, Session, significant, worst
+from tests.perf.gpu.engine.gpu_crowd import Crowd, Crowds, Reading, random_prompts
+from tests.perf.gpu.engine.gpu_engine_steps import DECODE_OPTIONS, EnginePart
+from tests.perf.gpu.engine.gpu_models import SMALL, Checkpoint, checkpoint
+from tests.perf.gpu.gpu_session import Part, Point, Row, Session, significant, worst
 
 LINK_BYTES = 1 << 30
 ROUND_TRIP_BLOCKS = 256  # 2 GiB of an 8B model

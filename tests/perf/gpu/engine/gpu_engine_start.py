@@ -1,6 +1,6 @@
 """A part of the engine's GPU benchmark: from a new process to the first token of a checkpoint that is on the disk.
 
-    python -m tests.perf.gpu_engine_start CHECKPOINT --device cuda --dtype bfloat16      # the process that is measured
+    python -m tests.perf.gpu.engine.gpu_engine_start CHECKPOINT --device cuda --dtype bfloat16   # the measured process
 
 The clock runs from before the process starts: the interpreter, torch and transformers, the weights, graphs, the cache,
 the first prompt. Each point starts it twice and reports the second: the first one compiles the Triton kernels, which
@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench import report
-from tests.perf.gpu_session import OutOfRoom, Part, Point, Row, Session, significant, worst
+from quire.cluster.bench.results import report
+from tests.perf.gpu.gpu_session import OutOfRoom, Part, Point, Row, Session, significant, worst
 
 MAX_HELD = 0.1  # of files that count as dropped
 TIMEOUT_S = {"cuda": 100.0, "cpu": 1200.0}  # a rehearsal's machine may be busy
@@ -48,14 +48,14 @@ def parts(folder: Path) -> list[Part]:
 
 def checkpoint_points(rehearsal: bool) -> list[Point]:
     """All models, before anything is measured with them."""
-    from tests.perf.gpu_models import NAMES
+    from tests.perf.gpu.engine.gpu_models import NAMES
 
     return [{"model": name} for name in NAMES]
 
 
 def write_checkpoint(folder: Path, session: Session, point: Point) -> Row:
     """Write random weights to the disk; nothing to do where they are already."""
-    from tests.perf.gpu_models import checkpoint, num_bytes
+    from tests.perf.gpu.engine.gpu_models import checkpoint, num_bytes
 
     began_s = session.clock()
     path = checkpoint(folder, point["model"], session).path
@@ -70,7 +70,7 @@ def write_checkpoint(folder: Path, session: Session, point: Point) -> Row:
 
 def start_points(rehearsal: bool) -> list[Point]:
     """With the files in the page cache, and after they have been put out of it, where that is possible."""
-    from tests.perf.gpu_models import LARGE, SMALL
+    from tests.perf.gpu.engine.gpu_models import LARGE, SMALL
 
     model = SMALL if rehearsal else LARGE[1]
     return [{"model": model, "files": files} for files in ("cached", "dropped")]
@@ -78,7 +78,7 @@ def start_points(rehearsal: bool) -> list[Point]:
 
 def measure_start(folder: Path, session: Session, point: Point) -> Row:
     """The second start, in all and by phase, and how long the first one took."""
-    from tests.perf.gpu_models import checkpoint, num_bytes
+    from tests.perf.gpu.engine.gpu_models import checkpoint, num_bytes
 
     model = checkpoint(folder, point["model"], session)
     starts = []
@@ -110,7 +110,7 @@ def start(path: Path, device: str, dtype: str) -> Start:
         It takes too long.
     """
     command = ["env", f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}"]
-    command += [sys.executable, "-m", "tests.perf.gpu_engine_start", str(path)]
+    command += [sys.executable, "-m", "tests.perf.gpu.engine.gpu_engine_start", str(path)]
     command += ["--device", device, "--dtype", dtype]
     began_s = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

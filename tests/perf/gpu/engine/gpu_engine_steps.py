@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench import report
-from tests.perf.gpu_crowd import Crowd, Crowds, Reading, between, random_prompts
-from tests.perf.gpu_models import LARGE, NAMES, SMALL, checkpoint
-from tests.perf.gpu_session import Part, Point, Row, Session, significant, worst
+from quire.cluster.bench.results import report
+from tests.perf.gpu.engine.gpu_crowd import Crowd, Crowds, Reading, between, random_prompts
+from tests.perf.gpu.engine.gpu_models import LARGE, NAMES, SMALL, checkpoint
+from tests.perf.gpu.gpu_session import Part, Point, Row, Session, significant, worst
 
 ROWS = (1, 64, 128, 256)
 CONTEXT = 1024  # tokens

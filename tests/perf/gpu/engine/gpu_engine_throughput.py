@@ -21,14 +21,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench import report
-from quire.cluster.bench.floor import Floor, Rates, floor_of
-from quire.cluster.bench.measures import percentile
-from quire.cluster.bench.workloads import Workload
-from tests.perf.gpu_contestants import ContestantProcess, Job, Served, fastest, settings
-from tests.perf.gpu_engine_steps import DECODE_OPTIONS
-from tests.perf.gpu_models import LARGE, SMALL, Checkpoint, checkpoint
-from tests.perf.gpu_session import (
+from quire.cluster.bench.engines.floor import Floor, Rates, floor_of
+from quire.cluster.bench.load.workloads import Workload
+from quire.cluster.bench.results import report
+from quire.cluster.bench.results.measures import percentile
+from tests.perf.gpu.engine.gpu_contestants import ContestantProcess, Job, Served, fastest, settings
+from tests.perf.gpu.engine.gpu_engine_steps import DECODE_OPTIONS
+from tests.perf.gpu.engine.gpu_models import LARGE, SMALL, Checkpoint, checkpoint
+from tests.perf.gpu.gpu_session import (
     NO_TIME,
     Part,
     Point,

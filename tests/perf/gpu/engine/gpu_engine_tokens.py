@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import transformers
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.protos.wire import SamplingParams
 from quire.replica.engine import Engine
-from tests.perf import gpu_tiny_models
-from tests.perf.gpu_crowd import random_prompts
-from tests.perf.gpu_session import Part, Point, Row, Session, free_memory, significant, worst
+from tests.perf.gpu import gpu_tiny_models
+from tests.perf.gpu.engine.gpu_crowd import random_prompts
+from tests.perf.gpu.gpu_session import Part, Point, Row, Session, free_memory, significant, worst
 
 ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma3")
 # A cache of so few blocks that requests give way to each other and come back from the host, however they come in.

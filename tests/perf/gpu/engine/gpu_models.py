@@ -18,8 +18,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from quire.cluster.bench.floor import ModelShape
-from tests.perf.gpu_session import Session
+from quire.cluster.bench.engines.floor import ModelShape
+from tests.perf.gpu.gpu_session import Session
 
 SHARD_BYTES = 4 << 30
 SEED = 0

@@ -23,14 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.bench import report
-from tests.perf import gpu_run
+from quire.cluster.bench.results import report
+from tests.perf.gpu import gpu_run
 
 if TYPE_CHECKING:
     import torch
 
-    from tests.perf.gpu_crowd import Crowd, Crowds, Reading
-    from tests.perf.gpu_session import Part, Point, Row, Session
+    from tests.perf.gpu.engine.gpu_crowd import Crowd, Crowds, Reading
+    from tests.perf.gpu.gpu_session import Part, Point, Row, Session
 
 BENCHMARK = gpu_run.Benchmark(
     "python -m tests.perf gpu-profile",
@@ -62,7 +62,7 @@ OTHER = "other"
 
 def points(rehearsal: bool) -> list[Point]:
     """The small model shows the gaps, the large one the kernels."""
-    from tests.perf.gpu_models import SMALL
+    from tests.perf.gpu.engine.gpu_models import SMALL
 
     if rehearsal:
         return [{"model": SMALL, "rows": 2}]
@@ -143,9 +143,9 @@ def measure(folder: Path, crowds: Crowds, session: Session, point: Point) -> Row
     RuntimeError
         The rows never decoded side by side for long enough.
     """
-    from tests.perf.gpu_crowd import random_prompts
-    from tests.perf.gpu_engine_steps import DECODE_OPTIONS
-    from tests.perf.gpu_models import checkpoint
+    from tests.perf.gpu.engine.gpu_crowd import random_prompts
+    from tests.perf.gpu.engine.gpu_engine_steps import DECODE_OPTIONS
+    from tests.perf.gpu.engine.gpu_models import checkpoint
 
     rows = point["rows"]
     context = 32 if session.rehearsal else CONTEXT
@@ -179,7 +179,7 @@ def measure(folder: Path, crowds: Crowds, session: Session, point: Point) -> Row
 
 def describe(step_ms: float, kernels: list[Kernel]) -> Row:
     """What a step of that length with these kernels spends its time on; shares are of the kernels' time."""
-    from tests.perf.gpu_session import significant
+    from tests.perf.gpu.gpu_session import significant
 
     total_us = sum(kernel.us for kernel in kernels)
     shares = dict.fromkeys((*GROUPS, OTHER), 0.0)
@@ -226,8 +226,8 @@ def _lines(row: Row) -> Iterable[str]:
 
 def all_parts(folder: Path) -> list[Part]:
     """The models are in that folder."""
-    from tests.perf.gpu_crowd import Crowds
-    from tests.perf.gpu_engine_steps import EnginePart
+    from tests.perf.gpu.engine.gpu_crowd import Crowds
+    from tests.perf.gpu.engine.gpu_engine_steps import EnginePart
 
     crowds = Crowds()
     return [

@@ -14,12 +14,13 @@ import pytest
 import torch
 import transformers
 
-from quire.cluster.bench import report
-from quire.cluster.bench.floor import Rates, floor_of
-from quire.cluster.bench.workloads import Workload
+from quire.cluster.bench.engines.floor import Rates, floor_of
+from quire.cluster.bench.load.workloads import Workload
+from quire.cluster.bench.results import report
 from quire.kernels.tuning import BLOCK_SIZE
 from quire.replica.checkpoint.model_spec import ARCHITECTURES
-from tests.perf import (
+from tests.perf.gpu import gpu_smoke, gpu_tiny_models
+from tests.perf.gpu.engine import (
     gpu_engine,
     gpu_engine_deterministic,
     gpu_engine_offload,
@@ -27,15 +28,13 @@ from tests.perf import (
     gpu_engine_throughput,
     gpu_engine_tokens,
     gpu_models,
-    gpu_smoke,
-    gpu_tiny_models,
 )
-from tests.perf.gpu_contestants import ContestantProcess, Job, Served
-from tests.perf.gpu_crowd import Crowd, Crowds, Reading, Turns, between, random_prompts
-from tests.perf.gpu_engine_steps import DECODE_OPTIONS, Steps, Window
-from tests.perf.gpu_profile import Kernel
-from tests.perf.gpu_profile import describe as describe_profile
-from tests.perf.gpu_session import NO_TIME, Session
+from tests.perf.gpu.engine.gpu_contestants import ContestantProcess, Job, Served
+from tests.perf.gpu.engine.gpu_crowd import Crowd, Crowds, Reading, Turns, between, random_prompts
+from tests.perf.gpu.engine.gpu_engine_steps import DECODE_OPTIONS, Steps, Window
+from tests.perf.gpu.engine.gpu_profile import Kernel
+from tests.perf.gpu.engine.gpu_profile import describe as describe_profile
+from tests.perf.gpu.gpu_session import NO_TIME, Session
 
 # What issue 5 asks of a GPU: name, goal.
 BARS = {
@@ -96,7 +95,7 @@ import sys
 
 for name in {FOREIGN}:
     sys.modules[name] = None  # not there, for whoever imports it and for whoever only looks
-from tests.perf.gpu_engine import main
+from tests.perf.gpu.engine.gpu_engine import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -368,7 +367,7 @@ def test_a_profile_is_by_group_and_what_is_left_of_the_step_is_gaps():
 @pytest.fixture
 def queued_device(monkeypatch):
     """Engines run on the device of the exactness tests, which does what its events allow, in any order."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "replica"))
+    monkeypatch.syspath_prepend(str(report.ROOT / "tests" / "replica"))
     made = []
 
     def open_device(name, use_nvtx):

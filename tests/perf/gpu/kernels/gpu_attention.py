@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.kernels.attention.attention_decode import decode_attention
 from quire.kernels.attention.attention_prefill import prefill_attention
 from quire.kernels.attention.decode_plan import DecodePlan, allocate_decode_workspace, plan_decode
 from quire.kernels.attention.prefill_plan import plan_prefill
 from quire.kernels.tuning import BLOCK_SIZE, DecodeConfig, decode_config, device_arch
-from tests.perf.gpu_peers import decode_peers, paged_decode_peers, prefill_peers
-from tests.perf.gpu_session import Part, Point, Row, Session, describe, significant, worst
-from tests.perf.gpu_shapes import ATTENTION_MODELS, LENGTHS, Model, model_of
-from tests.perf.gpu_timing import Call
+from tests.perf.gpu.gpu_session import Part, Point, Row, Session, describe, significant, worst
+from tests.perf.gpu.gpu_timing import Call
+from tests.perf.gpu.kernels.gpu_peers import decode_peers, paged_decode_peers, prefill_peers
+from tests.perf.gpu.kernels.gpu_shapes import ATTENTION_MODELS, LENGTHS, Model, model_of
 
 PeerMaker = Callable[[], dict[str, list[Call]]]
 

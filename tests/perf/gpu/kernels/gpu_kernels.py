@@ -19,11 +19,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from quire.cluster.bench import report
-from tests.perf import gpu_run
+from quire.cluster.bench.results import report
+from tests.perf.gpu import gpu_run
 
 if TYPE_CHECKING:
-    from tests.perf.gpu_session import Part
+    from tests.perf.gpu.gpu_session import Part
 
 BUDGET_S = 350.0  # of the six minutes; the rest is for imports and the last write
 BENCHMARK = gpu_run.Benchmark(
@@ -35,7 +35,8 @@ BENCHMARK = gpu_run.Benchmark(
 
 def all_parts() -> list[Part]:
     """In the order in which they run. Imports the kernels, so TRITON_INTERPRET must be decided before."""
-    from tests.perf import gpu_attention, gpu_machine, gpu_numerics, gpu_rows, gpu_step
+    from tests.perf.gpu import gpu_machine
+    from tests.perf.gpu.kernels import gpu_attention, gpu_numerics, gpu_rows, gpu_step
 
     return [
         gpu_numerics.NUMERICS,

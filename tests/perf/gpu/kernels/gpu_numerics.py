@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from quire.cluster.bench import report
-from tests.perf.gpu_plan import TEST_FOLDERS
-from tests.perf.gpu_session import NO_TIME, Part, Point, Row, Session, significant
-from tests.perf.processes import hear_interrupts, wait_or_interrupt
+from quire.cluster.bench.results import report
+from tests.perf.gpu.gpu_plan import TEST_FOLDERS
+from tests.perf.gpu.gpu_session import NO_TIME, Part, Point, Row, Session, significant
+from tests.perf.gpu.processes import hear_interrupts, wait_or_interrupt
 
 ON_A_DEVICE = ("kernel_device", "mark.gpu")  # a test file that runs on a GPU has one of these
 REHEARSED = ("test_norm.py",)
@@ -73,7 +73,7 @@ def test_command(files: list[str], rehearsal: bool, result: Path) -> list[str]:
     """The command of pytest, to run in the repository's root."""
     workers = min(len(os.sched_getaffinity(0)), WORKERS)
     return [
-        *(sys.executable, "-m", "pytest", *files, "-q", "-p", "tests.perf.gpu_worker"),
+        *(sys.executable, "-m", "pytest", *files, "-q", "-p", "tests.perf.gpu.gpu_worker"),
         *("-m", f"{'not gpu' if rehearsal else 'gpu'} and not slow and not soak"),
         *("--device", "cpu" if rehearsal else "cuda", "--rootdir", str(report.ROOT)),
         *("-n", str(workers), "--dist", "worksteal", "-p", "no:cacheprovider"),

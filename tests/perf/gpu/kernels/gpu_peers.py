@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.perf.gpu_timing import Call
+from tests.perf.gpu.gpu_timing import Call
 
 _BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,

@@ -6,14 +6,14 @@ from functools import partial
 
 import torch
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.kernels.rows.activation import gelu_tanh_mul, silu_mul
 from quire.kernels.rows.kv_write import write_kv
 from quire.kernels.rows.norm import rms_norm
 from quire.kernels.tuning import BLOCK_SIZE
-from tests.perf.gpu_session import Part, Point, Row, Session, significant, worst
-from tests.perf.gpu_shapes import MODELS, Model, model_of
-from tests.perf.gpu_timing import Call
+from tests.perf.gpu.gpu_session import Part, Point, Row, Session, significant, worst
+from tests.perf.gpu.gpu_timing import Call
+from tests.perf.gpu.kernels.gpu_shapes import MODELS, Model, model_of
 
 TOKENS = (4096, 16384, 512)
 BAR_TOKENS = 4096  # norm, activation and KV write must reach their bars from here on

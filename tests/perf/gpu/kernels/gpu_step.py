@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from quire.cluster.bench import report
+from quire.cluster.bench.results import report
 from quire.kernels.attention.decode_plan import allocate_decode_workspace, plan_decode
 from quire.kernels.attention.prefill_plan import plan_prefill
 from quire.kernels.rows.batch_prep import apply_differences, gather_last_tokens, prepare_batch
@@ -17,9 +17,9 @@ from quire.kernels.sampling.noise import noise_keys
 from quire.kernels.sampling.row_survey import Workspace
 from quire.kernels.sampling.sampling_kernel import sample_tokens
 from quire.kernels.tuning import BLOCK_SIZE
-from tests.perf.gpu_session import Part, Point, Row, Session, significant, worst
-from tests.perf.gpu_shapes import model_of
-from tests.perf.gpu_timing import Call
+from tests.perf.gpu.gpu_session import Part, Point, Row, Session, significant, worst
+from tests.perf.gpu.gpu_timing import Call
+from tests.perf.gpu.kernels.gpu_shapes import model_of
 
 VOCAB = 151_936  # Qwen3
 SAMPLED_ROWS = 256

@@ -17,11 +17,11 @@ from quire.kernels import tuning
 from quire.kernels.attention.attention_prefill import prefill_attention
 from quire.kernels.attention.prefill_plan import plan_prefill
 from quire.kernels.tuning import Config, device_arch
-from tests.perf.gpu_attention import PagedRows
-from tests.perf.gpu_session import Part, Point, Row, Session, describe, significant
-from tests.perf.gpu_shapes import model_of
-from tests.perf.gpu_step import MODES, VOCAB, measure_sampling
-from tests.perf.gpu_timing import Call
+from tests.perf.gpu.gpu_session import Part, Point, Row, Session, describe, significant
+from tests.perf.gpu.gpu_timing import Call
+from tests.perf.gpu.kernels.gpu_attention import PagedRows
+from tests.perf.gpu.kernels.gpu_shapes import model_of
+from tests.perf.gpu.kernels.gpu_step import MODES, VOCAB, measure_sampling
 
 MODEL = "Llama-3.1-8B"
 TODAY = "today"

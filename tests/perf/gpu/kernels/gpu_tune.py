@@ -15,11 +15,11 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from quire.cluster.bench import report
-from tests.perf import gpu_run
+from quire.cluster.bench.results import report
+from tests.perf.gpu import gpu_run
 
 if TYPE_CHECKING:
-    from tests.perf.gpu_session import Part, Row, Session
+    from tests.perf.gpu.gpu_session import Part, Row, Session
 
 BENCHMARK = gpu_run.Benchmark(
     "python -m tests.perf gpu-tune",
@@ -30,14 +30,15 @@ BENCHMARK = gpu_run.Benchmark(
 
 def all_parts() -> list[Part]:
     """In the order in which they run. Imports the kernels, so TRITON_INTERPRET must be decided before."""
-    from tests.perf import gpu_machine, gpu_tiles
+    from tests.perf.gpu import gpu_machine
+    from tests.perf.gpu.kernels import gpu_tiles
 
     return [gpu_machine.MACHINE, *gpu_tiles.PARTS]
 
 
 def summary(session: Session, rows: dict[str, list[Row]]) -> str:
     """All candidates' times, then the entries that would be faster."""
-    from tests.perf import gpu_tiles
+    from tests.perf.gpu.kernels import gpu_tiles
 
     return gpu_tiles.summary(session, rows)
 

@@ -13,12 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cluster.bench import report
-from tests.perf import gpu_kernels, gpu_numerics, gpu_run
-from tests.perf.gpu_kernels import BENCHMARK
-from tests.perf.gpu_run import Results
-from tests.perf.gpu_session import NO_TIME, OutOfRoom, Part, Session, is_final, worst
-from tests.perf.gpu_shapes import MAX_LEN, MODELS, skewed_lengths
+from quire.cluster.bench.results import report
+from tests.perf.gpu import gpu_run
+from tests.perf.gpu.gpu_run import Results
+from tests.perf.gpu.gpu_session import NO_TIME, OutOfRoom, Part, Session, is_final, worst
+from tests.perf.gpu.kernels import gpu_kernels, gpu_numerics
+from tests.perf.gpu.kernels.gpu_kernels import BENCHMARK
+from tests.perf.gpu.kernels.gpu_shapes import MAX_LEN, MODELS, skewed_lengths
 
 COMMITTED = report.RESULTS / "gpu_kernels.json"
 # What issue 4 asks of a GPU: name, goal.

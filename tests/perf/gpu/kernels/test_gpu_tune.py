@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.kernels import tuning
-from tests.perf import gpu_tiles
+from tests.perf.gpu.kernels import gpu_tiles
 
 
 def row(**candidates):
