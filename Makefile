@@ -2,7 +2,7 @@
 #
 #   make serve   two routers and two CPU replicas of the embedded model, with a curl to paste
 #   make test    the tests that run on any machine
-#   make lint    ruff, formatting, the configuration
+#   make lint    ruff, formatting, types, the configuration
 #   make proto   regenerate protos/ from the .proto files
 #   make bench   benchmarks          (ARGS="..." goes to the benchmark)
 #   make gpu     tests that need an NVIDIA GPU
@@ -73,6 +73,7 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	MYPYPATH=$(VENV)/source $(BIN)/mypy | sed 's|$(VENV)/source/quire/||'
 	$(BIN)/quire config check $(CONFIG)
 
 proto: $(INSTALLED)
