@@ -9,9 +9,10 @@ from typing import TypedDict
 import torch
 import triton
 
-from quire.kernels import checks
-from quire.kernels.attention.attention_math import FP8_BITS, fp8_form, score_scale
-from quire.kernels.rows.forms import KEPT_FORMS, Form, form_of
+from quire.kernels import argument_checks
+from quire.kernels.attention import attention_checks
+from quire.kernels.attention.attention_math import FP8_BITS, fp8_mode, score_scale
+from quire.kernels.tensor_meta import CACHED_CHECKS, TensorMeta, meta_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class AttentionShape:
     chunk: int | None = None  # size of local attention's chunks
 
     def __post_init__(self) -> None:
-        checks.check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
-        checks.check_local(self.window, self.chunk)
+        argument_checks.check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        attention_checks.check_local(self.window, self.chunk)
 
     @property
     def group(self) -> int:
@@ -67,7 +68,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchForm:
+class LaunchArguments:
     """What a call's forms fix of its launch."""
 
     strides: tuple[
@@ -89,7 +90,7 @@ class AttentionCall:
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     qk_scale: float  # `quire.kernels.attention.attention_math.score_scale`
-    form: LaunchForm
+    launch: LaunchArguments
 
 
 def prepare_call(
@@ -133,32 +134,32 @@ def prepare_call(
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     operands = (q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale, out, kv_len)
-    form = _checked(shape, scale, softcap, *map(form_of, operands))
-    if form.constants["FP8"] == FP8_BITS:
+    launch = _checked(shape, scale, softcap, *map(meta_of, operands))
+    if launch.constants["FP8"] == FP8_BITS:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     qk_scale = score_scale(scale, softcap)
     return AttentionCall(
-        out, q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale, qk_scale, form
+        out, q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale, qk_scale, launch
     )
 
 
-@functools.lru_cache(KEPT_FORMS)
+@functools.lru_cache(CACHED_CHECKS)
 def _checked(
     shape: AttentionShape,
     scale: float,
     softcap: float | None,
-    q: Form,
-    k_cache: Form,
-    v_cache: Form,
-    block_tables: Form,
-    sinks: Form | None,
-    k_scale: Form | None,
-    v_scale: Form | None,
-    out: Form,
-    kv_len: Form,
-) -> LaunchForm:
+    q: TensorMeta,
+    k_cache: TensorMeta,
+    v_cache: TensorMeta,
+    block_tables: TensorMeta,
+    sinks: TensorMeta | None,
+    k_scale: TensorMeta | None,
+    v_scale: TensorMeta | None,
+    out: TensorMeta,
+    kv_len: TensorMeta,
+) -> LaunchArguments:
     """Check the operands' forms against the plan's shape."""
-    checks.check_attention(
+    attention_checks.check_attention(
         q,
         k_cache,
         v_cache,
@@ -168,13 +169,13 @@ def _checked(
         shape.num_kv_heads,
         shape.head_dim,
     )
-    checks.check_options(q, k_cache, scale, softcap, sinks, k_scale, v_scale)
-    checks.check_device("plan", kv_len, q.device)
-    checks.check_out(out, q)
+    attention_checks.check_options(q, k_cache, scale, softcap, sinks, k_scale, v_scale)
+    argument_checks.check_device("plan", kv_len, q.device)
+    attention_checks.check_out(out, q)
     strides = (*(x.stride(0) for x in (q, out, block_tables)), *k_cache.strides[:2])
     own = dict(
         BLOCK_SIZE=k_cache.shape[2],
         SOFTCAP=softcap or 0.0,
-        FP8=fp8_form(k_cache.dtype, k_cache.device),
+        FP8=fp8_mode(k_cache.dtype, k_cache.device),
     )
-    return LaunchForm(strides, shape.constants() | own)
+    return LaunchArguments(strides, shape.constants() | own)

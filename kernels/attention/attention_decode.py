@@ -290,9 +290,9 @@ def decode_attention(
         call.out, ws.partial_acc, ws.partial_ml,
         call.q, call.k_cache, call.v_cache, call.block_tables, plan.cu_q, plan.kv_len,
         ws.items, ws.counts, ws.row_slot, call.sinks, call.k_scale, call.v_scale,
-        call.qk_scale, *call.form.strides,
+        call.qk_scale, *call.launch.strides,
         GROUP_PAD=shape.group_pad, SPLIT=config.split_tokens, TILE=config.tile_tokens,
-        MERGE_SPLITS=config.merge_splits, **call.form.constants,
+        MERGE_SPLITS=config.merge_splits, **call.launch.constants,
         **launch_options(ws.arch, config.num_warps, config.num_stages, config.programs_per_processor),
     )
     _merge_kernel[(ws.num_merge_programs,)](

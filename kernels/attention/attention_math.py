@@ -179,7 +179,7 @@ def head_scales(k_scale_ptr, v_scale_ptr, head, qk_scale):
     return qk_scale, v_scale
 
 
-def fp8_form(dtype: torch.dtype, device: torch.device) -> int:
+def fp8_mode(dtype: torch.dtype, device: torch.device) -> int:
     """The kernels' argument FP8 for a cache: how they read it on its device."""
     if dtype != torch.float8_e4m3fn:
         return FP8_NONE.value

@@ -187,8 +187,8 @@ def prefill_attention(
     _prefill_kernel[(max_tiles * shape.num_kv_heads,)](
         call.out, call.q, call.k_cache, call.v_cache, call.block_tables,
         plan.cu_q, plan.kv_len, plan.tiles, plan.num_tiles, call.sinks, call.k_scale, call.v_scale,
-        call.qk_scale, *call.form.strides, BLOCK_M=config.block_m, TILE=config.tile_tokens,
-        **call.form.constants,
+        call.qk_scale, *call.launch.strides, BLOCK_M=config.block_m, TILE=config.tile_tokens,
+        **call.launch.constants,
         **launch_options(device_arch(q.device), config.num_warps, config.num_stages),
     )
     # fmt: on

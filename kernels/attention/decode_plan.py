@@ -34,7 +34,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import checks
+from quire.kernels import argument_checks
+from quire.kernels.attention import attention_checks
 from quire.kernels.attention.attention_call import AttentionShape
 from quire.kernels.attention.attention_math import split_range
 from quire.kernels.tuning import DecodeConfig, decode_config, device_arch, launch_options
@@ -286,8 +287,8 @@ def allocate_decode_workspace(
         A number outside its bounds, or `share_prefixes` with a window or chunk.
     """
     device = torch.device(device)
-    checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
-    checks.check_bounds("max_slots", max_slots, 1, 2**24)
+    argument_checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
+    argument_checks.check_bounds("max_slots", max_slots, 1, 2**24)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, chunk)
     if share_prefixes and (window is not None or chunk is not None):
         raise ValueError(
@@ -296,9 +297,9 @@ def allocate_decode_workspace(
     arch = device_arch(device)
     if config is None:
         config = decode_config(arch, head_dim, dtype)
-    checks.check_decode_config(config)
+    attention_checks.check_decode_config(config)
     if num_programs is not None:
-        checks.check_bounds("num_programs", num_programs, 1, 2**20)
+        argument_checks.check_bounds("num_programs", num_programs, 1, 2**20)
     processors = _num_processors(device)
 
     def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -361,10 +362,10 @@ def plan_decode(
     ValueError
         Shapes or dtypes that do not fit, or more rows than the workspace has.
     """
-    num_rows = checks.check_rows(cu_q, kv_len, workspace.items.device)
-    checks.check_bounds("rows of kv_len", num_rows, 1, workspace.max_rows)
-    checks.check_tables(block_tables, num_rows, cu_q.device)
-    checks.check_block_size(block_size)
+    num_rows = attention_checks.check_rows(cu_q, kv_len, workspace.items.device)
+    argument_checks.check_bounds("rows of kv_len", num_rows, 1, workspace.max_rows)
+    attention_checks.check_tables(block_tables, num_rows, cu_q.device)
+    argument_checks.check_block_size(block_size)
     config, shape, shared = workspace.config, workspace.shape, workspace.shared
     rows = dict(
         ITEM_ROWS=workspace.item_rows,

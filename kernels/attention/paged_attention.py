@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from quire.kernels.attention.decode_slots import decode_slots
+from quire.kernels.attention.decode_workspace_size import num_partial_slots
 from quire.kernels.cpu import cpu_attention
 
 if TYPE_CHECKING:  # a CPU needs no Triton
@@ -119,7 +119,7 @@ class PagedAttention:
             cache_tokens = num_blocks * block_size
             self._workspace = allocate_decode_workspace(
                 max_rows,
-                decode_slots(cache_tokens, max_rows, max_len or cache_tokens, **kind),
+                num_partial_slots(cache_tokens, max_rows, max_len or cache_tokens, **kind),
                 num_heads,
                 num_kv_heads,
                 head_dim,

@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import checks
+from quire.kernels import argument_checks
+from quire.kernels.attention import attention_checks
 from quire.kernels.attention.attention_call import AttentionShape
 from quire.kernels.attention.decode_plan import MAX_ROWS, block_rows
 from quire.kernels.tuning import PrefillConfig, device_arch, launch_options, prefill_config
@@ -105,16 +106,16 @@ def plan_prefill(
     ValueError
         A shape, dtype or number that does not fit.
     """
-    num_rows = checks.check_rows(cu_q, kv_len, cu_q.device)
+    num_rows = attention_checks.check_rows(cu_q, kv_len, cu_q.device)
     max_rows = num_rows if max_rows is None else max_rows
-    checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
-    checks.check_bounds("rows of kv_len", num_rows, 1, max_rows)
-    checks.check_bounds("num_tokens", num_tokens, 0, 2**24)
+    argument_checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
+    argument_checks.check_bounds("rows of kv_len", num_rows, 1, max_rows)
+    argument_checks.check_bounds("num_tokens", num_tokens, 0, 2**24)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, chunk)
-    checks.check_bounds("min_query_tokens", min_query_tokens, 1, 2**24)
+    argument_checks.check_bounds("min_query_tokens", min_query_tokens, 1, 2**24)
     if config is None:
         config = prefill_config(device_arch(cu_q.device), head_dim, dtype)
-    checks.check_prefill_config(config)
+    attention_checks.check_prefill_config(config)
     tile_queries = config.block_m // shape.group
     max_tiles = num_tokens // tile_queries + num_rows
     if tiles is None:

@@ -17,7 +17,7 @@ from quire.kernels.tuning import SPLIT_TOKENS
 SHARED_READS = 8
 
 
-def decode_slots(
+def num_partial_slots(
     cache_tokens: int,
     max_rows: int,
     max_len: int,
@@ -46,7 +46,7 @@ def decode_slots(
     return min(max_rows * longest, max_rows + -(-cache_tokens * reads // SPLIT_TOKENS))
 
 
-def slot_bytes_per_token(num_heads: int, head_dim: int, share_prefixes: bool) -> float:
+def partial_bytes_per_token(num_heads: int, head_dim: int, share_prefixes: bool) -> float:
     """Device memory that a token of the cache adds: accumulator, maximum, sum, item and run of its slots."""
     slot = 4 * (num_heads * (head_dim + 2) + (2 + 16) + 16)
     return slot * (SHARED_READS if share_prefixes else 1) / SPLIT_TOKENS

@@ -1,46 +1,20 @@
-"""Argument checks that the kernels' wrappers share. Every message names the argument, the bound and the value."""
+"""Argument checks of the attention kernels. Every message names the argument, the bound and the value."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from quire.kernels.tuning import DecodeConfig, PrefillConfig
-
-HEAD_DIMS = (64, 80, 96, 128, 256)
-MAX_GROUP = 16
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def check_bounds(name: str, value: int, low: int, high: int) -> None:
-    """Raise unless low <= value <= high."""
-    if not low <= value <= high:
-        raise ValueError(f"{name}: must be between {low} and {high}, got {value}")
-
-
-def check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise unless x has that shape."""
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name}: must have shape {list(shape)}, got {list(x.shape)}")
-
-
-def check_device(name: str, x: torch.Tensor, device: torch.device) -> None:
-    """Raise unless x lies on the device."""
-    if x.device != device:
-        raise ValueError(f"{name}: must be on {device}, got {x.device}")
-
-
-def check_ids(name: str, x: torch.Tensor, length: int, device: torch.device) -> None:
-    """Raise unless x is a contiguous int32 vector of that length."""
-    check_shape(name, x, (length,))
-    check_device(name, x, device)
-    if x.dtype != torch.int32 or not x.is_contiguous():
-        raise ValueError(
-            f"{name}: must be contiguous int32, got {x.dtype} with strides {x.stride()}"
-        )
+from quire.kernels.argument_checks import (
+    FLOATS,
+    MAX_GROUP,
+    check_block_size,
+    check_bounds,
+    check_device,
+    check_ids,
+    check_power_of_two,
+    check_shape,
+)
+from quire.kernels.tuning import DecodeConfig, PrefillConfig
 
 
 def check_rows(cu_q: torch.Tensor, kv_len: torch.Tensor, device: torch.device) -> int:
@@ -49,23 +23,6 @@ def check_rows(cu_q: torch.Tensor, kv_len: torch.Tensor, device: torch.device) -
     check_ids("kv_len", kv_len, num_rows, device)
     check_ids("cu_q", cu_q, num_rows + 1, device)
     return num_rows
-
-
-def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Raise unless the kernels can serve these heads."""
-    check_bounds("num_kv_heads", num_kv_heads, 1, 1024)
-    if num_heads % num_kv_heads or not num_kv_heads <= num_heads <= MAX_GROUP * num_kv_heads:
-        raise ValueError(
-            f"num_heads: must be 1 to {MAX_GROUP} times num_kv_heads={num_kv_heads}, got {num_heads}"
-        )
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim: must be one of {HEAD_DIMS}, got {head_dim}")
-
-
-def check_block_size(block_size: int) -> None:
-    """Raise unless blocks of that many tokens can be addressed by shifts."""
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size: must be one of {BLOCK_SIZES}, got {block_size}")
 
 
 def check_local(window: int | None, chunk: int | None) -> None:
@@ -79,8 +36,8 @@ def check_local(window: int | None, chunk: int | None) -> None:
 
 def check_decode_config(config: DecodeConfig) -> None:
     """Raise unless a hand-made decode configuration is one that the kernels can run."""
-    _check_power("tile_tokens", config.tile_tokens, 16)
-    _check_power("split_tokens", config.split_tokens, config.tile_tokens)
+    check_power_of_two("tile_tokens", config.tile_tokens, 16)
+    check_power_of_two("split_tokens", config.split_tokens, config.tile_tokens)
     for name in (
         "merge_splits",
         "merge_unroll",
@@ -92,13 +49,8 @@ def check_decode_config(config: DecodeConfig) -> None:
 
 def check_prefill_config(config: PrefillConfig) -> None:
     """Raise unless a hand-made prefill configuration is one that the kernel can run."""
-    _check_power("tile_tokens", config.tile_tokens, 16)
-    _check_power("block_m", config.block_m, MAX_GROUP)
-
-
-def _check_power(name: str, value: int, low: int) -> None:
-    if value < low or value & (value - 1):
-        raise ValueError(f"{name}: must be a power of two of at least {low}, got {value}")
+    check_power_of_two("tile_tokens", config.tile_tokens, 16)
+    check_power_of_two("block_m", config.block_m, MAX_GROUP)
 
 
 def check_attention(
@@ -116,7 +68,7 @@ def check_attention(
         raise ValueError(
             f"q: must be [tokens, {num_heads}, {head_dim}] as in the plan, got {list(q.shape)}"
         )
-    if q.dtype not in QUERY_DTYPES:
+    if q.dtype not in FLOATS:
         raise ValueError(f"q: must be bfloat16, float16 or float32, got {q.dtype}")
     _check_heads_contiguous("q", q)
     if k_cache.dim() != 4 or k_cache.shape[1::2] != (num_kv_heads, head_dim):
