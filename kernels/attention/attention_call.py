@@ -1,4 +1,11 @@
-"""One call of an attention kernel: its operands and options, checked, in the form in which the kernels take them."""
+"""Checks an attention call and prepares its launch arguments, for decode and prefill alike.
+
+::
+
+    decode_attention ──┐                                      ┌─▶ operands (FP8 caches viewed as bytes where needed)
+                       ├─▶ prepare_call ─▶ checks, memoised ──┤
+    prefill_attention ─┘                   by TensorMeta      └─▶ strides, compile-time constants
+"""
 
 from __future__ import annotations
 
@@ -17,7 +24,7 @@ from quire.kernels.tensor_meta import CACHED_CHECKS, TensorMeta, meta_of
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads, and which keys a query sees: what a plan and the call that uses it agree on.
+    """Heads of the layers, and the keys that a query sees. A plan and its attention calls share it.
 
     Raises
     ------
@@ -28,8 +35,8 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    window: int | None = None  # keys that a query sees, itself included
-    chunk: int | None = None  # size of local attention's chunks
+    window: int | None = None  # keys that a query sees, its own included
+    chunk: int | None = None  # tokens of a chunk of chunked local attention
 
     def __post_init__(self) -> None:
         argument_checks.check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
@@ -69,17 +76,17 @@ class AttentionOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class LaunchArguments:
-    """What a call's forms fix of its launch."""
+    """The launch arguments that depend on shapes, strides and dtypes alone."""
 
-    strides: tuple[
-        int, ...
-    ]  # of q, out, the block tables, and a block and a head of the caches, in elements
+    # In elements: between tokens of q and of out, between rows of the block tables, between blocks and between heads
+    # of the caches.
+    strides: tuple[int, ...]
     constants: dict[str, int | float]  # compile-time arguments of the decode and prefill kernels
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Operands of one launch; `prepare_call` makes it."""
+    """Checked operands of one launch, made by `prepare_call`."""
 
     out: torch.Tensor  # [tokens, heads, head_dim]
     q: torch.Tensor  # [tokens, heads, head_dim]
@@ -108,28 +115,28 @@ def prepare_call(
     v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> AttentionCall:
-    """Check a call against the plan it was made for.
+    """Check an attention call against its plan and prepare the launch.
 
     Parameters
     ----------
     q
         [tokens, heads, head_dim] bfloat16, float16 or float32; tokens may be strided.
     k_cache, v_cache
-        [num_blocks, kv_heads, block_size, head_dim] in the dtype of q or float8_e4m3fn, pages contiguous. The
-        keys of this step are already written. Slots that hold no key may hold anything.
+        [num_blocks, kv_heads, block_size, head_dim] in the dtype of q or float8_e4m3fn. The tokens of one block and
+        head are contiguous. The keys of this step are already written. Slots without a key may hold any value.
     block_tables
-        [>= rows, max_blocks] int32; entries without a key that the row sees are not read.
+        [>= rows, max_blocks] int32. Only entries of blocks with a key that the row sees are read.
     scale
         Factor on q.k, > 0.
     shape, kv_len
-        Of the plan; kv_len [rows] int32.
+        The plan's; kv_len [rows] int32.
     softcap, sinks, k_scale, v_scale, out
-        `AttentionOptions`.
+        See `AttentionOptions`.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride, device or option that does not fit, with its bound.
+        A shape, dtype, stride, device or option is not supported; the message has the bound.
     """
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -158,7 +165,7 @@ def _checked(
     out: TensorMeta,
     kv_len: TensorMeta,
 ) -> LaunchArguments:
-    """Check the operands' forms against the plan's shape."""
+    """Check the operands against the plan's shape; return the launch arguments that follow from them."""
     attention_checks.check_attention(
         q,
         k_cache,

@@ -18,7 +18,7 @@ from quire.kernels.tuning import DecodeConfig, PrefillConfig
 
 
 def check_rows(cu_q: torch.Tensor, kv_len: torch.Tensor, device: torch.device) -> int:
-    """Check the vectors that describe a ragged batch; returns its number of rows."""
+    """Check the vectors that describe a ragged batch; return its number of rows."""
     num_rows = kv_len.shape[0] if kv_len.dim() == 1 else -1
     check_ids("kv_len", kv_len, num_rows, device)
     check_ids("cu_q", cu_q, num_rows + 1, device)
@@ -26,7 +26,7 @@ def check_rows(cu_q: torch.Tensor, kv_len: torch.Tensor, device: torch.device) -
 
 
 def check_local(window: int | None, chunk: int | None) -> None:
-    """Raise unless at most one of window and chunk is given, and positive."""
+    """Raise if both window and chunk are given, or one that is not positive."""
     if window is not None and chunk is not None:
         raise ValueError(f"window, chunk: at most one may be given, got {window} and {chunk}")
     for name, value in (("window", window), ("chunk", chunk)):
@@ -35,7 +35,7 @@ def check_local(window: int | None, chunk: int | None) -> None:
 
 
 def check_decode_config(config: DecodeConfig) -> None:
-    """Raise unless a hand-made decode configuration is one that the kernels can run."""
+    """Raise unless the decode kernels can run this configuration."""
     check_power_of_two("tile_tokens", config.tile_tokens, 16)
     check_power_of_two("split_tokens", config.split_tokens, config.tile_tokens)
     for name in (
@@ -48,7 +48,7 @@ def check_decode_config(config: DecodeConfig) -> None:
 
 
 def check_prefill_config(config: PrefillConfig) -> None:
-    """Raise unless a hand-made prefill configuration is one that the kernel can run."""
+    """Raise unless the prefill kernel can run this configuration."""
     check_power_of_two("tile_tokens", config.tile_tokens, 16)
     check_power_of_two("block_m", config.block_m, MAX_GROUP)
 
@@ -63,7 +63,7 @@ def check_attention(
     num_kv_heads: int,
     head_dim: int,
 ) -> None:
-    """Check the tensors of an attention call against the plan it was made for."""
+    """Check the tensors of an attention call against the heads of its plan."""
     if q.dim() != 3 or q.shape[1:] != (num_heads, head_dim):
         raise ValueError(
             f"q: must be [tokens, {num_heads}, {head_dim}] as in the plan, got {list(q.shape)}"
@@ -84,17 +84,17 @@ def check_attention(
             raise ValueError(
                 f"{name}: must be {q.dtype} as q or float8_e4m3fn, the same for k and v, got {cache.dtype}"
             )
-        # A page of one head is one run of memory; blocks may lie anywhere, at one stride for k and v.
+        # The tokens of one block and head are contiguous; strides of blocks and heads are the same for k and v.
         if cache.stride()[2:] != (head_dim, 1) or cache.stride() != k_cache.stride():
             raise ValueError(
-                f"{name}: pages must be contiguous, [..., {head_dim}, 1], with equal strides for k and v, "
+                f"{name}: blocks must be contiguous, [..., {head_dim}, 1], with equal strides for k and v, "
                 f"got strides {cache.stride()}"
             )
     check_tables(block_tables, num_rows, q.device)
 
 
 def check_tables(block_tables: torch.Tensor, num_rows: int, device: torch.device) -> None:
-    """Raise unless they are the block tables of so many rows."""
+    """Raise unless these are block tables of at least `num_rows` rows."""
     if (
         block_tables.dim() != 2
         or block_tables.shape[0] < num_rows
@@ -117,7 +117,7 @@ def check_options(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """Check the options of an attention call; `sinks` and the scales are contiguous float32 vectors."""
+    """Check the options of an attention call: `sinks` and the scales must be contiguous float32 vectors."""
     if not scale > 0.0:
         raise ValueError(f"scale: must be > 0, got {scale}")
     if softcap is not None and not softcap > 0.0:
@@ -139,7 +139,7 @@ def check_options(
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise unless `out` can take the result for q."""
+    """Raise unless `out` has the shape, dtype and device of q and contiguous heads."""
     check_shape("out", out, tuple(q.shape))
     check_device("out", out, q.device)
     if out.dtype != q.dtype:

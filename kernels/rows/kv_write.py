@@ -362,7 +362,7 @@ def _check_cache(q: TensorMeta, k_cache: TensorMeta, v_cache: TensorMeta, kv_hea
         check_device(name, cache, q.device)
         if cache.stride()[2:] != (q.shape[2], 1) or cache.stride() != k_cache.stride():
             raise ValueError(
-                f"{name}: pages must be contiguous, with equal strides for k and v, got strides {cache.stride()}"
+                f"{name}: blocks must be contiguous, with equal strides for k and v, got strides {cache.stride()}"
             )
 
 
