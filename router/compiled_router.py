@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.kernels.compiled import open_library
+from quire.kernels.library_loader import open_library
 
 _ABI = 5  # QUIRE_ROUTER_ABI
 _Anything = ctypes.c_char * 0

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from quire.kernels.attention.paged_attention import PagedAttention, Plan
-from quire.kernels.cpu.cpu_sequence import LayerStep, Selection, Workspace
+from quire.kernels.cpu.cpu_call_sequence import Workspace
+from quire.kernels.cpu.cpu_decoder_layer import LayerStep, Selection
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.transformers_models import AttentionInterface
 

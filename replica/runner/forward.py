@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention
-from quire.kernels.cpu.cpu_sequence import NormedProduct, Workspace
+from quire.kernels.cpu.cpu_call_sequence import Workspace
+from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.core.step_plan import PromptTargets
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.attention import StepContext

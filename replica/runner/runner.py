@@ -31,7 +31,7 @@ import torch
 from quire.kernels.attention.paged_attention import Backend, PagedAttention
 from quire.kernels.cpu import cpu_attention_native, native_library
 from quire.kernels.cpu.cpu_attention_torch import choose_query_tokens
-from quire.kernels.cpu.cpu_sequence import Workspace
+from quire.kernels.cpu.cpu_call_sequence import Workspace
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import (

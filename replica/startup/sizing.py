@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 from quire.kernels import tuning
-from quire.kernels.attention.decode_slots import slot_bytes_per_token
+from quire.kernels.attention.decode_workspace_size import partial_bytes_per_token
 from quire.kernels.cpu import cpu_attention, cpu_attention_native, native_library
 from quire.kernels.cpu.cpu_attention_torch import PREFILL_ROWS
-from quire.kernels.cpu.cpu_sequence import workspace_columns
+from quire.kernels.cpu.cpu_decoder_layer import workspace_columns
 from quire.kernels.rows import fp8_linear
 from quire.replica.checkpoint.checkpoint import count_parameters, weights_revision
 from quire.replica.checkpoint.model_spec import ModelSpec
@@ -401,7 +401,7 @@ def choose_block_size(args: EngineArgs, device: str) -> int:
 def decode_bytes_per_block(args: EngineArgs, spec: ModelSpec, block_size: int) -> int:
     """Bytes by which a block of the pool enlarges the partial results of all groups' decode attention on a GPU."""
     per_token = sum(
-        slot_bytes_per_token(
+        partial_bytes_per_token(
             spec.num_heads,
             group.head_dim,
             args.prefix_caching and group.window is None and group.chunk is None,

@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire.kernels.attention.paged_attention import Backend, PagedAttention
-from quire.kernels.cpu.cpu_sequence import Workspace
+from quire.kernels.cpu.cpu_call_sequence import Workspace
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.fp8 import CODES, Fp8Linear
 from quire.replica.model.fusion.fused_layer import FusedLayer

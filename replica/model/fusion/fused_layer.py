@@ -6,8 +6,8 @@
 ```
 
 Consecutive layers form a chain (`layer_chains.py`): the call of the first runs all of them. On the CPU a layer whose
-products are all packed is one call into the compiled library, and so is a chain (`kernels/cpu/cpu_sequence.py`). On a
-GPU a layer of a chain hands on its residual stream and what is still to be added to it, and the norm that comes next
+products are all packed is one call into the compiled library, and so is a chain (`kernels/cpu/cpu_layer_stack.py`). On
+a GPU a layer of a chain hands on its residual stream and what is still to be added to it, and the norm that comes next
 adds them: that of the next layer, or the decoder's last one.
 """
 
@@ -20,13 +20,9 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from quire.kernels.cpu import cpu_attention_native
-from quire.kernels.cpu.cpu_sequence import (
-    LayerParts,
-    LayerSequence,
-    LayerStack,
-    NormedProduct,
-    Selection,
-)
+from quire.kernels.cpu.cpu_decoder_layer import LayerParts, PreparedLayer, Selection
+from quire.kernels.cpu.cpu_layer_stack import LayerStack
+from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.attention import RanAhead, StepContext, Tables
 from quire.replica.model.fusion.cos_sin_cache import Rotation
@@ -52,7 +48,7 @@ class FusedLayer(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         # All of it as one call, made for a pool; or None for that pool, where some of it has no such form.
-        self._sequence: tuple[KVPool, LayerSequence | None] | None = None
+        self._sequence: tuple[KVPool, PreparedLayer | None] | None = None
         # This layer, and those that the model then calls with the result of the one before them; not its children.
         self._chain: tuple[FusedLayer, ...] = (self,)
         # The model treats each token of its result by itself, so tokens that are not read may be left out.
@@ -116,7 +112,7 @@ class FusedLayer(nn.Module):
         """Its products have changed, or will: nothing here may keep the ones before."""
         self._sequence = self._stack = None
 
-    def sequence(self, pool: KVPool) -> LayerSequence | None:
+    def sequence(self, pool: KVPool) -> PreparedLayer | None:
         """All of it as one call; None where some of it has no such form."""
         if self._sequence is None or self._sequence[0] is not pool:
             self._sequence = pool, self._make_sequence(pool)
@@ -140,7 +136,7 @@ class FusedLayer(nn.Module):
             return None
         return step.selection(step.pool.group_of(self.attention.facts.layer))
 
-    def _make_sequence(self, pool: KVPool) -> LayerSequence | None:
+    def _make_sequence(self, pool: KVPool) -> PreparedLayer | None:
         attention, mlp = self.attention, self.mlp
         facts = attention.facts
         k_cache = pool.keys(facts.layer)
@@ -154,7 +150,7 @@ class FusedLayer(nn.Module):
         qkv, output, gate_up, down = products
         k_pages, v_pages = pool.pages(facts.layer)
         norms = attention.norms
-        return LayerSequence(
+        return PreparedLayer(
             LayerParts(
                 attention_norm=self.attention_norm.weight.part(),
                 qkv=qkv,

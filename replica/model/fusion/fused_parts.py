@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire.kernels.attention.paged_attention import Backend
-from quire.kernels.cpu import cpu_layer, cpu_linear
+from quire.kernels.cpu import cpu_linear, cpu_row_ops
+from quire.kernels.cpu.cpu_call_sequence import NormPart, ProductPart
 from quire.kernels.cpu.cpu_linear import PackedWeight, packed_linear
-from quire.kernels.cpu.cpu_sequence import NormPart, ProductPart
 from quire.replica.model.attention import StepContext, Tables
 from quire.replica.model.fp8 import Fp8Linear, join_rows
 
@@ -120,7 +120,7 @@ class PackedEmbedding(nn.Module):
 class NormWeight:
     """An RMS norm's weight in the form the kernels want."""
 
-    weight: torch.Tensor  # CPU: `cpu_layer.pad_weight`, with the 1 added; GPU: the model's own
+    weight: torch.Tensor  # CPU: `cpu_row_ops.pad_weight`, with the 1 added; GPU: the model's own
     eps: float
     plus_one: bool  # scales by 1 + weight
 
@@ -129,7 +129,7 @@ class NormWeight:
         """From a module's weight [columns]."""
         weight = weight.detach()
         if backend == "cpu":
-            weight = cpu_layer.pad_weight(weight.float() + 1.0 if plus_one else weight)
+            weight = cpu_row_ops.pad_weight(weight.float() + 1.0 if plus_one else weight)
         return cls(weight, eps, plus_one)
 
     def part(self) -> NormPart:
@@ -153,7 +153,7 @@ class FusedNorm(nn.Module):
         """[..., columns] to the same."""
         rows = x.reshape(-1, x.shape[-1])
         if self.backend == "cpu":
-            return cpu_layer.rms_norm(rows, self.weight.weight, self.weight.eps).view(x.shape)
+            return cpu_row_ops.rms_norm(rows, self.weight.weight, self.weight.eps).view(x.shape)
         from quire.kernels.rows.norm import rms_norm
 
         w = self.weight
@@ -188,7 +188,7 @@ class FusedMLP(nn.Module):
         """x, residual and result [..., hidden]."""
         gate_up = self.gate_up(x.reshape(-1, x.shape[-1]))
         if self.backend == "cpu":
-            inner = cpu_layer.gated(gate_up, gelu=self.activation == "gelu_tanh")
+            inner = cpu_row_ops.gated(gate_up, gelu=self.activation == "gelu_tanh")
         else:
             from quire.kernels.rows import activation
 
@@ -268,7 +268,7 @@ class FusedAttention(nn.Module):
             q_norm, k_norm = self.norms
             norms = dict(q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps)
         rows = step.write_rows(step.pool.group_of(facts.layer))
-        return cpu_layer.rotate_and_write(
+        return cpu_row_ops.rotate_and_write(
             qkv, facts.num_heads, *step.pool.pages(facts.layer), rows, cos, sin, **norms
         )
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.kernels.cpu.cpu_sequence import NormedProduct, ProductPart, Workspace
+from quire.kernels.cpu.cpu_call_sequence import ProductPart, Workspace
+from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.fusion.cos_sin_cache import CosSinCache
 from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer

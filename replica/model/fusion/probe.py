@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention
-from quire.kernels.cpu.cpu_sequence import Workspace
+from quire.kernels.cpu.cpu_call_sequence import Workspace
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.attention import StepContext
 

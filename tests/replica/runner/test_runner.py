@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels import reference
 from quire.kernels.cpu.cpu_attention import paged_attention
-from quire.kernels.cpu.cpu_sequence import NormedProduct
+from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.device import pool_backing
 from quire.replica.device.kv_pool import KVPool

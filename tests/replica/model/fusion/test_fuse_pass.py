@@ -17,8 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.cpu_attention import has_native
+from quire.kernels.cpu.cpu_decoder_layer import PreparedLayer
+from quire.kernels.cpu.cpu_layer_stack import LayerStack
 from quire.kernels.cpu.cpu_linear import PackedWeight
-from quire.kernels.cpu.cpu_sequence import LayerSequence, LayerStack
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.engine import Engine
@@ -527,7 +528,7 @@ def test_a_model_that_calls_its_layers_otherwise_is_stopped(zoo, monkeypatch):
 
 @pytest.mark.parametrize("what", ["q", "k", "v", "output"])
 def test_it_is_the_one_call_that_is_proven(zoo, what, monkeypatch):
-    original, queries = LayerStack.__call__, LayerSequence.queries
+    original, queries = LayerStack.__call__, PreparedLayer.queries
 
     def wrong(self, x, step, *args, **kwargs):
         out = original(self, x, step, *args, **kwargs)
@@ -541,7 +542,7 @@ def test_it_is_the_one_call_that_is_proven(zoo, what, monkeypatch):
 
     monkeypatch.setattr(LayerStack, "__call__", wrong)
     if what == "q":
-        monkeypatch.setattr(LayerSequence, "queries", lambda *args: queries(*args) * 1.001)
+        monkeypatch.setattr(PreparedLayer, "queries", lambda *args: queries(*args) * 1.001)
     fused = make_runner(zoo("llama")).fused
     assert fused.fused["layers"] == 0 and fused.fused["attentions"] == 3
     assert sum("layer model.layers" in reason for reason in fused.dropped) == 3

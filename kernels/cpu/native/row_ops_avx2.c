@@ -1,5 +1,5 @@
 /* AVX2 with fused multiply-add. */
-#include "layer.h"
+#include "row_ops.h"
 
 #if defined(__x86_64__)
 #define TARGETED __attribute__((target("avx2,fma,f16c")))
@@ -8,5 +8,5 @@
 
 #include "simd_avx2.h"
 
-#include "layer_tile.h"
+#include "row_ops_tile.h"
 #endif

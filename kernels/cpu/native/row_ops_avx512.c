@@ -1,5 +1,5 @@
 /* AVX-512. */
-#include "layer.h"
+#include "row_ops.h"
 
 #if defined(__x86_64__)
 #define TARGETED __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
@@ -8,5 +8,5 @@
 
 #include "simd_avx512.h"
 
-#include "layer_tile.h"
+#include "row_ops_tile.h"
 #endif

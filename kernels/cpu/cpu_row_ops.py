@@ -5,7 +5,7 @@
     rotate_and_write      q, k normed a head and rotated; k and v into their pages
 
 Arithmetic is in float32, rounded once (a model's own operations round in between); a row's bits depend on that row
-alone. Needs the compiled library (`native/layer_tile.h`).
+alone. Needs the compiled library (`native/row_ops_tile.h`).
 
 Bytes: each input is read once, from the norm's second pass on out of the cache, each output written once.
 """
@@ -24,7 +24,7 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class NormCall(ctypes.Structure):
-    """`struct norm_call` of native/layer.h."""
+    """`struct norm_call` of native/row_ops.h."""
 
     _fields_ = [
         ("x", ctypes.c_void_p),
@@ -47,7 +47,7 @@ class NormCall(ctypes.Structure):
 
 
 class GatedCall(ctypes.Structure):
-    """`struct gated_call` of native/layer.h."""
+    """`struct gated_call` of native/row_ops.h."""
 
     _fields_ = [
         ("x", ctypes.c_void_p),
@@ -68,7 +68,7 @@ class GatedCall(ctypes.Structure):
 
 
 class RotatePart(ctypes.Structure):
-    """`struct rotate_step` of native/layer.h: what a step decides, for all layers with the same heads."""
+    """`struct rotate_step` of native/row_ops.h: what a step decides, for all layers with the same heads."""
 
     _fields_ = [
         ("rows", ctypes.c_void_p),
@@ -102,7 +102,7 @@ class RotatePart(ctypes.Structure):
 
 
 class RotateCall(ctypes.Structure):
-    """`struct rotate_call` of native/layer.h."""
+    """`struct rotate_call` of native/row_ops.h."""
 
     _fields_ = [
         ("qkv", ctypes.c_void_p),

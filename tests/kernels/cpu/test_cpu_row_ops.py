@@ -7,9 +7,9 @@ import ctypes
 import pytest
 import torch
 
-from quire.kernels.cpu import cpu_layer, native_library
+from quire.kernels.cpu import cpu_row_ops, native_library
 from quire.kernels.cpu.cpu_attention import has_native
-from quire.kernels.cpu.cpu_layer import gated, pad_weight, rms_norm, rotate_and_write
+from quire.kernels.cpu.cpu_row_ops import gated, pad_weight, rms_norm, rotate_and_write
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C compiler")
 
@@ -142,8 +142,8 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
 def test_structures_have_the_size_that_c_gives_them():
     functions = native_library.load().functions
     for structure, name in (
-        (cpu_layer.NormCall, "norm"),
-        (cpu_layer.GatedCall, "gated"),
-        (cpu_layer.RotateCall, "rotate"),
+        (cpu_row_ops.NormCall, "norm"),
+        (cpu_row_ops.GatedCall, "gated"),
+        (cpu_row_ops.RotateCall, "rotate"),
     ):
         assert ctypes.sizeof(structure) == getattr(functions, f"quire_{name}_bytes")()

@@ -1,5 +1,5 @@
 /* Entry points of what lies between a layer's matrix products. */
-#include "layer.h"
+#include "row_ops.h"
 
 /* A team costs a few microseconds to start: fewer elements than this are not worth it. */
 enum { MIN_PARALLEL_ELEMENTS = 32768 };

@@ -1,20 +1,12 @@
-"""Decoder layers on the CPU as one call into C: their parts run in order on a team of threads, with barriers between.
-So does a model's end, its last norm and the product that makes logits.
+"""A decoder layer on the CPU, prepared as one sequence of calls into C.
 
-    norm │ qkv │ norm, rotate, write │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual ┐
-      ┌───────────────────────────────────── the next layer, in the same team ◀─────────────────────────────────┘
-    norm │ ...
+    norm │ qkv │ norm, rotate, write │ attend │ output + residual │ norm │ gate, up │ act·mul │ down + residual
 
-Each part is the call of `cpu_layer.py`, `cpu_linear.py` or `cpu_attention_native.py`, so a row has the bits that the
-calls one by one give it. What that saves is their way through Python and the team's starts and ends.
-`native/sequence.c` has the barriers; here the structures are prepared once a layer, and a call sets what changes. What
-passes from part to part lies in a workspace that all layers of a model share::
+Each part is the call of `cpu_row_ops.py`, `cpu_linear.py` or `cpu_attention_native.py`, so a row has the bits that the
+calls one by one give it. What passes from part to part lies in a workspace that all layers of a model share::
 
     token  | normed | middle | q | qkv, attended |        elements of all tokens side by side
                                  | gate_up, inner|        of the MLP, in place of the attention's
-
-A cache line lies between the rows that products read or write: at multiples of 2 KiB 16 rows fall into two of the
-first-level cache's 64 sets, and push each other out.
 
 Where only some tokens' results are read, as after a model's last layer, that layer may run for these alone once the
 keys and values of all are written:
@@ -27,45 +19,27 @@ Bytes: those of the parts.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from quire.kernels.cpu import cpu_attention, cpu_attention_native, native_library
+from quire.kernels.cpu import cpu_attention, cpu_attention_native
 from quire.kernels.cpu.cpu_attention_native import AttentionCall, NativePlan
-from quire.kernels.cpu.cpu_layer import GatedCall, NormCall, RotateCall, RotatePart
-from quire.kernels.cpu.cpu_linear import LinearCall, PackedWeight
-
-_KINDS = (
-    NormCall,
-    LinearCall,
-    RotateCall,
-    AttentionCall,
-    GatedCall,
-)  # enum kind of native/sequence.c
-_ALIGNMENT_BYTES = 64
-_GAP = 32  # elements between rows, a cache line of the narrowest dtype
-
-
-class _Step(ctypes.Structure):
-    """`struct step` of native/sequence.c."""
-
-    _fields_ = [("kind", ctypes.c_int64), ("call", ctypes.c_void_p)]
+from quire.kernels.cpu.cpu_call_sequence import (
+    ROW_GAP,
+    CallSequence,
+    NormPart,
+    ProductPart,
+    Workspace,
+    aligned,
+    run_parts,
+)
+from quire.kernels.cpu.cpu_linear import LinearCall
+from quire.kernels.cpu.cpu_row_ops import GatedCall, NormCall, RotateCall, RotatePart
 
 
-class _Sequence(ctypes.Structure):
-    """`struct sequence` of native/sequence.c."""
-
-    _fields_ = [
-        ("steps", ctypes.c_void_p),
-        ("num_steps", ctypes.c_int64),
-        ("finished_ns", ctypes.c_void_p),
-    ]
-
-
-class _Layer(ctypes.Structure):
+class NativeLayer(ctypes.Structure):
     """`struct layer` of native/sequence.c."""
 
     _fields_ = [
@@ -76,96 +50,6 @@ class _Layer(ctypes.Structure):
         ("output", ctypes.c_void_p),
         ("down", ctypes.c_void_p),
     ]
-
-
-class Sequence:
-    """Calls that one team runs in order.
-
-    Parameters
-    ----------
-    calls
-        By name; they may be changed between runs.
-
-    Raises
-    ------
-    ValueError
-        More of them than C takes, or one twice.
-    """
-
-    def __init__(self, calls: Mapping[str, ctypes.Structure]):
-        self._library = native_library.load()
-        most = self._library.functions.quire_sequence_max_steps()
-        if len(calls) > most:
-            raise ValueError(f"calls: must be at most {most}, got {len(calls)}")
-        if len({id(call) for call in calls.values()}) < len(calls):  # its counters serve one step
-            raise ValueError("calls: must each be another, got one twice")
-        self._calls = dict(calls)
-        steps = [_Step(_KINDS.index(type(call)), ctypes.addressof(call)) for call in calls.values()]
-        self._steps = (_Step * len(steps))(*steps)
-        self._sequence = _Sequence(ctypes.addressof(self._steps), len(steps), None)
-        self._reference = ctypes.byref(self._sequence)
-
-    def __len__(self) -> int:
-        """Calls."""
-        return len(self._calls)
-
-    @property
-    def address(self) -> int:
-        """Of `struct sequence`."""
-        return ctypes.addressof(self._sequence)
-
-    def run(self, num_threads: int, isa: str | None = None) -> None:
-        """On at most so many threads; `isa` as in `cpu_linear.packed_linear`."""
-        library = self._library
-        library.functions.quire_sequence(
-            self._reference, library.isa(isa), library.parallel, num_threads
-        )
-
-    def run_timed(self, num_threads: int, isa: str | None = None) -> dict[str, float]:
-        """As `run`; seconds of each call, from the end of the one before to its own."""
-        finished_ns = (ctypes.c_int64 * (len(self._calls) + 1))()
-        self._sequence.finished_ns = ctypes.addressof(finished_ns)
-        try:
-            self.run(num_threads, isa)
-        finally:
-            self._sequence.finished_ns = None
-        ends = list(finished_ns)
-        spans = zip(self._calls, ends, ends[1:], strict=False)
-        return {name: (end - begin) / 1e9 for name, begin, end in spans}
-
-
-class Workspace:
-    """Memory of what passes between the parts of a layer. One for the layers of a model, which run one at a time.
-
-    It grows to what the largest step needs.
-    """
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self._address = 0
-        # Told the seconds of a layer's parts by name, after each call; for measurements.
-        self.on_times: Callable[[dict[str, float]], None] | None = None
-
-    def reserve(self, num_bytes: int) -> int:
-        """Address of so many bytes, aligned; what was in them before may be lost."""
-        if num_bytes + _ALIGNMENT_BYTES > len(self.memory):
-            self.memory = torch.empty(num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
-            self._address = _aligned(self.memory.data_ptr())
-        return self._address
-
-
-class NormPart(NamedTuple):
-    """An RMS norm."""
-
-    weight: torch.Tensor  # `cpu_layer.pad_weight` of it
-    eps: float
-
-
-class ProductPart(NamedTuple):
-    """A packed product."""
-
-    weight: PackedWeight
-    bias: torch.Tensor | None  # `weight.pad_bias` of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +66,11 @@ class LayerParts:
     output: ProductPart
     mlp_norm: NormPart
     gate_up: ProductPart
-    gelu: bool  # the activation, as in `cpu_layer.gated`
+    gelu: bool  # the activation, as in `cpu_row_ops.gated`
     down: ProductPart
     k_cache: torch.Tensor  # [blocks, kv_heads, block_size, head_dim] as `cpu_attention` takes it
     v_cache: torch.Tensor
-    k_pages: torch.Tensor  # [page_rows, head_dim] of the same memory, as `cpu_layer` writes it
+    k_pages: torch.Tensor  # [page_rows, head_dim] of the same memory, as `cpu_row_ops` writes it
     v_pages: torch.Tensor
 
 
@@ -210,7 +94,7 @@ class LayerStep:
         plan
             Of the step's tokens; those after the last of its own only pad. Its threads run the layers.
         rows, cos, sin
-            As in `cpu_layer.rotate_and_write`.
+            As in `cpu_row_ops.rotate_and_write`.
 
         Raises
         ------
@@ -236,7 +120,7 @@ def workspace_columns(
     """Elements of the workspace for each token of a step."""
     q = num_heads * head_dim
     inside = max(2 * q + 2 * num_kv_heads * head_dim, 3 * intermediate)
-    return 2 * hidden + q + inside + 4 * _GAP
+    return 2 * hidden + q + inside + 4 * ROW_GAP
 
 
 class _Strides(NamedTuple):
@@ -251,7 +135,7 @@ class _Strides(NamedTuple):
     inner: int
 
 
-class LayerSequence:
+class PreparedLayer:
     """A layer, prepared, to be run by a `LayerStack`. It keeps its parts alive, and of a step nothing.
 
     Raises
@@ -268,8 +152,8 @@ class LayerSequence:
         hidden, inner = parts.qkv.weight.depth, parts.down.weight.depth
         self._hidden, self._dtype, self._q_shape = hidden, dtype, (heads, head_dim)
         q = heads * head_dim
-        columns = hidden, hidden + _GAP, q, parts.qkv.weight.columns + _GAP, q + _GAP
-        columns += 2 * inner + _GAP, inner + _GAP
+        columns = hidden, hidden + ROW_GAP, q, parts.qkv.weight.columns + ROW_GAP, q + ROW_GAP
+        columns += 2 * inner + ROW_GAP, inner + ROW_GAP
         self._strides = _Strides(*(count * dtype.itemsize for count in columns))
         q_norm, k_norm = (None, None) if parts.head_norms is None else parts.head_norms
         self._sinks = None if parts.sinks is None else parts.sinks.detach().float().contiguous()
@@ -309,8 +193,8 @@ class LayerSequence:
             "gated": self._gated,
             "down": self._down,
         }
-        self._sequence = Sequence(writing | reading)
-        self._halves = Sequence(writing), Sequence(reading)
+        self._sequence = CallSequence(writing | reading)
+        self._halves = CallSequence(writing), CallSequence(reading)
         self._num_tokens = 0  # that the calls are set to, like the next two
         self._num_bytes = 0
         self._address = 0
@@ -334,9 +218,9 @@ class LayerSequence:
         self._attention.out_token_stride = strides.attended // self._dtype.itemsize
 
     @property
-    def layer(self) -> _Layer:
+    def layer(self) -> NativeLayer:
         """What C is told of it."""
-        return _Layer(
+        return NativeLayer(
             self._sequence.address,
             *map(
                 ctypes.addressof,
@@ -408,7 +292,7 @@ class LayerSequence:
         self.place(len(x), workspace)
         self._attention_norm.x = x.data_ptr()
         self._rotate.step = step.tables
-        seconds = _run_parts(writing, workspace, step.plan.num_threads, isa)
+        seconds = run_parts(writing, workspace, step.plan.num_threads, isa)
         q, residual = self.queries(workspace)[selection.tokens], x[selection.tokens]
         out = torch.empty_like(residual)
         if len(out):
@@ -418,7 +302,7 @@ class LayerSequence:
             self._num_tokens = (
                 0  # q is none of the workspace's: the next step places all of it again
             )
-            seconds |= _run_parts(reading, workspace, selection.plan.num_threads, isa)
+            seconds |= run_parts(reading, workspace, selection.plan.num_threads, isa)
         if workspace.on_times is not None:
             workspace.on_times(seconds)
         return out, self._rotate.outside
@@ -440,7 +324,7 @@ class LayerSequence:
         if num_tokens == self._num_tokens and workspace.reserve(self._num_bytes) == self._address:
             return
         _, normed_bytes, q, qkv, attended, gate_up_bytes, inner = (
-            _aligned(num_tokens * stride) for stride in self._strides
+            aligned(num_tokens * stride) for stride in self._strides
         )
         num_bytes = 2 * normed_bytes + q + max(qkv + attended, gate_up_bytes + inner)
         address = workspace.reserve(num_bytes)
@@ -472,199 +356,6 @@ class LayerSequence:
             call.rows = num_tokens
 
 
-class LayerStack:
-    """Layers that run one after the other, each on what the one before it made.
-
-    Raises
-    ------
-    ValueError
-        None, layers of different shapes, or one of them twice: its calls serve one place.
-    """
-
-    def __init__(self, layers: Collection[LayerSequence]):
-        if len({layer.kind for layer in layers}) != 1:
-            raise ValueError("layers: must have one shape, dtype and cache, got several or none")
-        if len(set(map(id, layers))) < len(layers):
-            raise ValueError("layers: must each be another, got one twice")
-        self._layers = tuple(layers)
-        self._library = native_library.load()
-        self._array = (_Layer * len(layers))(*(layer.layer for layer in layers))
-        num_bytes = sum(layer.num_calls for layer in layers)
-        num_bytes *= self._library.functions.quire_stage_bytes()
-        self._stages = torch.empty(num_bytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
-
-    @property
-    def layers(self) -> tuple[LayerSequence, ...]:
-        """In order."""
-        return self._layers
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        step: LayerStep,
-        workspace: Workspace,
-        *,
-        selection: Selection | None = None,
-        isa: str | None = None,
-    ) -> torch.Tensor:
-        """Write the keys and values of a step's tokens, and attend, in every layer.
-
-        Parameters
-        ----------
-        x
-            [..., hidden] of the step's tokens in the weights' dtype, contiguous.
-        step
-            Of the layers' heads, window and rotation.
-        selection
-            Of the last layer: other tokens keep what it was given for them. None: all tokens.
-        isa
-            As in `cpu_linear.packed_linear`.
-
-        Returns
-        -------
-        [..., hidden] as x, in memory of its own.
-
-        Raises
-        ------
-        ValueError
-            A shape, dtype or stride that does not fit, or a step of another number of tokens or other heads.
-        IndexError
-            A row that the pages do not have.
-        """
-        last = self._layers[-1]
-        last.check(x, step)
-        if selection is not None:
-            last.check_selection(selection)
-        if not step.tables.tokens:
-            return torch.empty_like(x)
-        whole = len(self._layers) - (selection is not None)  # layers that run for all tokens
-        out = torch.empty_like(x) if whole else x.clone()
-        outside = self._run(whole, x, out, step, workspace, isa)
-        if selection is not None:
-            rows = out.view(-1, x.shape[-1])
-            selected, more = last.run_selected(rows, step, selection, workspace, isa)
-            rows[selection.tokens] = selected
-            outside += more
-        if outside:
-            raise IndexError(f"rows: {outside} are not between 0 and {len(last.pages) - 1}")
-        return out
-
-    def _run(
-        self,
-        count: int,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        step: LayerStep,
-        workspace: Workspace,
-        isa: str | None,
-    ) -> int:
-        """The first `count` layers; returns the rows that the pages do not have."""
-        for layer in self._layers[:count]:
-            layer.place(step.tables.tokens, workspace)
-        if workspace.on_times is None:
-            library = self._library
-            return library.functions.quire_layers(
-                self._array,
-                count,
-                x.data_ptr(),
-                out.data_ptr(),
-                ctypes.byref(step.tables),
-                ctypes.byref(step.plan.part),
-                _aligned(self._stages.data_ptr()),
-                library.isa(isa),
-                library.parallel,
-                step.plan.num_threads,
-            )
-        outside, goes_in = 0, x.data_ptr()
-        for layer in self._layers[:count]:
-            seconds, more = layer.run_timed(goes_in, out.data_ptr(), step, isa)
-            workspace.on_times(seconds)
-            outside, goes_in = outside + more, out.data_ptr()
-        return outside
-
-
-class NormedProduct:
-    """An RMS norm and a product of what it made, prepared: the end of a model, from hidden states to logits.
-
-    It keeps its parts alive, and of a call nothing.
-
-    Raises
-    ------
-    ValueError
-        Parts that do not fit each other.
-    """
-
-    def __init__(self, norm: NormPart, product: ProductPart):
-        self._parts = norm, product  # which the calls point to
-        weight = product.weight
-        self._depth, self._columns, self._dtype = weight.depth, weight.columns, weight.dtype
-        self._norm = NormCall.of(norm.weight, weight.depth, weight.dtype, norm.eps)
-        self._product = LinearCall.of(*product)
-        self._sequence = Sequence({"norm": self._norm, "lm_head": self._product})
-        size = weight.dtype.itemsize
-        self._normed_stride = (weight.depth + _GAP) * size
-        self._norm.out_stride = self._product.x_stride = self._normed_stride
-        self._product.out_stride = weight.columns * size
-
-    def __call__(
-        self, x: torch.Tensor, workspace: Workspace, *, isa: str | None = None
-    ) -> torch.Tensor:
-        """Norm and multiply.
-
-        Parameters
-        ----------
-        x
-            [rows, depth] in the weights' dtype, rows contiguous.
-        workspace
-            May be that of a model's layers: they have run.
-        isa
-            As in `cpu_linear.packed_linear`.
-
-        Returns
-        -------
-        [rows, columns] in the dtype of x.
-
-        Raises
-        ------
-        ValueError
-            A shape, dtype or stride that does not fit.
-        """
-        if (
-            x.dim() != 2
-            or x.shape[1] != self._depth
-            or x.dtype != self._dtype
-            or x.stride(1) != 1
-            or x.device.type != "cpu"
-        ):
-            raise ValueError(
-                f"x: must be [rows, {self._depth}] {self._dtype} on the CPU, rows contiguous, got {list(x.shape)} "
-                f"{x.dtype} on {x.device}, strides {x.stride()}"
-            )
-        rows = len(x)
-        out = torch.empty(rows, self._columns, dtype=self._dtype)
-        if not rows:
-            return out
-        norm, product = self._norm, self._product
-        norm.x, norm.x_stride = x.data_ptr(), x.stride(0) * self._dtype.itemsize
-        norm.out = product.x = workspace.reserve(rows * self._normed_stride)
-        product.out = out.data_ptr()
-        norm.rows = product.rows = rows
-        seconds = _run_parts(self._sequence, workspace, torch.get_num_threads(), isa)
-        if workspace.on_times is not None:
-            workspace.on_times(seconds)
-        return out
-
-
-def _run_parts(
-    sequence: Sequence, workspace: Workspace, num_threads: int, isa: str | None
-) -> dict[str, float]:
-    """Seconds of each call by name; none where nobody wants them."""
-    if workspace.on_times is not None:
-        return sequence.run_timed(num_threads, isa)
-    sequence.run(num_threads, isa)
-    return {}
-
-
 def _check_parts(parts: LayerParts) -> None:
     _, kv_heads, _, head_dim = parts.k_cache.shape
     heads, dtype = parts.num_heads, parts.qkv.weight.dtype
@@ -689,7 +380,3 @@ def _check_parts(parts: LayerParts) -> None:
         )
     if parts.sinks is not None and parts.sinks.shape != (heads,):
         raise ValueError(f"sinks: must be [{heads}], got {list(parts.sinks.shape)}")
-
-
-def _aligned(address: int) -> int:
-    return -(-address // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -7,7 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kernels.attention.decode_slots import SHARED_READS, decode_slots, slot_bytes_per_token
+from quire.kernels.attention.decode_workspace_size import (
+    SHARED_READS,
+    num_partial_slots,
+    partial_bytes_per_token,
+)
 from quire.kernels.tuning import SPLIT_TOKENS
 
 
@@ -31,21 +35,21 @@ def test_every_split_of_rows_that_fit_the_cache_has_a_slot(lengths, spare, reads
     kinds = [dict(share_prefixes=reads > 1)]
     kinds += [] if reads > 1 else [dict(window=1000), dict(window=257), dict(chunk=8192)]
     for kind in kinds:
-        slots = decode_slots(cache_tokens, len(lengths), max(lengths), **kind)
+        slots = num_partial_slots(cache_tokens, len(lengths), max(lengths), **kind)
         local = {name: value for name, value in kind.items() if name != "share_prefixes"}
         assert sum(splits_of(length, **local) for length in lengths) <= slots
 
 
 def test_short_rows_and_windows_bound_the_slots():
-    assert decode_slots(10**6, 257, 300) == 257 * 2
-    assert decode_slots(10**7, 257, 10**6, window=4096) == 257 * 17
+    assert num_partial_slots(10**6, 257, 300) == 257 * 2
+    assert num_partial_slots(10**7, 257, 10**6, window=4096) == 257 * 17
     # A full cache of an H200: 860k tokens of an 8B model.
-    assert decode_slots(860_000, 257, 131_072) == 3360 + 257
+    assert num_partial_slots(860_000, 257, 131_072) == 3360 + 257
 
 
 def test_slots_cost_little_of_the_cache():
     kv_bytes = 32 * 8 * 128 * 2 * 2  # Llama 3.1 8B, a token
-    assert slot_bytes_per_token(32, 128, share_prefixes=True) < kv_bytes / 200
+    assert partial_bytes_per_token(32, 128, share_prefixes=True) < kv_bytes / 200
 
 
 @pytest.mark.parametrize("share_prefixes", [False, True])

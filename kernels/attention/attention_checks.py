@@ -1,75 +1,32 @@
-"""Argument checks that the kernels' wrappers share. Every message names the argument, the bound and the value."""
+"""Argument checks of the attention kernels. Every message names the argument, the bound and the value."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from quire.kernels.tuning import DecodeConfig, PrefillConfig
-
-HEAD_DIMS = (64, 80, 96, 128, 256)
-MAX_GROUP = 16
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def check_bounds(name: str, value: int, low: int, high: int) -> None:
-    """Raise unless low <= value <= high."""
-    if not low <= value <= high:
-        raise ValueError(f"{name}: must be between {low} and {high}, got {value}")
-
-
-def check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise unless x has that shape."""
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name}: must have shape {list(shape)}, got {list(x.shape)}")
-
-
-def check_device(name: str, x: torch.Tensor, device: torch.device) -> None:
-    """Raise unless x lies on the device."""
-    if x.device != device:
-        raise ValueError(f"{name}: must be on {device}, got {x.device}")
-
-
-def check_ids(name: str, x: torch.Tensor, length: int, device: torch.device) -> None:
-    """Raise unless x is a contiguous int32 vector of that length."""
-    check_shape(name, x, (length,))
-    check_device(name, x, device)
-    if x.dtype != torch.int32 or not x.is_contiguous():
-        raise ValueError(
-            f"{name}: must be contiguous int32, got {x.dtype} with strides {x.stride()}"
-        )
+from quire.kernels.argument_checks import (
+    FLOATS,
+    MAX_GROUP,
+    check_block_size,
+    check_bounds,
+    check_device,
+    check_ids,
+    check_power_of_two,
+    check_shape,
+)
+from quire.kernels.tuning import DecodeConfig, PrefillConfig
 
 
 def check_rows(cu_q: torch.Tensor, kv_len: torch.Tensor, device: torch.device) -> int:
-    """Check the vectors that describe a ragged batch; returns its number of rows."""
+    """Check the vectors that describe a ragged batch; return its number of rows."""
     num_rows = kv_len.shape[0] if kv_len.dim() == 1 else -1
     check_ids("kv_len", kv_len, num_rows, device)
     check_ids("cu_q", cu_q, num_rows + 1, device)
     return num_rows
 
 
-def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Raise unless the kernels can serve these heads."""
-    check_bounds("num_kv_heads", num_kv_heads, 1, 1024)
-    if num_heads % num_kv_heads or not num_kv_heads <= num_heads <= MAX_GROUP * num_kv_heads:
-        raise ValueError(
-            f"num_heads: must be 1 to {MAX_GROUP} times num_kv_heads={num_kv_heads}, got {num_heads}"
-        )
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim: must be one of {HEAD_DIMS}, got {head_dim}")
-
-
-def check_block_size(block_size: int) -> None:
-    """Raise unless blocks of that many tokens can be addressed by shifts."""
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size: must be one of {BLOCK_SIZES}, got {block_size}")
-
-
 def check_local(window: int | None, chunk: int | None) -> None:
-    """Raise unless at most one of window and chunk is given, and positive."""
+    """Raise if both window and chunk are given, or one that is not positive."""
     if window is not None and chunk is not None:
         raise ValueError(f"window, chunk: at most one may be given, got {window} and {chunk}")
     for name, value in (("window", window), ("chunk", chunk)):
@@ -78,9 +35,9 @@ def check_local(window: int | None, chunk: int | None) -> None:
 
 
 def check_decode_config(config: DecodeConfig) -> None:
-    """Raise unless a hand-made decode configuration is one that the kernels can run."""
-    _check_power("tile_tokens", config.tile_tokens, 16)
-    _check_power("split_tokens", config.split_tokens, config.tile_tokens)
+    """Raise unless the decode kernels can run this configuration."""
+    check_power_of_two("tile_tokens", config.tile_tokens, 16)
+    check_power_of_two("split_tokens", config.split_tokens, config.tile_tokens)
     for name in (
         "merge_splits",
         "merge_unroll",
@@ -91,14 +48,9 @@ def check_decode_config(config: DecodeConfig) -> None:
 
 
 def check_prefill_config(config: PrefillConfig) -> None:
-    """Raise unless a hand-made prefill configuration is one that the kernel can run."""
-    _check_power("tile_tokens", config.tile_tokens, 16)
-    _check_power("block_m", config.block_m, MAX_GROUP)
-
-
-def _check_power(name: str, value: int, low: int) -> None:
-    if value < low or value & (value - 1):
-        raise ValueError(f"{name}: must be a power of two of at least {low}, got {value}")
+    """Raise unless the prefill kernel can run this configuration."""
+    check_power_of_two("tile_tokens", config.tile_tokens, 16)
+    check_power_of_two("block_m", config.block_m, MAX_GROUP)
 
 
 def check_attention(
@@ -111,12 +63,12 @@ def check_attention(
     num_kv_heads: int,
     head_dim: int,
 ) -> None:
-    """Check the tensors of an attention call against the plan it was made for."""
+    """Check the tensors of an attention call against the heads of its plan."""
     if q.dim() != 3 or q.shape[1:] != (num_heads, head_dim):
         raise ValueError(
             f"q: must be [tokens, {num_heads}, {head_dim}] as in the plan, got {list(q.shape)}"
         )
-    if q.dtype not in QUERY_DTYPES:
+    if q.dtype not in FLOATS:
         raise ValueError(f"q: must be bfloat16, float16 or float32, got {q.dtype}")
     _check_heads_contiguous("q", q)
     if k_cache.dim() != 4 or k_cache.shape[1::2] != (num_kv_heads, head_dim):
@@ -132,17 +84,17 @@ def check_attention(
             raise ValueError(
                 f"{name}: must be {q.dtype} as q or float8_e4m3fn, the same for k and v, got {cache.dtype}"
             )
-        # A page of one head is one run of memory; blocks may lie anywhere, at one stride for k and v.
+        # The tokens of one block and head are contiguous; strides of blocks and heads are the same for k and v.
         if cache.stride()[2:] != (head_dim, 1) or cache.stride() != k_cache.stride():
             raise ValueError(
-                f"{name}: pages must be contiguous, [..., {head_dim}, 1], with equal strides for k and v, "
+                f"{name}: blocks must be contiguous, [..., {head_dim}, 1], with equal strides for k and v, "
                 f"got strides {cache.stride()}"
             )
     check_tables(block_tables, num_rows, q.device)
 
 
 def check_tables(block_tables: torch.Tensor, num_rows: int, device: torch.device) -> None:
-    """Raise unless they are the block tables of so many rows."""
+    """Raise unless these are block tables of at least `num_rows` rows."""
     if (
         block_tables.dim() != 2
         or block_tables.shape[0] < num_rows
@@ -165,7 +117,7 @@ def check_options(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """Check the options of an attention call; `sinks` and the scales are contiguous float32 vectors."""
+    """Check the options of an attention call: `sinks` and the scales must be contiguous float32 vectors."""
     if not scale > 0.0:
         raise ValueError(f"scale: must be > 0, got {scale}")
     if softcap is not None and not softcap > 0.0:
@@ -187,7 +139,7 @@ def check_options(
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise unless `out` can take the result for q."""
+    """Raise unless `out` has the shape, dtype and device of q and contiguous heads."""
     check_shape("out", out, tuple(q.shape))
     check_device("out", out, q.device)
     if out.dtype != q.dtype:

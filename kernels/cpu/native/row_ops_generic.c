@@ -1,5 +1,5 @@
 /* Any processor. */
-#include "layer.h"
+#include "row_ops.h"
 
 #define TARGETED
 #define FN static inline __attribute__((always_inline))
@@ -7,4 +7,4 @@
 
 #include "simd_generic.h"
 
-#include "layer_tile.h"
+#include "row_ops_tile.h"

@@ -1,6 +1,6 @@
 /* What a decoder layer does between its matrix products: arguments of the three calls.
  *
- * The structures are mirrored field by field in `quire/kernels/cpu/cpu_layer.py`; whoever changes one changes QUIRE_ABI in
+ * The structures are mirrored field by field in `quire/kernels/cpu/cpu_row_ops.py`; whoever changes one changes QUIRE_ABI in
  * attention.h and ABI in native_library.py.
  */
 #ifndef QUIRE_LAYER_H

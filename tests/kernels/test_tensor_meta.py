@@ -10,7 +10,7 @@ from quire.kernels.attention.attention_decode import decode_attention
 from quire.kernels.attention.decode_plan import allocate_decode_workspace, plan_decode
 from quire.kernels.compile.interpreter import kernel_device
 from quire.kernels.rows import activation, kv_write, norm
-from quire.kernels.rows.forms import form_of
+from quire.kernels.tensor_meta import meta_of
 
 DEVICE = kernel_device()
 
@@ -30,7 +30,7 @@ VIEWS = [
 
 @pytest.mark.parametrize("x", VIEWS, ids=lambda x: f"{tuple(x.shape)}-{x.stride()}")
 def test_a_form_reads_like_its_tensor(x):
-    form = form_of(x)
+    form = meta_of(x)
     assert (form.shape, form.stride(), form.dtype, form.device) == (
         *(x.shape, x.stride(), x.dtype, x.device),
     )
@@ -38,7 +38,7 @@ def test_a_form_reads_like_its_tensor(x):
         *(x.dim(), x.numel(), x.is_contiguous()),
     )
     assert [form.stride(i) for i in range(x.dim())] == list(x.stride())
-    assert form_of(None) is None
+    assert meta_of(None) is None
 
 
 def normal(*shape):

@@ -13,28 +13,25 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.cpu import cpu_attention_native, cpu_sequence, native_library
+from quire.kernels.cpu import (
+    cpu_attention_native,
+    cpu_call_sequence,
+    cpu_decoder_layer,
+    native_library,
+)
 from quire.kernels.cpu.cpu_attention import has_native, plan_attention
-from quire.kernels.cpu.cpu_layer import (
+from quire.kernels.cpu.cpu_call_sequence import CallSequence, NormPart, ProductPart, Workspace
+from quire.kernels.cpu.cpu_decoder_layer import LayerParts, LayerStep, PreparedLayer, Selection
+from quire.kernels.cpu.cpu_layer_stack import LayerStack
+from quire.kernels.cpu.cpu_linear import PackedWeight, packed_linear
+from quire.kernels.cpu.cpu_lm_head import NormedProduct
+from quire.kernels.cpu.cpu_row_ops import (
     GatedCall,
     NormCall,
     gated,
     pad_weight,
     rms_norm,
     rotate_and_write,
-)
-from quire.kernels.cpu.cpu_linear import PackedWeight, packed_linear
-from quire.kernels.cpu.cpu_sequence import (
-    LayerParts,
-    LayerSequence,
-    LayerStack,
-    LayerStep,
-    NormedProduct,
-    NormPart,
-    ProductPart,
-    Selection,
-    Sequence,
-    Workspace,
 )
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C compiler")
@@ -107,7 +104,7 @@ class Layer:
             k_pages=flat[2 * plane :],
             v_pages=flat[3 * plane :],
         )
-        self.sequence = LayerSequence(self.parts)
+        self.sequence = PreparedLayer(self.parts)
         self.stack = LayerStack([self.sequence])
 
     def rows(self, tokens, seed):
@@ -229,7 +226,7 @@ def test_layers_of_other_shapes_share_a_workspace():
             step = layer.step(tokens)
             out = layer.together(workspace, **step)
             assert torch.equal(out, layer.apart(**step)[0])
-    widest = cpu_sequence.workspace_columns(96, 6, 2, 24, 200) * 130 * 4
+    widest = cpu_decoder_layer.workspace_columns(96, 6, 2, 24, 200) * 130 * 4
     assert widest <= len(workspace.memory) < widest + 1024
 
 
@@ -334,11 +331,11 @@ def test_any_team_finishes_with_the_same_bits(parallel, context, monkeypatch):
 
 def test_a_runtime_with_fewer_threads_than_asked_for():
     """OpenMP's own limit, which is read when the process starts."""
-    code = "import test_cpu_sequence as t; t.test_thousands_of_runs_have_the_same_bits(3)"
+    code = "import test_cpu_layer_stack as t; t.test_thousands_of_runs_have_the_same_bits(3)"
+    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
     subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ
-        | dict(OMP_THREAD_LIMIT="2", OMP_DYNAMIC="true", PYTHONPATH=os.path.dirname(__file__)),
+        env=os.environ | dict(OMP_THREAD_LIMIT="2", OMP_DYNAMIC="true", PYTHONPATH=path),
         check=True,
         timeout=120,
     )
@@ -435,19 +432,19 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
         "v_pages: must be": dict(v_pages=half.v_pages),
     }.items():
         with pytest.raises(ValueError) as error:
-            LayerSequence(dataclasses.replace(parts, **changes))
+            PreparedLayer(dataclasses.replace(parts, **changes))
         assert str(error.value).startswith(name)
     norm = NormCall.of(parts.mlp_norm.weight, 96, torch.float32, 1e-6)
     with pytest.raises(ValueError, match=r"^calls: must be at most 16, got 17"):
-        Sequence({str(i): norm for i in range(17)})
+        CallSequence({str(i): norm for i in range(17)})
     with pytest.raises(ValueError, match=r"^calls: must each be another"):
-        Sequence({"a": norm, "b": norm})
-    sequence, other = LayerSequence(parts), Layer(torch.bfloat16).sequence
+        CallSequence({"a": norm, "b": norm})
+    sequence, other = PreparedLayer(parts), Layer(torch.bfloat16).sequence
     gate_up, down = (
         ProductPart(PackedWeight.pack([normal(*shape)]), None) for shape in ((320, 96), (96, 160))
     )
     wider = dataclasses.replace(parts, gate_up=gate_up, down=down)
-    for layers in ([], [sequence, other], [sequence, LayerSequence(wider)]):
+    for layers in ([], [sequence, other], [sequence, PreparedLayer(wider)]):
         with pytest.raises(ValueError, match=r"^layers: must have one shape, dtype and cache"):
             LayerStack(layers)
     with pytest.raises(ValueError, match=r"^layers: must each be another"):
@@ -556,7 +553,7 @@ def test_a_sequence_of_calls_that_differ_in_size():
     norm.x_stride = 256
     act = GatedCall.of(32, torch.float32, False)
     act.x, act.out, act.rows = normed.data_ptr(), out.data_ptr(), 1
-    Sequence({"norm": norm, "act": act}).run(2)
+    CallSequence({"norm": norm, "act": act}).run(2)
     assert torch.equal(out, gated(rms_norm(x, weight, 1e-6)))
 
 
@@ -597,5 +594,5 @@ def test_a_norm_and_its_product_refuse_what_does_not_fit():
 
 def test_structures_have_the_size_that_c_gives_them():
     functions = native_library.load().functions
-    assert ctypes.sizeof(cpu_sequence._Sequence) == functions.quire_sequence_bytes()
-    assert ctypes.sizeof(cpu_sequence._Layer) == functions.quire_layer_bytes()
+    assert ctypes.sizeof(cpu_call_sequence._Sequence) == functions.quire_sequence_bytes()
+    assert ctypes.sizeof(cpu_decoder_layer.NativeLayer) == functions.quire_layer_bytes()
