@@ -28,7 +28,7 @@ from quire.router.fleet.speeds import MeasuredSpeed, believed
 from quire.router.index.prefix_index import Booking, PrefixIndex
 from quire.router.policy import columns
 from quire.router.policy.columns import ReplicaColumns
-from quire.router.policy.fleet_view import Fleet, prefill_work
+from quire.router.policy.fleet_view import FleetView, prefill_work
 from quire.router.policy.policy import Ranking
 from quire.router.types import ReplicaStatus
 
@@ -488,7 +488,7 @@ class ReplicaTable:
         session: str = "",
         avoid: Set[str] = frozenset(),
         weights: str | None = None,
-    ) -> Fleet:
+    ) -> FleetView:
         """The replicas that can take a request with these routing hashes, as a policy sees them. Those that would
         refuse it are among them only if all would.
 
@@ -529,7 +529,7 @@ class ReplicaTable:
             held, speeds = held.take(kept, axis=1), speeds[kept]
             names = [names[row] for row in kept.tolist()]
         prefix = int(hashes[longest - 1]) if longest else None
-        return Fleet(
+        return FleetView(
             replicas=names,
             columns=rows,
             held=held,

@@ -38,7 +38,7 @@ lengthens a step, and T the tokens of the prompt,
 
 **V.** While k replicas hold a prefix, its followers wait for the best of k: about Wq / k, with the
 Pollaczek-Khinchine wait Wq = lambda E[P^2] / (2 (1 - rho)). One more copy saves each of them
-Wq / (k (k + 1)); `Fleet.followers` is their number of late, an estimate of how many are to come.
+Wq / (k (k + 1)); `FleetView.followers` is their number of late, an estimate of how many are to come.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from quire.router.policy.cost_terms import TERMS, Pricer, Prices
-from quire.router.policy.fleet_view import Fleet
+from quire.router.policy.fleet_view import FleetView
 from quire.router.policy.policy import Ranking, RouteRequest, ranked_rows
 
 _MAX_SHARE = 0.95  # bounds 1 / (1 - rho)
@@ -128,7 +128,7 @@ class CostPolicy:
                 raise ValueError(f"{weight.name} must be >= 0, got {value}")
 
     def choose(
-        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+        self, request: RouteRequest, replicas: FleetView, now_s: float, rng: random.Random
     ) -> Ranking:
         fleet = replicas
         if not len(fleet):
@@ -149,7 +149,7 @@ class CostPolicy:
         rows, terms = ranked
         return Ranking(self.name, fleet, rows, cost, priced.wait_s, TERMS, terms)
 
-    def _prices(self, request: RouteRequest, fleet: Fleet) -> Prices:
+    def _prices(self, request: RouteRequest, fleet: FleetView) -> Prices:
         demand = fleet.demand
         busy = 1.0 - min(_MAX_SHARE, demand.prefill_share)
         is_awaited = demand.mean_prefill_s > 0
@@ -172,7 +172,7 @@ class CostPolicy:
             copies_s=self.copies * fleet.followers * queue_s,
         )
 
-    def _speeds(self, fleet: Fleet) -> np.ndarray:
+    def _speeds(self, fleet: FleetView) -> np.ndarray:
         """[n] seconds of a unit of work; who has not measured its own has what the others show."""
         prior = fleet.prior_s_per_work or self.fallback_prefill_s_per_work
         measured, last = fleet.prefill_s_per_work, self._believed

@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.router import compiled_router
 from quire.router.policy.columns import REPORT_S
-from quire.router.policy.fleet_view import Fleet, prefill_work
+from quire.router.policy.fleet_view import FleetView, prefill_work
 from quire.router.policy.policy import MAX_RANKED
 
 TERMS = (
@@ -136,13 +136,13 @@ class Pricer:
         self._terms = np.frombuffer(self._found.terms).reshape(MAX_RANKED, -1)
         self._rows = memoryview(self._found.rows).cast("B").cast("i")
         self._some_evict = False  # as of the last request
-        self._kept: tuple[Fleet, np.ndarray | None] | None = None
+        self._kept: tuple[FleetView, np.ndarray | None] | None = None
         self._columns: np.ndarray | None = None
         self._speed: np.ndarray | None = None
 
     def price(
         self,
-        fleet: Fleet,
+        fleet: FleetView,
         speed: np.ndarray,
         prices: Prices,
         reuse_s: float,
@@ -197,7 +197,7 @@ class Pricer:
             ranked = self._rows[:said].tolist(), self._terms[:said].copy()
         return Priced(wait, cost, found.oldest_report_s, ranked, terms)
 
-    def _point_to(self, fleet: Fleet, speed: np.ndarray, reuse: np.ndarray | None) -> None:
+    def _point_to(self, fleet: FleetView, speed: np.ndarray, reuse: np.ndarray | None) -> None:
         there, columns, address = self._fleet, fleet.columns, compiled_router.address
         if columns is not self._columns:
             self._columns = columns
@@ -212,7 +212,7 @@ class Pricer:
 
 
 def _by_numpy(
-    fleet: Fleet, speed: np.ndarray, prices: Prices, reuse_s: float, stickiness: float
+    fleet: FleetView, speed: np.ndarray, prices: Prices, reuse_s: float, stickiness: float
 ) -> Priced:
     reuse = _reuse(fleet, reuse_s)
     nothing = np.zeros(len(fleet))  # what a term is that no replica has; it is not added
@@ -249,7 +249,7 @@ def _by_numpy(
     return Priced(wait, cost, float(reports_s[reports_s.argmin()]), None, terms)
 
 
-def _reuse(fleet: Fleet, reuse_s: float) -> np.ndarray | None:
+def _reuse(fleet: FleetView, reuse_s: float) -> np.ndarray | None:
     """[n] the chance that what goes were used again; None: no cache is full."""
     age_s = fleet.cache_age_s
     if age_s[age_s.argmin()] == math.inf:
@@ -258,7 +258,7 @@ def _reuse(fleet: Fleet, reuse_s: float) -> np.ndarray | None:
     return np.exp(reuse, out=reuse)
 
 
-def _wait(fleet: Fleet, speed: np.ndarray, prices: Prices) -> np.ndarray:
+def _wait(fleet: FleetView, speed: np.ndarray, prices: Prices) -> np.ndarray:
     """W: what is still queued, by the report and by our own unanswered requests."""
     reported = fleet.reported_work * speed
     reported -= np.minimum(fleet.report_age_s, prices.max_decay_s)
@@ -283,7 +283,7 @@ def _later(window: np.ndarray, prefill: np.ndarray, prices: Prices) -> np.ndarra
     return bounded
 
 
-def _decode(fleet: Fleet, prices: Prices) -> np.ndarray:
+def _decode(fleet: FleetView, prices: Prices) -> np.ndarray:
     """delta D: this request's steps read the others' KV, and theirs read its own."""
     read = fleet.num_requests * (0.5 * prices.prompt_tokens)
     read += fleet.mean_kv_tokens
@@ -291,7 +291,9 @@ def _decode(fleet: Fleet, prices: Prices) -> np.ndarray:
     return read
 
 
-def _memory(fleet: Fleet, missing: np.ndarray, prices: Prices, nothing: np.ndarray) -> np.ndarray:
+def _memory(
+    fleet: FleetView, missing: np.ndarray, prices: Prices, nothing: np.ndarray
+) -> np.ndarray:
     """M: running requests give their memory back over the time of one output."""
     short = missing - fleet.free_tokens
     if largest(short) <= 0:

@@ -27,7 +27,7 @@ class Demand(NamedTuple):
 
 
 @dataclass(slots=True)
-class Fleet:
+class FleetView:
     """What a policy may know of the replicas that can take a request: one row for each.
 
     *Work* counts prefill tokens, weighted by the attention to what precedes them: a token at context c
@@ -75,7 +75,9 @@ class Fleet:
         return len(self.replicas)
 
     @classmethod
-    def of(cls, replicas: Sequence[str], named: Mapping[str, np.ndarray], **facts: Any) -> Fleet:
+    def of(
+        cls, replicas: Sequence[str], named: Mapping[str, np.ndarray], **facts: Any
+    ) -> FleetView:
         """A fleet of the columns that `named` returns, [n] float64 each, as of time 0.
 
         Raises
@@ -100,7 +102,7 @@ class Fleet:
         held = np.stack([named["gpu_tokens"], named["host_tokens"]])
         return cls(replicas, values, held, named["prefill_s_per_work"], **facts)
 
-    def only(self, row: int) -> Fleet:
+    def only(self, row: int) -> FleetView:
         """The fleet as if there were no other replica; what is said of the whole stays."""
         one, is_session = slice(row, row + 1), self.session_row == row
         return replace(

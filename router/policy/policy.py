@@ -1,8 +1,7 @@
 """Where a request goes: pure functions from what is known of the replicas to a ranking of them.
 
-A policy sees the request, a `Fleet` (`router/policy/fleet_view.py`) and the time. It owns no state but a counter and a
-generator. `router/policy/cost.py` holds the one to use; the plain ones here are what others do, for
-comparison.
+A policy sees the request, a `FleetView` (`router/policy/fleet_view.py`) and the time. It owns no state but a counter
+and a generator. `router/policy/cost.py` holds the one to use; the plain ones here are what others do, for comparison.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from quire.router import compiled_router
-from quire.router.policy.fleet_view import Fleet
+from quire.router.policy.fleet_view import FleetView
 
 MAX_RANKED = (
     16  # replicas that a ranking names, the choice and its fall-backs; `native/cost.c` has it too
@@ -70,7 +69,7 @@ class Ranking(Sequence[Score]):
     """
 
     policy: str
-    fleet: Fleet
+    fleet: FleetView
     rows: Sequence[int]
     cost_s: np.ndarray
     wait_s: np.ndarray | None = None
@@ -103,7 +102,7 @@ class Policy(Protocol):
     """The plug-in interface: one method."""
 
     def choose(
-        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+        self, request: RouteRequest, replicas: FleetView, now_s: float, rng: random.Random
     ) -> Ranking:
         """Rank the replicas for a request.
 
@@ -135,7 +134,7 @@ def ranked_rows(cost: np.ndarray, rng: random.Random, tie: float = 0.0) -> np.nd
     return np.array([first, *(row for row in rows if row != first)][:MAX_RANKED], np.int32)
 
 
-def rank(policy: str, fleet: Fleet, cost: np.ndarray, rng: random.Random) -> Ranking:
+def rank(policy: str, fleet: FleetView, cost: np.ndarray, rng: random.Random) -> Ranking:
     """Rank rows by a cost of one part."""
     return Ranking(policy, fleet, ranked_rows(cost, rng).tolist(), cost)
 
@@ -163,7 +162,7 @@ class RoundRobin:
         self._turn = 0
 
     def choose(
-        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+        self, request: RouteRequest, replicas: FleetView, now_s: float, rng: random.Random
     ) -> Ranking:
         n = len(replicas)
         cost = (np.arange(n, dtype=np.float64) - self._turn) % max(n, 1)
@@ -175,7 +174,7 @@ class LeastLoaded:
     """Fewest requests in flight."""
 
     def choose(
-        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+        self, request: RouteRequest, replicas: FleetView, now_s: float, rng: random.Random
     ) -> Ranking:
         return rank("least_loaded", replicas, replicas.num_requests.copy(), rng)
 
@@ -184,7 +183,7 @@ class PowerOfTwo:
     """The less loaded of two at random (Mitzenmacher 2001), which is Ray Serve's own rule."""
 
     def choose(
-        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+        self, request: RouteRequest, replicas: FleetView, now_s: float, rng: random.Random
     ) -> Ranking:
         n = len(replicas)
         if n <= 2:
@@ -200,7 +199,7 @@ class PrefixAffinity:
     """The longest prefix held on the device, whatever the load; among equals the least loaded."""
 
     def choose(
-        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+        self, request: RouteRequest, replicas: FleetView, now_s: float, rng: random.Random
     ) -> Ranking:
         held = replicas.gpu_tokens
         below_a_token = 1.0 + (replicas.num_requests.max() if len(replicas) else 0.0)

@@ -16,7 +16,7 @@ from routing_fleets import COLUMNS, FLEETS, ROWS, fleet_of, idle
 from quire.router import compiled_router
 from quire.router.policy import cost_terms
 from quire.router.policy.cost import CostPolicy, e2e_policy
-from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, Fleet, prefill_work
+from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, FleetView, prefill_work
 from quire.router.policy.policy import RouteRequest
 
 pytestmark = pytest.mark.usefixtures("either_library")
@@ -46,12 +46,12 @@ def test_c_and_python_agree_on_what_is_found():
 
 def test_a_fleet_of_columns_that_do_not_fit_is_refused():
     columns = {name: [0.0, 0.0] for name in COLUMN_NAMES}
-    fleet = Fleet.of("ab", columns, session_row=1)
+    fleet = FleetView.of("ab", columns, session_row=1)
     assert fleet.gpu_tokens.dtype == np.float64 and len(fleet) == 2
     with pytest.raises(ValueError, match=r"gpu_tokens must have shape \[2\], got \[1\]"):
-        Fleet.of("ab", columns | {"gpu_tokens": [0.0]})
+        FleetView.of("ab", columns | {"gpu_tokens": [0.0]})
     with pytest.raises(ValueError, match="session_row must be from -1 to 1, got 2"):
-        Fleet.of("ab", columns, session_row=2)
+        FleetView.of("ab", columns, session_row=2)
 
 
 @given(FLEETS, st.integers(1, 50_000), st.floats(0, 50))
