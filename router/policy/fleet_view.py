@@ -129,6 +129,11 @@ class FleetView:
         return self.held[1]
 
     @property
+    def report_s(self) -> np.ndarray:
+        """When it reported last; -inf: never."""
+        return self.columns[columns.REPORT_S]
+
+    @property
     def report_age_s(self) -> np.ndarray:
         """inf: it has never reported."""
         return self.now_s - self.columns[columns.REPORT_S]
