@@ -26,8 +26,7 @@ from quire.router.fleet.demand import HORIZON_S, DemandMeter, Followers
 from quire.router.fleet.event_replay import Replay
 from quire.router.fleet.speeds import MeasuredSpeed, believed
 from quire.router.index.prefix_index import Booking, PrefixIndex
-from quire.router.policy import columns
-from quire.router.policy.columns import ReplicaColumns
+from quire.router.policy.columns import COLUMN, PerColumn, ReplicaColumns
 from quire.router.policy.fleet_view import FleetView, prefill_work
 from quire.router.policy.policy import Ranking
 from quire.router.types import ReplicaStatus
@@ -465,7 +464,7 @@ class ReplicaTable:
 
     def _share_of_requests(self) -> float:
         """Of the requests in flight, how many are this router's."""
-        known = float(self._columns.columns[columns.NUM_REQUESTS].sum())
+        known = float(self._columns.columns[COLUMN.num_requests].sum())
         return min(1.0, (self._num_ours + 1) / (known + 1))
 
     # --------------------------------------------------------------------------------------- views
@@ -509,10 +508,10 @@ class ReplicaTable:
         if names and (
             avoid
             or is_mixed
-            or some_below(columns.NUM_PLACES, 1)
-            or some_below(columns.SEEN_S, heard_s)
+            or some_below(COLUMN.num_places, 1)
+            or some_below(COLUMN.seen_s, heard_s)
         ):
-            full, out = rows[columns.NUM_PLACES] < 1, rows[columns.SEEN_S] < heard_s
+            full, out = rows[COLUMN.num_places] < 1, rows[COLUMN.seen_s] < heard_s
             foreign = np.zeros(len(names), bool)
             if is_mixed:
                 own = (self._replicas[name].weights == weights for name in names)
@@ -611,24 +610,24 @@ class ReplicaTable:
         age_s = self.index.num_blocks(entry.name) / evicted_s if evicted_s > 1e-3 else math.inf
         block = entry.block_tokens
         free = (load.blocks_free + load.blocks_cached) * block if load.blocks_total else math.inf
-        values = (
-            entry.seen_s if _is_ready(entry) else -math.inf,
-            -math.inf if entry.report_s is None else entry.report_s,
-            load.queued_prefill_tokens,
-            entry.booked_work,
-            entry.unanswered_work,
-            next(iter(unanswered)).work if unanswered else 0.0,
-            entry.head_s,
-            load.num_running + load.num_waiting + len(entry.bookings),
-            load.num_decode_tokens + entry.unanswered_tokens,
-            age_s,
-            free if block else math.inf,
-            load.blocks_in_use * block,
-            self._host_copy_s_per_token,
-            # What came during a step waits for its end, not for a place.
-            max(0, load.num_waiting - load.num_startable),
-            entry.mean_kv_tokens,
-            _num_places(entry),
+        values: PerColumn[float] = PerColumn(
+            seen_s=-math.inf if entry.seen_s is None or not _is_ready(entry) else entry.seen_s,
+            report_s=-math.inf if entry.report_s is None else entry.report_s,
+            queued_tokens=load.queued_prefill_tokens,
+            booked_work=entry.booked_work,
+            unanswered_work=entry.unanswered_work,
+            head_work=next(iter(unanswered)).work if unanswered else 0.0,
+            head_s=entry.head_s,
+            num_requests=load.num_running + load.num_waiting + len(entry.bookings),
+            kv_tokens=load.num_decode_tokens + entry.unanswered_tokens,
+            cache_age_s=age_s,
+            free_tokens=free if block else math.inf,
+            used_tokens=load.blocks_in_use * block,
+            host_copy_s_per_token=self._host_copy_s_per_token,
+            # Requests that arrived during a step wait for its end, not for a row.
+            num_waiting=max(0, load.num_waiting - load.num_startable),
+            mean_kv_tokens=entry.mean_kv_tokens,
+            num_places=_num_places(entry),
         )
         self._columns.write(entry.row, values)
 
