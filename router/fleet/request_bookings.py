@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.router.index.prefix_index import Booking
+from quire.router.index.holder_slots import Booking
 
 
 @dataclass(slots=True, eq=False)
