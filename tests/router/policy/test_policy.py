@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from routing_fleets import FLEETS, fleet_of, idle
 
 from quire.cluster.config.app_config import RouterArgs
-from quire.router.policy.by_name import POLICY_NAMES, make_policy
+from quire.router.policy.by_name import POLICIES, POLICY_NAMES, make_policy
 from quire.router.policy.cost import CostPolicy
 from quire.router.policy.policy import MAX_RANKED, RouteRequest, ranked_rows
 
@@ -86,6 +86,7 @@ def test_prefix_affinity_follows_the_longest_match_into_any_queue():
 
 def test_policies_are_made_by_the_names_that_the_configuration_takes():
     assert get_args(RouterArgs.model_fields["policy"].annotation) == POLICY_NAMES
+    assert tuple(POLICIES) == POLICY_NAMES
     assert make_policy("slo", eta=0.5) == CostPolicy(eta=0.5)
     assert make_policy("e2e").eta > make_policy("slo").eta
     with pytest.raises(ValueError, match=r"policy must be one of slo, .*, got 'best'"):
