@@ -197,7 +197,9 @@ def leaks(cluster: LocalCluster) -> Counter[str]:
         left["leases"] += len(actor._leases._streams)
         left["open calls"] += len(actor._finished)
     left["attempts"] += len(cluster.bus._attempts)
-    left["bookings"] += sum(len(entry.bookings) for entry in cluster.table._replicas.values())
+    left["bookings"] += sum(
+        entry.bookings.num_unreported for entry in cluster.table._replicas.values()
+    )
     return left
 
 
