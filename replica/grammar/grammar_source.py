@@ -32,7 +32,7 @@ STEP_LEXER_FUEL = 100_000
 # That compiling a grammar and its first masks may take; grammars in use need less than 15.
 MAX_MEMORY_MIB = 64
 # The judge allows half of it: a grammar that passes has room for states that the judge did not see.
-_JUDGE_SHARE = 0.5
+_CHECK_SHARE = 0.5
 _MAX_MESSAGE = 300
 _MARK = "<non-verbose/>"  # the library ends short messages with it
 
@@ -42,9 +42,9 @@ def is_installed() -> bool:
     return llguidance is not None
 
 
-def limits(*, of_judge: bool = False) -> LLParserLimits:
+def limits(*, for_check: bool = False) -> LLParserLimits:
     """Bounds of one matcher. Its messages quote neither the parser's state nor the whole grammar."""
-    share = _JUDGE_SHARE if of_judge else 1.0
+    share = _CHECK_SHARE if for_check else 1.0
     return LLParserLimits(
         max_lexer_states=int(MAX_LEXER_STATES * share),
         step_lexer_fuel=int(STEP_LEXER_FUEL * share),
