@@ -7,14 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import GREEDY_TEMPERATURE, SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import Penalties, SamplingBatch, TokenMask, TokenRules
 from quire.replica.core.table_changes import ClaimedRows
 from quire.replica.request_table.bad_words import BadWords
-
-# Below this the distribution is a point for any logits that differ by more than float32 rounding.
-GREEDY_TEMPERATURE = 1e-5
 
 
 class Histories(Protocol):

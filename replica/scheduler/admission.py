@@ -26,11 +26,10 @@ from dataclasses import dataclass
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
-from quire.replica.kv_cache.host_tier import HostTier
-from quire.replica.kv_cache.prefix import Entry, Hit, PrefixCache
-from quire.replica.request_table.rows import RowTable
+from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.kv_cache.prefix_entries import Entry, Hit
 from quire.replica.scheduler.copy_speed import CopySpeed
+from quire.replica.scheduler.engine_memory import EngineMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +44,12 @@ class Offer:
 class Admission:
     """Gives blocks to requests that start and to chunks of their prompts."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        prefix: PrefixCache,
-        blocks: BlockManager,
-        host: HostTier,
-        rows: RowTable,
-        copies: CopySpeed,
-    ):
+    def __init__(self, config: EngineConfig, memory: EngineMemory, copies: CopySpeed):
         self._config = config
-        self._prefix = prefix
-        self._blocks = blocks
-        self._host = host
-        self._rows = rows
+        self._prefix = memory.prefix
+        self._blocks = memory.blocks
+        self._host = memory.host
+        self._rows = memory.rows
         self._copies = copies
         self._held = False  # see `hold`
         self.reconfigure(config)

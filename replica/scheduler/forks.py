@@ -22,10 +22,10 @@ import numpy as np
 from quire.protos.errors import InvalidRequest
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Phase, Request
-from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
-from quire.replica.kv_cache.prefix import Entry, PrefixCache
-from quire.replica.request_table.rows import RowTable
+from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.kv_cache.prefix_entries import Entry
 from quire.replica.scheduler.admission import Admission
+from quire.replica.scheduler.engine_memory import EngineMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,12 @@ class WaitingForks:
 class Sharing:
     """Gives forks the blocks of their parents."""
 
-    def __init__(
-        self, config: EngineConfig, prefix: PrefixCache, blocks: BlockManager, rows: RowTable
-    ):
+    def __init__(self, config: EngineConfig, memory: EngineMemory):
         self._block_size = config.block_size
         self._num_groups = len(config.groups)
-        self._prefix = prefix
-        self._blocks = blocks
-        self._rows = rows
+        self._prefix = memory.prefix
+        self._blocks = memory.blocks
+        self._rows = memory.rows
 
     def offer(self, request: Request) -> Share | None:
         """What the request can take from its parent now; None: nothing, it is an ordinary request."""

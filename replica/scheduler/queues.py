@@ -87,3 +87,28 @@ class Deadlines:
             deadline_s, _, request = heapq.heappop(self._heap)
             if request.phase is not Phase.FINISHED:
                 yield deadline_s, request
+
+
+class BlockedHead:
+    """The queue's first request, while it does not fit.
+
+    The scheduler skips it until something changes that could make it fit.
+    """
+
+    def __init__(self) -> None:
+        # Arrival index of the request; None: nothing is known to be blocked.
+        self._arrival_index: int | None = None
+        # Whether the request that starts next lacks blocks, as far as the last plan knows.
+        self.lacks_blocks = False
+
+    def block(self, request: Request) -> None:
+        """Skip this request until `unblock`."""
+        self._arrival_index = request.arrival_index
+        self.lacks_blocks = True
+
+    def unblock(self) -> None:
+        """Look at the head again: blocks or rows were given back, or the queue has changed."""
+        self._arrival_index = None
+
+    def is_blocked(self, request: Request) -> bool:
+        return self._arrival_index == request.arrival_index
