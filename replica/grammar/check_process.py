@@ -98,7 +98,8 @@ def _check_in_child(
         _run_child(tokenizer, job, used_bytes, writer)
     os.close(writer)
     try:
-        ready, _, _ = select.select([reader, connection], [], [], job["wall_s"])
+        sources: list[Any] = [reader, connection]
+        ready, _, _ = select.select(sources, [], [], job["wall_s"])
         if reader not in ready:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)

@@ -45,7 +45,8 @@ from quire.replica.grammar.state import CompiledGrammar, GrammarState
 
 try:
     from llguidance import LLMatcher, LLTokenizer
-except ModuleNotFoundError:  # an environment that only measures: grammars are refused
+except ModuleNotFoundError:
+    # A machine that only runs GPU measurements; grammars are refused there.
     pass
 
 # Of a judgement. Grammars in use need 0.02 to 0.15 s, most of it for masks of a large vocabulary.
@@ -240,8 +241,9 @@ class GrammarCompiler:
         self, compiled: CompiledGrammar | None, refusal: str, waiter: _Waiter
     ) -> GrammarState | QuireError:
         field = waiter.grammar.field
-        refusal = refusal or compiled.error
-        if refusal:
+        if compiled is not None:
+            refusal = refusal or compiled.error
+        if refusal or compiled is None:
             return InvalidRequest(
                 f"the grammar is not valid or too complex; {field}: {refusal}", field=field
             )

@@ -186,4 +186,5 @@ def _receive(process: _Process, timeout_s: float) -> dict[str, Any]:
     line = process.lines.readline()
     if not line:
         raise ConnectionError("its connection has ended")
-    return json.loads(line)
+    message: dict[str, Any] = json.loads(line)
+    return message

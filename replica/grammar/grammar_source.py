@@ -6,15 +6,18 @@ Imported by the engine and by the process that judges grammars, so both compile 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 try:
-    import llguidance
     from llguidance import LLMatcher, LLParserLimits
-except ModuleNotFoundError:  # an environment that only measures
-    llguidance = None
+except ModuleNotFoundError:
+    # A machine that only runs GPU measurements.
+    _IS_INSTALLED = False
+else:
+    _IS_INSTALLED = True
 
 # By `EngineArgs.json_white_space`. A regular expression for each separator.
-_JSON_OPTIONS = {
+_JSON_OPTIONS: dict[str, Any] = {
     "one_space": {
         "whitespace_flexible": False,
         "item_separator": ", ?",
@@ -39,7 +42,7 @@ _MARK = "<non-verbose/>"  # the library ends short messages with it
 
 def is_installed() -> bool:
     """Whether grammars can be compiled at all."""
-    return llguidance is not None
+    return _IS_INSTALLED
 
 
 def limits(*, for_check: bool = False) -> LLParserLimits:

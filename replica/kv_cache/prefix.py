@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -183,9 +184,9 @@ class PrefixCache:
         digest = digests[i] if i < len(digests) else chain.extend(token_bytes)
         entry = self._by_digest.get(digest)
         if entry is None:
-            entry = self._by_digest[digest] = Entry(
-                blocks, digest, token_bytes, chain.tenant, parent
-            )
+            own = cast("list[int | None]", blocks)
+            entry = Entry(own, digest, token_bytes, chain.tenant, parent)
+            self._by_digest[digest] = entry
             for block in blocks:
                 self._by_block[block] = entry
             entry.on_device = True

@@ -28,7 +28,8 @@ def block_digest(parent: bytes, token_bytes: bytes, keyed: Any) -> bytes:
     """
     hasher = keyed.copy()
     hasher.update(parent + token_bytes)
-    return hasher.digest()
+    digest: bytes = hasher.digest()
+    return digest
 
 
 class ContentChain:
@@ -88,7 +89,7 @@ class Entry:
         self.token_bytes = token_bytes  # block_size int32
         self.tenant = tenant
         self.parent = parent
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.num_children = 0  # entries that continue this one
         # Has a block on the device: in a group of full attention, or in any if there is no such group.
         self.on_device = False

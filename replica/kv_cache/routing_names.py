@@ -116,6 +116,8 @@ class RoutingNames:
         for entry in entries:
             run, first = [entry.token_bytes], entry
             for _ in range(self._num_entries - 1):
+                if first.parent is None:
+                    raise IntegrityError(f"a routing block ends at depth {entry.depth}")
                 first = first.parent
                 run.append(first.token_bytes)
             parts.extend(reversed(run))
@@ -137,7 +139,8 @@ class RoutingNames:
                 running = (running + next(added)) & _MASK64
                 sums.append(running)
             entry.routing_sum = running
-        return routing_hashes(np.array(sums, np.uint64), keys).tolist()
+        hashes: list[int] = routing_hashes(np.array(sums, np.uint64), keys).tolist()
+        return hashes
 
     def update_tier(self, entry: Entry) -> None:
         """Report the entry's hashes in another tier, if its blocks have moved."""

@@ -83,7 +83,8 @@ class DecodeRows:
 
     def block_index(self, rows: np.ndarray) -> np.ndarray:
         """[n] int32, in the rows' tables the block of the next token; [n] integers in [0, D)."""
-        return self.position[rows] // self.block_size
+        index: np.ndarray = self.position[rows] // self.block_size
+        return index
 
     def fills(self) -> tuple[np.ndarray, np.ndarray]:
         """[n] int64 rows whose next token fills its block, and [n] int32, of which block in their tables."""
@@ -103,7 +104,7 @@ class DecodeRows:
         """
         if self.slots is None:
             index = self.table_begin + self.position // self.block_size
-            slots = tables.take(index, axis=1).astype(np.int64)
+            slots: np.ndarray = tables.take(index, axis=1).astype(np.int64)
             slots *= self.block_size
             slots += self.offset
         else:

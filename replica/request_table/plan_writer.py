@@ -143,9 +143,9 @@ class PlanWriter:
             start = int(table.num_computed[row])
             first = max(start, request.num_scored)
             end = min(start + count, request.num_to_score)
-            if first < end:
+            num_top = request.params.prompt_logprobs
+            if num_top is not None and first < end:
                 ids = request.token_ids[first + 1 : end + 1].astype(np.int64)
-                num_top = request.params.prompt_logprobs
                 targets.append(PromptTargets(row, begin + first - start, first + 1, ids, num_top))
         return tuple(targets)
 

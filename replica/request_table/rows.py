@@ -203,11 +203,13 @@ class RowTable:
         """The blocks that the row owns, in the order of `vacate`."""
         if len(self.groups) == 1:
             first, end = self.first_block[0, row], self.num_blocks[0, row]
-            return self.block_tables[0, row, first:end].tolist()
+            blocks: list[int] = self.block_tables[0, row, first:end].tolist()
+            return blocks
         end = int(self.num_blocks[:, row].max())
         index = np.arange(end)[:, None]
         owned = (index >= self.first_block[:, row]) & (index < self.num_blocks[:, row])
-        return self.block_tables[:, row, :end].T[owned].tolist()
+        blocks = self.block_tables[:, row, :end].T[owned].tolist()
+        return blocks
 
     def flush(self, row: int) -> None:
         """Hand the row's newest tokens to its request. They never span two blocks: a full block is flushed
@@ -366,9 +368,11 @@ class RowTable:
             Row to an earlier position, whose query is to come too: a fork's.
         """
         freed: list[int] = []
-        rows = np.flatnonzero(self.active) if self.sliding else []
+        if not self.sliding:
+            return freed
+        rows = np.flatnonzero(self.active)
         position = self.num_computed[rows]
-        if held and self.sliding:
+        if held:
             position = np.minimum(position, [held.get(row, _MAX_INT32) for row in rows.tolist()])
         for g in self.sliding:
             first = self.groups[g].first_key(position) // self.block_size
@@ -440,7 +444,7 @@ class RowTable:
         position = self.length[rows]
         self._flat_tail[rows * self.block_size + position % self.block_size] = token_ids
         self.last_token[rows] = token_ids
-        length = position + 1
+        length: np.ndarray = position + 1
         self.length[rows] = length
         return length
 
@@ -484,6 +488,7 @@ class RowTable:
         if decodes is None or not decodes.is_plain:
             for i in self.sampling.has_grammar[rows].nonzero()[0].tolist():
                 grammar = self.request(int(rows[i])).grammar
-                if grammar.advance(int(token_ids[i])):
-                    reasons[i] = FinishReason.STOP  # nothing can follow, not even where EOS is none
+                if grammar is not None and grammar.advance(int(token_ids[i])):
+                    # Nothing can follow, even where EOS ends no request.
+                    reasons[i] = FinishReason.STOP
         return reasons

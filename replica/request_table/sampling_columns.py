@@ -160,10 +160,9 @@ class SamplingColumns:
         self, table: Histories, rows: np.ndarray, alive: np.ndarray
     ) -> tuple[tuple[int, TokenMask], ...]:
         """(index in `rows`, its grammar)."""
-        return tuple(
-            (i, table.request(int(rows[i])).grammar)
-            for i in np.flatnonzero(self.has_grammar[rows] & alive).tolist()
-        )
+        index = np.flatnonzero(self.has_grammar[rows] & alive).tolist()
+        grammars = ((i, table.request(int(rows[i])).grammar) for i in index)
+        return tuple((i, grammar) for i, grammar in grammars if grammar is not None)
 
     def _suppressed(
         self, table: Histories, rows: np.ndarray, position: np.ndarray, alive: np.ndarray

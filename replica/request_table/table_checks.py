@@ -29,7 +29,7 @@ def snapshot(table: RowTable) -> list[dict[str, Any]]:
 def num_owners(table: RowTable, num_blocks: int) -> np.ndarray:
     """[num_blocks] int64, how many rows have each block in their table."""
     owners = np.zeros(num_blocks, np.int64)
-    for row in np.flatnonzero(table.active):
+    for row in np.flatnonzero(table.active).tolist():
         blocks = np.array(table.blocks(row), np.int64)
         owners += np.bincount(blocks, minlength=num_blocks)
     return owners

@@ -140,18 +140,21 @@ class Admission:
         self._blocks.retain(hit.device_blocks)
         restores = hit.to_restore()
         # Held before anything is allocated: what leaves the device then may push others out of the host tier.
-        copies = [entry.host_blocks[g] for g, _, entry in restores]
+        copies = [c for g, _, entry in restores if (c := entry.host_blocks[g]) is not None]
         self._host.blocks.retain(copies)
         num_full = len(self._config.groups) - len(self._rows.sliding)
         fresh = self.allocate(lacking * num_full)
+        restored: dict[tuple[int, int], int] = {}
+        for (g, i, entry), copy, block in zip(
+            restores, copies, self.allocate(len(restores)), strict=True
+        ):
+            restored[g, i] = block
+            self.restore(entry, g, copy, block)
         blocks = [
-            list(known) + (fresh[g * lacking : (g + 1) * lacking] if g < num_full else [])
+            [restored[g, i] if block is None else block for i, block in enumerate(known)]
+            + (fresh[g * lacking : (g + 1) * lacking] if g < num_full else [])
             for g, known in enumerate(hit.blocks)
         ]
-        restored = self.allocate(len(restores))
-        for (g, i, entry), copy, block in zip(restores, copies, restored, strict=True):
-            blocks[g][i] = block
-            self.restore(entry, g, copy, block)
         self._rows.claim(request, blocks, offer.num_hit_tokens)
         if hit.entries:
             request.tip, request.num_indexed = hit.entries[-1], len(hit.entries)

@@ -55,15 +55,16 @@ class WaitingForks:
 
     def add(self, request: Request) -> None:
         """Let a request wait for its parent."""
-        self._of_parent.setdefault(request.parent.key, {})[request.key] = request
+        self._of_parent.setdefault(_parent_key(request), {})[request.key] = request
         self._count += 1
 
     def remove(self, request: Request) -> None:
         """It ends before its parent has a token."""
-        siblings = self._of_parent[request.parent.key]
+        parent_key = _parent_key(request)
+        siblings = self._of_parent[parent_key]
         del siblings[request.key]
         if not siblings:
-            del self._of_parent[request.parent.key]
+            del self._of_parent[parent_key]
         self._count -= 1
 
     def take(self, parent: Request) -> list[Request]:
@@ -84,6 +85,12 @@ class WaitingForks:
             if any(fork.parent is not parent for fork in forks.values()):
                 raise IntegrityError(f"forks of another wait for {parent_key!r}")
         return set(keys)
+
+
+def _parent_key(request: Request) -> Hashable:
+    if request.parent is None:
+        raise IntegrityError(f"request {request.key!r} is not a fork")
+    return request.parent.key
 
 
 class Sharing:

@@ -23,6 +23,7 @@ import numpy as np
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Parked, ParkedBlock, Request
 from quire.replica.core.step_plan import StepPlan
+from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.host_tier import Transfers
 from quire.replica.kv_cache.prefix_entries import Entry
 from quire.replica.scheduler.admission import Admission
@@ -111,7 +112,7 @@ class Offload:
 
     def prefers_copy(self, request: Request) -> bool:
         """Whether an offloaded request's blocks are faster copied back than computed again."""
-        parked = request.parked
+        parked = _parked(request)
         known = self._known(request)
         missing = [b.index for b, k in zip(parked.blocks, known, strict=True) if k is None]
         if not missing:
@@ -121,7 +122,7 @@ class Offload:
 
     def _known(self, request: Request) -> list[int | None]:
         """As `Return.known`."""
-        parked = request.parked
+        parked = _parked(request)
         entries = self._entries(request, -(-parked.num_computed // self._block_size))
         return [
             None if (e := entries[block.index]) is None else e.blocks[block.group]
@@ -136,7 +137,7 @@ class Offload:
         prefilling
             As of `Admission.offer`, whose rules hold here too.
         """
-        parked = request.parked
+        parked = _parked(request)
         end = -(-parked.num_computed // self._block_size)
         known = self._known(request)
         lacking = -(-request.num_tokens // self._block_size) - end
@@ -153,7 +154,7 @@ class Offload:
 
     def take(self, request: Request, offer: Return) -> None:
         """Give the request a row and its blocks back; the next step copies what is only in the host tier."""
-        parked = request.parked
+        parked = _parked(request)
         end = -(-parked.num_computed // self._block_size)
         entries = self._entries(request, end)
         self._blocks.retain(block for block in offer.known if block is not None)
@@ -184,8 +185,14 @@ class Offload:
 
     def drop(self, request: Request) -> None:
         """Give back what an offloaded request owns: it returns from nothing, or not at all."""
-        self._host.blocks.release(block.host_block for block in reversed(request.parked.blocks))
+        self._host.blocks.release(block.host_block for block in reversed(_parked(request).blocks))
         request.parked = None
+
+
+def _parked(request: Request) -> Parked:
+    if request.parked is None:
+        raise IntegrityError(f"request {request.key!r} is not offloaded")
+    return request.parked
 
 
 class PendingRestores:

@@ -26,7 +26,7 @@ class _DeltaColumns(NamedTuple):
     keys: np.ndarray
     sources: np.ndarray
     stream_ids: np.ndarray
-    index: np.ndarray
+    output_index: np.ndarray
     tokens: np.ndarray
 
 
@@ -282,6 +282,6 @@ def _add_logprobs(
         if row in logprobs:
             token = int(recorded.tokens[i])
             delta = complete.setdefault(
-                i, RequestDelta(columns.keys[i], int(columns.index[i]), [token])
+                i, RequestDelta(columns.keys[i], int(columns.output_index[i]), [token])
             )
             delta.logprobs = [logprobs[row]]

@@ -376,7 +376,9 @@ class StepComposer:
         """Tokens that need not be computed if the request takes the offer."""
         if isinstance(offer, Share):
             return offer.num_computed
-        return offer.num_hit_tokens if isinstance(offer, Offer) else request.parked.num_computed
+        if isinstance(offer, Offer):
+            return offer.num_hit_tokens
+        return 0 if request.parked is None else request.parked.num_computed
 
     def _count_hit(
         self, request: Request, num_hit: int, num_host_entries: int, now_s: float

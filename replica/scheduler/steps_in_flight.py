@@ -56,7 +56,8 @@ class Step:
         claims = self.claims
         if len(rows) < len(self.rows):
             claims = claims[np.isin(self.rows, rows)]  # both in the order of the step
-        return table.claims[rows] == claims
+        is_alive: np.ndarray = table.claims[rows] == claims
+        return is_alive
 
 
 class StepsInFlight:
@@ -189,7 +190,7 @@ class StepIndexer:
                 if indexed == block:
                     self._blocks.mark_contents([block])
                     step.registered.append(block)
-                else:
+                elif indexed is not None:
                     self._blocks.retain([indexed])
                     step.duplicates.append((g, row, i, block, indexed))
         self._prefix.advance_entry(entry)
