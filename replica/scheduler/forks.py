@@ -14,7 +14,7 @@ the prefix index. A fork whose parent has ended or gone back to the queue is an 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +53,7 @@ class WaitingForks:
         parent = request.parent
         return parent is not None and request.key in self._of_parent.get(parent.key, ())
 
-    def add(self, request: Request) -> None:
+    def append(self, request: Request) -> None:
         """Let a request wait for its parent."""
         self._of_parent.setdefault(_parent_key(request), {})[request.key] = request
         self._count += 1
@@ -73,18 +73,21 @@ class WaitingForks:
         self._count -= len(forks)
         return forks
 
-    def check(self, requests: Mapping[Hashable, Request]) -> set[Hashable]:
-        """Keys of the forks; `IntegrityError` when one waits for what will not come."""
-        keys = [key for forks in self._of_parent.values() for key in forks]
-        if len(keys) != self._count:
-            raise IntegrityError(f"{self._count} waiting forks are counted, there are {len(keys)}")
+    def keys(self) -> Set[Hashable]:
+        return {key for forks in self._of_parent.values() for key in forks}
+
+    def check(self, requests: Mapping[Hashable, Request]) -> None:
+        """Raise `IntegrityError` when a fork waits for a parent that will not release it."""
+        if len(self.keys()) != self._count:
+            raise IntegrityError(
+                f"{self._count} waiting forks are counted, there are {len(self.keys())}"
+            )
         for parent_key, forks in self._of_parent.items():
             parent = requests.get(parent_key)
             if parent is None or parent.phase is Phase.DECODING:
                 raise IntegrityError(f"forks wait for {parent_key!r}, which has its first token")
             if any(fork.parent is not parent for fork in forks.values()):
                 raise IntegrityError(f"forks of another wait for {parent_key!r}")
-        return set(keys)
 
 
 def _parent_key(request: Request) -> Hashable:

@@ -9,7 +9,7 @@ others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 
 from quire.protos.wire import ISOLATED_TOKENS
 from quire.replica.core.request import Phase, Request
@@ -65,6 +65,5 @@ class IsolatedRequests:
             request.alone = False
             self.current = None
 
-    def keys(self) -> set[Hashable]:
-        """The requests that wait."""
+    def keys(self) -> Set[Hashable]:
         return {request.key for request in self._waiting}

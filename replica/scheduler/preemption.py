@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Set
 from operator import attrgetter
 
 import numpy as np
@@ -62,23 +62,24 @@ class ReturnQueue:
     def head(self) -> Request:
         return self._requests[0]
 
-    def put(self, request: Request) -> None:
+    def append(self, request: Request) -> None:
         bisect.insort(self._requests, request, key=_arrival_index)
         self.num_tokens += _num_missing(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out; `Request.parked` must not have changed since `put`."""
+        """Take a request out; `Request.parked` must not have changed since `append`."""
         i = bisect.bisect_left(self._requests, request.arrival_index, key=_arrival_index)
         del self._requests[i]
         self.num_tokens -= _num_missing(request)
 
-    def check(self, preempted: set[Hashable]) -> None:
-        """Raise `IntegrityError` unless exactly the requests of these keys wait, in order of arrival."""
+    def keys(self) -> Set[Hashable]:
+        return {request.key for request in self._requests}
+
+    def check(self) -> None:
+        """Raise `IntegrityError` unless the requests are in order of arrival and their tokens are counted right."""
         order = [request.arrival_index for request in self]
-        if {request.key for request in self} != preempted or order != sorted(order):
-            raise IntegrityError(
-                "the returning requests are not the preempted ones in order of arrival"
-            )
+        if order != sorted(order):
+            raise IntegrityError("the preempted requests are not in order of arrival")
         if self.num_tokens != sum(map(_num_missing, self)):
             raise IntegrityError(f"{self.num_tokens} returning tokens are counted, which is wrong")
 

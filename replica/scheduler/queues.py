@@ -4,10 +4,39 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Set
+from typing import Protocol
 
 from quire.replica.core.request import Phase, Request
 from quire.replica.kv_cache.blocks import IntegrityError
+
+
+class RequestCollection(Protocol):
+    """Requests in one stage of their lives."""
+
+    def __len__(self) -> int: ...
+
+    def append(self, request: Request) -> None:
+        """Add a request."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Take out a request, which must be there."""
+        ...
+
+    def keys(self) -> Set[Hashable]:
+        """The keys of the requests."""
+        ...
+
+
+class KeyedRequests(dict[Hashable, Request]):
+    """Requests by key, in order of arrival here."""
+
+    def append(self, request: Request) -> None:
+        self[request.key] = request
+
+    def remove(self, request: Request) -> None:
+        del self[request.key]
 
 
 class WaitingQueue:
@@ -42,13 +71,14 @@ class WaitingQueue:
         del self._requests[request.key]
         self.num_missing_tokens -= request.num_missing_tokens
 
-    def check(self, pending: set[Hashable]) -> None:
-        """Raise `IntegrityError` unless exactly the requests of these keys wait."""
-        if pending != set(self._requests):
-            raise IntegrityError("the waiting queue is not the set of pending requests")
+    def keys(self) -> Set[Hashable]:
+        return self._requests.keys()
+
+    def check(self) -> None:
+        """Raise `IntegrityError` unless the missing tokens are counted right."""
         if self.num_missing_tokens != sum(request.num_missing_tokens for request in self):
             raise IntegrityError(
-                f"{self.num_missing_tokens} missing tokens are counted, not those of who waits"
+                f"{self.num_missing_tokens} missing tokens are counted, not those of the waiting requests"
             )
 
 

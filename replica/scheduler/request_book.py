@@ -34,7 +34,7 @@ from quire.replica.scheduler.isolation import IsolatedRequests
 from quire.replica.scheduler.offload import Offload, PendingRestores
 from quire.replica.scheduler.order import POLICIES
 from quire.replica.scheduler.preemption import ReturnQueue
-from quire.replica.scheduler.queues import Deadlines
+from quire.replica.scheduler.queues import Deadlines, KeyedRequests, RequestCollection
 from quire.replica.scheduler.speed import StepSpeed
 
 
@@ -125,9 +125,18 @@ class RequestBook:
         self.forks = WaitingForks()
         self.isolated = IsolatedRequests()
         self.returning = ReturnQueue()
-        self._paused: dict[Hashable, Request] = {}
+        self._paused = KeyedRequests()
         # In order of admission.
-        self.prefilling: dict[Hashable, Request] = {}
+        self.prefilling = KeyedRequests()
+        # The row table holds the decoding requests.
+        self._collections: dict[Stage, RequestCollection] = {
+            Stage.WAITING: self.waiting,
+            Stage.FORK: self.forks,
+            Stage.ISOLATED: self.isolated,
+            Stage.RETURNING: self.returning,
+            Stage.PAUSED: self._paused,
+            Stage.PREFILLING: self.prefilling,
+        }
         self.deadlines = Deadlines()
         self._num_submitted = 0
         self._ended: list[RequestDelta] = []
@@ -167,49 +176,28 @@ class RequestBook:
         if stage not in TRANSITIONS[before]:
             raise ValueError(f"request {request.key!r} cannot go from {before} to {stage}")
         self._take_out(request, is_start=stage is Stage.PREFILLING)
-        self._put(request, stage, to_front)
+        self._put(request, stage, to_front=to_front)
 
     def _take_out(self, request: Request, *, is_start: bool = False) -> None:
-        match self._stages[request.key]:
-            case Stage.WAITING if is_start:
-                self.waiting.start(request)
-            case Stage.WAITING:
-                self.waiting.remove(request)
-            case Stage.FORK:
-                self.forks.remove(request)
-            case Stage.ISOLATED if is_start:
-                self.isolated.start(request)
-            case Stage.ISOLATED:
-                self.isolated.remove(request)
-            case Stage.RETURNING:
-                self.returning.remove(request)
-            case Stage.PAUSED:
-                del self._paused[request.key]
-            case Stage.PREFILLING:
-                del self.prefilling[request.key]
-                self._restores.drop(request.key)
-            case Stage.DECODING:  # the row table holds it
-                pass
+        stage = self._stages[request.key]
+        if is_start and stage is Stage.WAITING:
+            self.waiting.start(request)
+        elif is_start and stage is Stage.ISOLATED:
+            self.isolated.start(request)
+        elif stage in self._collections:
+            self._collections[stage].remove(request)
 
-    def _put(self, request: Request, stage: Stage, to_front: bool = False) -> None:
+    def _put(self, request: Request, stage: Stage, *, to_front: bool = False) -> None:
         self._stages[request.key] = stage
-        match stage:
-            case Stage.WAITING if to_front:
-                self.waiting.push_front(request)
-            case Stage.WAITING:
-                self.waiting.append(request)
-            case Stage.FORK:
-                self.forks.add(request)
-            case Stage.ISOLATED:
-                self.isolated.append(request)
-            case Stage.RETURNING:
-                self.returning.put(request)
-            case Stage.PAUSED:
-                self._paused[request.key] = request
-            case Stage.PREFILLING:
-                self.prefilling[request.key] = request
-            case Stage.DECODING:
-                pass
+        if to_front:
+            self.waiting.push_front(request)
+        elif stage in self._collections:
+            self._collections[stage].append(request)
+
+    def _vacate(self, request: Request) -> None:
+        """Give back a running request's row and blocks."""
+        self._memory.vacate(request)
+        self._restores.drop(request.key)
 
     # -- in and out --------------------------------------------------------------------------------------
 
@@ -269,7 +257,7 @@ class RequestBook:
         """
         self._take_out(request)
         if request.row >= 0:
-            self._memory.vacate(request)
+            self._vacate(request)
         else:
             if request.parked is not None:
                 self._offload.drop(request)
@@ -291,7 +279,7 @@ class RequestBook:
         self._put(heir, Stage.WAITING)
         for fork in others:
             fork.parent = heir
-            self.forks.add(fork)
+            self._put(fork, Stage.FORK)
 
     def release_unreported(
         self, request: Request, reason: FinishReason, error: QuireError | None = None
@@ -363,7 +351,7 @@ class RequestBook:
         # Blocks that are not filled yet cannot be copied: a step makes its copies before it computes.
         if may_offload and request.key not in self._unfilled:
             parked = self._offload.save(request)
-        self._memory.vacate(request)
+        self._vacate(request)
         if parked is None:
             self._memory.release_tip(request)
         request.parked = parked
@@ -418,20 +406,16 @@ class RequestBook:
     # -- inspection --------------------------------------------------------------------------------------
 
     def counts_held(self) -> dict[str, int]:
-        """Requests in the collections, by name; all 0 when no request is alive."""
-        queues = (self.waiting, self.forks, self.isolated, self.returning, self._paused)
-        return {
-            "queued requests": sum(len(queue) for queue in queues),
-            "prefills": len(self.prefilling),
-        }
+        """Requests in each collection; all 0 when no request is alive."""
+        return {f"{s.value} requests": len(c) for s, c in self._collections.items()}
 
     def snapshot(self) -> dict[str, object]:
         """The requests without a row as plain data."""
         return {
-            "returning": [_describe(r) for r in self.returning],
-            "waiting": [_describe(r) for r in self.waiting],
+            "returning": [_describe(request) for request in self.returning],
+            "waiting": [_describe(request) for request in self.waiting],
             "waiting_forks": len(self.forks),
-            "paused": [_describe(r) for r in self._paused.values()],
+            "paused": [_describe(request) for request in self._paused.values()],
         }
 
     def check(self) -> None:
@@ -439,19 +423,17 @@ class RequestBook:
         by_stage: dict[Stage, set[Hashable]] = {stage: set() for stage in Stage}
         for key, stage in self._stages.items():
             by_stage[stage].add(key)
-        self.waiting.check(by_stage[Stage.WAITING])
-        self.returning.check(by_stage[Stage.RETURNING])
-        found = {
-            Stage.FORK: self.forks.check(self.requests),
-            Stage.ISOLATED: self.isolated.keys(),
-            Stage.PAUSED: set(self._paused),
-            Stage.PREFILLING: set(self.prefilling),
-        }
-        for stage, keys in found.items():
-            if keys != by_stage[stage]:
-                raise IntegrityError(f"requests {keys ^ by_stage[stage]} are not where {stage} is")
         if self._stages.keys() != self.requests.keys():
             raise IntegrityError("a live request has no stage, or a stage has no live request")
+        for stage, collection in self._collections.items():
+            if collection.keys() != by_stage[stage]:
+                raise IntegrityError(
+                    f"{stage} holds {collection.keys()}, not the requests of that stage: "
+                    f"{by_stage[stage]}"
+                )
+        self.waiting.check()
+        self.returning.check()
+        self.forks.check(self.requests)
         num_with_row = len(by_stage[Stage.PREFILLING]) + len(by_stage[Stage.DECODING])
         if num_with_row != self._memory.rows.num_active:
             raise IntegrityError(

@@ -131,7 +131,8 @@ class QueueMachine(RuleBasedStateMachine):
         expected = self.returned + sorted(self.arrived, key=self.rank)
         assert list(self.queue) == expected
         assert len(self.queue) == len(expected)
-        self.queue.check({request.key for request in expected})
+        assert self.queue.keys() == {request.key for request in expected}
+        self.queue.check()
         assert len(self.queue._heap) <= 2 * len(self.arrived) + 64
         if expected:
             assert self.queue.head() is self.expected_head()

@@ -67,14 +67,17 @@ def test_preempted_requests_return_oldest_first_whatever_order_they_went_in():
     queue = ReturnQueue()
     requests = {i: request(i, num_tokens=10 + i) for i in (5, 1, 9, 3)}
     for r in requests.values():
-        queue.put(r)
+        queue.append(r)
     assert [r.arrival_index for r in queue] == [1, 3, 5, 9]
     assert (queue.head(), len(queue), queue.num_tokens) == (requests[1], 4, 58)
     queue.remove(requests[3])
     assert [r.arrival_index for r in queue] == [1, 5, 9]
-    queue.check({"r1", "r5", "r9"})
-    with pytest.raises(IntegrityError, match="not the preempted ones"):
-        queue.check({"r1", "r5"})
+    assert queue.keys() == {"r1", "r5", "r9"}
+    queue.check()
+    queue._requests.reverse()
+    with pytest.raises(IntegrityError, match="not in order of arrival"):
+        queue.check()
+    queue._requests.reverse()
     requests[5].num_tokens += 1
     with pytest.raises(IntegrityError, match="45 returning tokens"):
-        queue.check({"r1", "r5", "r9"})
+        queue.check()
