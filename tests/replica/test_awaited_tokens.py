@@ -204,7 +204,7 @@ def test_a_failure_between_the_halves_ends_their_rows_and_no_others(
     real_end = QueuedSteps.end
 
     def keys_in_flight(scheduler: Scheduler) -> set[object]:
-        rows = np.unique(np.concatenate([step.rows for step in scheduler._steps]))
+        rows = np.unique(np.concatenate([step.rows for step in scheduler.steps]))
         return {scheduler.rows.keys[row] for row in rows.tolist()}
 
     loops: list[EngineLoop] = []
