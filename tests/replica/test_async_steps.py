@@ -16,7 +16,8 @@ from fake_device import HOST, FakeDevice
 from step_driver import Driver
 
 from quire.replica.config import EngineConfig
-from quire.replica.device.device import CpuDevice, Device
+from quire.replica.device.cpu_device import CpuDevice
+from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
 from quire.replica.kv_cache.deferred_frees import DeferredFrees
 from quire.replica.runner import queued_steps

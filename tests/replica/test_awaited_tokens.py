@@ -12,7 +12,7 @@ from fake_device import FakeDevice
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.device.device import CpuDevice
+from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.loop import EngineLoop
 from quire.replica.runner.queued_steps import QueuedSteps
 from quire.replica.runner.runner import Runner

@@ -25,8 +25,9 @@ import torch
 
 from quire.cluster.bench.results import report
 from quire.kernels.tuning import BLOCK_SIZE
+from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.cuda_device import CudaDevice
-from quire.replica.device.device import CpuDevice, Device
+from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool, block_elements
 from quire.replica.kv_cache.groups import LayerGroup, group_layers

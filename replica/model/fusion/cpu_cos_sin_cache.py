@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import nn
 
 from quire.replica.model.attention import Tables
+from quire.replica.model.fusion.fuse_report import same_tensor
+from quire.replica.model.fusion.probe import CALLED_OTHERWISE, Probe
 
-Rotation = Callable[[torch.Tensor, torch.Tensor], Tables]
+# A position beyond what any model was trained on.
+_FAR = 1 << 22
 
 
 class CosSinCache:
@@ -53,3 +56,24 @@ class CosSinCache:
             if known:
                 table[:known] = own
         self._cos, self._sin = tables
+
+
+def tabled_rotation(rotation: nn.Module, like: torch.Tensor, probe: Probe) -> CosSinCache | None:
+    """A table of what `rotation` makes, where a position's cos and sin are a function of that position alone.
+
+    With scaling that goes by the longest of a batch, or of all so far, they are not.
+    """
+    table = CosSinCache(rotation)
+    try:
+        for near, far in (([3], []), ([3, 700, 41], []), ([3, 700, 41], [_FAR]), ([41], [])):
+            made = rotation(probe.normal(like), torch.tensor([near + far]))
+            tabled = table(probe.normal(like), torch.tensor([near]))
+            for own, found in zip(made, tabled, strict=True):
+                if not same_tensor(found, own[:, : len(near)]):
+                    return None
+    except CALLED_OTHERWISE:
+        return None
+    finally:
+        with suppress(*CALLED_OTHERWISE):
+            rotation(like, torch.tensor([[0]]))  # one that has seen the far position forgets it
+    return table
