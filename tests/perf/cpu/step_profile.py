@@ -32,6 +32,7 @@ from quire.cluster.bench.results import report
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineArgs
 from quire.replica.engine import Engine
+from quire.replica.model.fusion.cpu_fused_parts import PackedProduct
 from quire.replica.model.fusion.fused_parts import Product
 from quire.replica.sampling import step_sampler
 
@@ -88,8 +89,9 @@ class StepRecorder:
             kinds = {type(attention) for attention in runner._attentions}
             for kind in kinds:
                 replace(kind, "__call__", self._timed("attention"))
-            if runner._workspace is not None:
-                stack.enter_context(mock.patch.object(runner._workspace, "on_times", self._add_all))
+            if runner._forward._workspace is not None:
+                workspace = runner._forward._workspace
+                stack.enter_context(mock.patch.object(workspace, "on_times", self._add_all))
             for name, module in runner.model.named_modules():
                 if not list(module.children()):
                     stack.callback(self._hook(name, module))
@@ -132,7 +134,7 @@ class StepRecorder:
             self._add(part, began)
 
         own = None  # parameters and bytes of a product's weight
-        if isinstance(module, Product) and module.packed is not None:
+        if isinstance(module, PackedProduct):
             own = module.packed.columns * module.packed.depth, module.packed.num_bytes
         elif isinstance(module, torch.nn.Linear | Product):
             own = module.weight.numel(), module.weight.nbytes

@@ -18,10 +18,10 @@ def test_a_layers_parts_have_rows_with_rates(is_one_call):
     with Engine(model="embedded", num_blocks=32, num_threads=1) as engine:
         runner = engine._loop._runner
         if not is_one_call:
-            runner._workspace = runner._forward._workspace = None
+            runner._forward._workspace = None
         found = step_profile.measure(engine, Workload("w", 1, 0, 20, 5))
         if is_one_call:
-            assert runner._workspace.on_times is None
+            assert runner._forward._workspace.on_times is None
     assert found["decode"]["num_steps"] == 4 and found["prefill"]["num_steps"] == 1
     for kind in ("decode", "prefill"):
         rows = {row["part"]: row for row in found[kind]["parts"]}

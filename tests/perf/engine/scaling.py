@@ -138,7 +138,7 @@ def over_tokens(checkpoint: str, dtype: str, rounds: int) -> list[dict[str, Any]
         runner = engine._loop._runner  # idle: the loop has no requests
 
         def measure(num_tokens: int) -> Callable[[], list[float]]:
-            plan = runner._trash_plan([num_tokens], 0.0)
+            plan = runner.trash_plans.plan([num_tokens], 0.0)
             return lambda: [1e3 * runner.run(plan).duration_s]
 
         candidates = {str(n): measure(n) for n in TOKENS}

@@ -40,7 +40,8 @@ import numpy as np
 from quire.cluster.bench.results.report import RESULTS, Bar, write
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load, RoutingHasher
 from quire.router import compiled_router
-from quire.router.fleet.replicas import ReplicaTable, RequestBooking
+from quire.router.fleet.replicas import ReplicaTable
+from quire.router.fleet.request_bookings import RequestBooking
 from quire.router.index.prefix_hashes import prefix_hashes
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.by_name import make_policy

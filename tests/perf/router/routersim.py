@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from quire.cluster.bench.results.report import RESULTS, Bar, write
-from quire.replica.scheduler.order import AGEING
+from quire.protos.fairness import AGEING
 from quire.router.policy.by_name import POLICY_NAMES, make_policy
 from tests.perf.router.routersim_stack import Stack
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from quire.protos.wire import CacheEvents, Frame, Load
-from quire.router.fleet.replicas import ReplicaTable, RequestBooking
+from quire.router.fleet.replicas import ReplicaTable
+from quire.router.fleet.request_bookings import RequestBooking
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.policy.policy import Policy, RouteRequest
 

@@ -25,8 +25,9 @@ import torch
 
 from quire.cluster.bench.results import report
 from quire.kernels.tuning import BLOCK_SIZE
+from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.cuda_device import CudaDevice
-from quire.replica.device.device import CpuDevice, Device
+from quire.replica.device.device import Device
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool, block_elements
 from quire.replica.kv_cache.groups import LayerGroup, group_layers
@@ -178,27 +179,27 @@ class Mover:
         self._futures.append(self._crowd.call(action))
 
     def _take(self, scheduler: Scheduler) -> None:
-        blocks = scheduler.blocks.allocate(self._num_blocks)
-        copies = scheduler.host.blocks.allocate(self._num_blocks)
+        blocks = scheduler.memory.blocks.allocate(self._num_blocks)
+        copies = scheduler.memory.host.blocks.allocate(self._num_blocks)
         if blocks is None or copies is None:
             raise RuntimeError(f"no room for a victim of {self._num_blocks} blocks")
         self._device_blocks, self._host_blocks = blocks, copies
 
     def _save(self, scheduler: Scheduler) -> None:
         for block, copy in zip(self._device_blocks, self._host_blocks, strict=True):
-            scheduler.host.save(block, copy)
+            scheduler.memory.host.save(block, copy)
         self.num_moved += len(self._device_blocks)
 
     def _restore(self, scheduler: Scheduler) -> None:
         # A restore takes one reference with it, as that of a request which returns does.
-        scheduler.host.blocks.retain(self._host_blocks)
+        scheduler.memory.host.blocks.retain(self._host_blocks)
         for block, copy in zip(self._device_blocks, self._host_blocks, strict=True):
-            scheduler.host.restore(copy, block)
+            scheduler.memory.host.restore(copy, block)
         self.num_moved += len(self._device_blocks)
 
     def _give_back(self, scheduler: Scheduler) -> None:
-        scheduler.blocks.release(self._device_blocks)
-        scheduler.host.blocks.release(self._host_blocks)
+        scheduler.memory.blocks.release(self._device_blocks)
+        scheduler.memory.host.blocks.release(self._host_blocks)
 
 
 def round_trip(session: Session, model: Checkpoint, num_blocks: int) -> Row:
