@@ -23,21 +23,13 @@ MAX_LINES = 500  # in a module
 FIELD_TABLES = {"quire.cluster.config.app_config"}
 # Modules that are being split.
 LONG_MODULES = {
-    "quire.cluster.grpc.grpc_api",
-    "quire.kernels.cpu.cpu_sequence",
     "quire.protos.wire",
-    "quire.replica.kv_cache.prefix",
-    "quire.replica.model.fusion.fuse_pass",
-    "quire.replica.request_table.rows",
-    "quire.replica.runner.runner",
-    "quire.replica.scheduler.scheduler",
-    "quire.replica.startup.sizing",
-    "quire.router.fleet.replicas",
-    "quire.router.index.prefix_index",
     "quire.router.request.request_stream",
     "quire.router.request.service",
     "quire.router.text.chat_template",
 }
+# Folders that are being split.
+LARGE_FOLDERS = {"replica/runner"}
 TOP_FOLDERS = ("cluster", "kernels", "protos", "replica", "router")
 
 # From the bottom up: a module imports from its own folder and from those above it in this list. `replica.config` and
@@ -234,7 +226,8 @@ FOLDERS = {path.parent for path in (*MODULES.values(), *(ROOT / "tests/perf").rg
 @pytest.mark.parametrize("folder", sorted(FOLDERS), ids=lambda f: f.relative_to(ROOT).as_posix())
 def test_a_folder_has_few_modules(folder: Path):
     modules = [path.stem for path in folder.glob("*.py") if "_pb2" not in path.name]
-    assert len(set(modules) - {"__init__"}) <= MAX_MODULES
+    name = folder.relative_to(ROOT).as_posix()
+    assert len(set(modules) - {"__init__"}) <= MAX_MODULES or name in LARGE_FOLDERS
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if "_pb2" not in name])

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from quire.cluster.bench.engines.engine_adapters import compare
+from quire.cluster.bench.engines import compare
 from quire.cluster.bench.engines.checkpoints import SHAPES, VOCAB_SIZE, build
 from quire.cluster.bench.engines.engine_process import EngineSpec
 from quire.cluster.bench.load.workloads import batches

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench.engines.engine_adapters import step_times
+from quire.cluster.bench.engines import step_times
 from quire.cluster.bench.engines.checkpoints import SHAPES, build
 from quire.cluster.bench.engines.floor import ModelShape, best_of, floor_of, measure_rates
 from quire.cluster.bench.load.engine_client import EngineClient

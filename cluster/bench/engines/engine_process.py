@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from quire.cluster.bench.engines.engine_adapters import engine_adapters
+from quire.cluster.bench.engines import engine_adapters
 
 _END_S = 20.0  # for an engine to end before it is killed
 _SETTLE_PERIOD_S = 1.0
