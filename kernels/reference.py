@@ -44,7 +44,7 @@ def paged_attention(
             for cache in (k_cache, v_cache)
         )
         k, v = (x[:, skipped : skipped + length - first] for x in (k, v))
-        if k_scale is not None:
+        if k_scale is not None and v_scale is not None:
             k, v = k * k_scale.view(-1, 1, 1), v * v_scale.view(-1, 1, 1)
         k, v = (x.repeat_interleave(heads // kv_heads, dim=0) for x in (k, v))
         scores = torch.einsum("qhd,hkd->hqk", q[start:end].float(), k) * scale

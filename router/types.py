@@ -7,7 +7,7 @@ both HTTP and gRPC.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -291,6 +291,6 @@ class Service(Protocol):
         """What Prometheus scrapes: of all routers and replicas of the application."""
         ...
 
-    def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
+    def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         """The status of every replica, at once and then whenever it changed, at most every `period_s`."""
         ...

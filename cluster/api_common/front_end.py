@@ -95,7 +95,7 @@ def renamed(error: QuireError, names: Mapping[str, str]) -> QuireError:
         The router's names to the client's, where they differ.
     """
     field = error.field
-    if field not in names:
+    if field is None or field not in names:
         return error
     name, message = names[field], error.message
     if re.match(rf"{re.escape(field)}( must|:)", message):

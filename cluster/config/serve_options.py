@@ -85,7 +85,7 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
     if isinstance(args.get("chat_template"), str):
         args["chat_template"] = str(Path(args["chat_template"]).expanduser().absolute())
     AppConfig.from_args(args)
-    ports = {
+    ports: dict[str, Any] = {
         name: default if (given := getattr(arguments, name)) is None else given
         for name, default in _PORTS.items()
     }

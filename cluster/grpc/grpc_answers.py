@@ -102,6 +102,7 @@ def set_finish(
     response: generation.GenerateResponse | generation.GenerateOnceResponse | generation.Choice,
     ended: Progress,
 ) -> None:
+    assert ended.finish_reason is not None
     response.finish_reason = _FINISH_REASONS[ended.finish_reason]
     if isinstance(ended.stop_reason, str):
         response.stop_string = ended.stop_reason

@@ -34,7 +34,11 @@ def batch_pollers() -> int:
     """
     if not hasattr(os, "SCHED_BATCH"):
         return 0
-    pollers = [t.native_id for t in threading.enumerate() if t.name.endswith(_POLLER_SUFFIX)]
+    pollers = [
+        thread.native_id
+        for thread in threading.enumerate()
+        if thread.name.endswith(_POLLER_SUFFIX) and thread.native_id is not None
+    ]
     try:
         for thread_id in pollers:
             if os.sched_getscheduler(thread_id) == os.SCHED_OTHER:

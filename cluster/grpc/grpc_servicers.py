@@ -65,13 +65,14 @@ class _Handlers:
     """Takes what the generated code would give to a server."""
 
     def __init__(self) -> None:
-        self.by_method: dict[str, grpc.RpcMethodHandler] = {}
+        # Named tuples, which grpcio's type stubs do not say.
+        self.by_method: dict[str, Any] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """They are the same as the registered ones."""
 
     def add_registered_method_handlers(
-        self, service_name: str, handlers: Mapping[str, grpc.RpcMethodHandler]
+        self, service_name: str, handlers: Mapping[str, Any]
     ) -> None:
         self.by_method.update(handlers)
 
@@ -95,7 +96,7 @@ class _ServiceHandler(grpc.GenericRpcHandler):
     Ray Serve reads and replaces `_method_handlers`, as it does with grpcio's own class.
     """
 
-    def __init__(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]):
+    def __init__(self, service: str, handlers: Mapping[str, Any]):
         self._prefix = f"/{service}/"
         self._method_handlers = {self._prefix + name: h for name, h in handlers.items()}
         self._refusal = f"this method is not served; {service} has {', '.join(sorted(handlers))}"

@@ -22,7 +22,7 @@ import dataclasses
 import importlib.metadata
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from fastapi import FastAPI, Request
@@ -30,6 +30,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from pydantic_core import ErrorDetails
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -403,7 +404,7 @@ def _served(app: FastAPI, prefix: str) -> list[str]:
     routes = [route for route in app.routes if isinstance(route, Route)]
     routes.sort(key=lambda route: not route.include_in_schema)
     return [
-        f"{' and '.join(sorted(route.methods - {'HEAD'}))} {prefix}{route.path_format}"
+        f"{' and '.join(sorted((route.methods or set()) - {'HEAD'}))} {prefix}{route.path_format}"
         for route in routes
     ]
 
@@ -412,7 +413,7 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
     """Of the query; FastAPI's own answer would be of another shape, with status 422."""
     assert isinstance(error, RequestValidationError)
     problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
-    return _error_response(refusal(problems))
+    return _error_response(refusal(cast(list[ErrorDetails], problems)))
 
 
 def _error_response(error: QuireError) -> Response:

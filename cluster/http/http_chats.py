@@ -136,7 +136,7 @@ class ChatCompletionRequest(GenerationBody):
         for i, message in enumerate(self.messages):
             role = served_role(message.role, f"messages[{i}].role")
             # Not dict(message): it asks for `keys`, which may be a field of the client's.
-            messages.append({**message.__dict__, **message.model_extra, "role": role})
+            messages.append({**message.__dict__, **(message.model_extra or {}), "role": role})
         if not _is_shallow(messages, _MAX_MESSAGES_DEPTH):
             raise InvalidRequest(
                 f"messages must not nest deeper than {_MAX_MESSAGES_DEPTH} levels", field="messages"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, JsonValue
 
 from quire.cluster.http.http_schema import GenerationBody, IdLists, Ids, Texts
@@ -19,6 +21,12 @@ _PROMPTS: list[dict[str, JsonValue]] = [
 ]
 
 
+_PROMPT_LISTS: list[Any] = [
+    {"type": "array", "items": prompt, "minItems": 1, "maxItems": MAX_PROMPTS}
+    for prompt in _PROMPTS
+]
+
+
 class CompletionRequest(GenerationBody):
     """Body of POST /v1/completions."""
 
@@ -28,15 +36,7 @@ class CompletionRequest(GenerationBody):
     prompt: str | Ids | Texts | IdLists = Field(
         description=f"Text, or token ids; or a list of either, at most {MAX_PROMPTS} with all choices. Choice j of "
         "prompt i has the index i * n + j.",
-        json_schema_extra={
-            "anyOf": [
-                *_PROMPTS,
-                *(
-                    {"type": "array", "items": p, "minItems": 1, "maxItems": MAX_PROMPTS}
-                    for p in _PROMPTS
-                ),
-            ]
-        },
+        json_schema_extra={"anyOf": [*_PROMPTS, *_PROMPT_LISTS]},
     )
     echo: bool | None = Field(
         None,
@@ -97,14 +97,14 @@ class CompletionRequest(GenerationBody):
 
     def has_ids(self) -> bool:
         """Whether the prompts are token ids, and not texts."""
-        given = self.prompt
+        given: Any = self.prompt
         while isinstance(given, list) and given:
             given = given[0]
         return not isinstance(given, str)
 
     def prompts(self) -> list[str | tuple[int, ...]]:
         """All prompts."""
-        given = self.prompt
+        given: Any = self.prompt
         if isinstance(given, str):
             return [given]
         prompts = given if given and isinstance(given[0], (str, list)) else [given]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
+from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -91,7 +92,7 @@ def _unchunked(send: Send) -> Send:
     uvicorn's `httptools` protocol has no way to say so. It keeps the encoding, and the bytes that are still to come, in
     attributes of the object whose method `send` is; other protocols have no such attributes and know HTTP/1.0.
     """
-    cycle = getattr(send, "__self__", None)
+    cycle: Any = getattr(send, "__self__", None)
     if not hasattr(cycle, "chunked_encoding") or not hasattr(cycle, "expected_content_length"):
         return send
 

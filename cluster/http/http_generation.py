@@ -309,7 +309,8 @@ def _best(answers: list[Answer], num: int, num_logprobs: int | None) -> list[Ans
     """The answers with the highest mean log-probability, best first, with log-probabilities if the client asked."""
 
     def mean_logprob(answer: Answer) -> float:
-        scores = [of_token.token.logprob for of_token in answer.logprobs or ()]
+        logprobs = (of_token.token.logprob for of_token in answer.logprobs or ())
+        scores = [logprob for logprob in logprobs if logprob is not None]
         return sum(scores) / len(scores) if scores else -math.inf
 
     best = sorted(answers, key=mean_logprob, reverse=True)[:num]
@@ -334,6 +335,7 @@ async def _undo(generating: asyncio.Future[GenerationStream]) -> None:
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work` to its end, or cancel it when the client leaves."""
     task = asyncio.current_task()
+    assert task is not None
     watcher = asyncio.create_task(_disconnect(receive))
     is_at_work, has_left = True, False
 

@@ -99,6 +99,7 @@ class StructuredOutputs(Strict):
             return Grammar("regex", self.regex, "structured_outputs.regex")
         if self.choice is not None:
             return structured_output.choice(self.choice, "structured_outputs.choice")
+        assert self.grammar is not None
         return Grammar("lark", self.grammar, "structured_outputs.grammar")
 
 

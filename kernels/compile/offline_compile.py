@@ -162,11 +162,14 @@ def read_cubin(cubin: bytes) -> tuple[int, int]:
             [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert usage is not None, text
     return int(usage[1]), int(usage[2]) + int(usage[3])
 
 
 def _read_amdgcn(assembly: str) -> tuple[int, int]:
     def number(key: str) -> int:
-        return int(re.search(rf"\.{key}:\s+(\d+)", assembly)[1])
+        found = re.search(rf"\.{key}:\s+(\d+)", assembly)
+        assert found is not None, key
+        return int(found[1])
 
     return number("vgpr_count"), number("private_segment_fixed_size")

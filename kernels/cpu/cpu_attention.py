@@ -156,11 +156,11 @@ def paged_attention(
         )
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    operands = q, k_cache, v_cache, scale
     if isinstance(plan, NativePlan):
-        attend = cpu_attention_native.attend
+        cpu_attention_native.attend(*operands, plan, softcap=softcap, sinks=sinks, out=out)
     else:
-        attend = cpu_attention_torch.attend
-    attend(q, k_cache, v_cache, scale, plan, softcap=softcap, sinks=sinks, out=out)
+        cpu_attention_torch.attend(*operands, plan, softcap=softcap, sinks=sinks, out=out)
     return out
 
 

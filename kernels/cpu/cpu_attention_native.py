@@ -226,7 +226,7 @@ def fits(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> b
 
 def workspace_bytes(num_threads: int, head_dim: int) -> int:
     """Most bytes that one layer's attention works in, beyond what it is given. The library must be there."""
-    scratch_bytes = native_library.load().functions.quire_scratch_bytes(head_dim)
+    scratch_bytes = native_library.installed().functions.quire_scratch_bytes(head_dim)
     return num_threads * scratch_bytes + MAX_PARTIAL_BYTES
 
 
@@ -256,7 +256,7 @@ def plan(
     _, position = query_rows(cu_q, kv_len)
     key_begin, key_end = first_key(position, window, chunk), position + 1
     group_heads = num_heads // kv_heads
-    library = native_library.load()
+    library = native_library.installed()
     num_threads = torch.get_num_threads() if library.parallel else 1
     wanted_items = ITEMS_PER_THREAD * num_threads if num_threads > 1 else 0
     most_rows = _most_rows(library, k_cache.dtype)
@@ -332,7 +332,7 @@ def attend(
         The plan is of other shapes, or this processor lacks `isa`.
     """
     plan.check(len(q), q.shape[1], k_cache)
-    library = native_library.load()
+    library = native_library.installed()
     if q.stride(-1) != 1:
         q = q.contiguous()
     # A transposed or padded `out` is filled from a dense one.

@@ -62,7 +62,7 @@ class CallSequence:
     """
 
     def __init__(self, calls: Mapping[str, ctypes.Structure]):
-        self._library = native_library.load()
+        self._library = native_library.installed()
         most = self._library.functions.quire_sequence_max_steps()
         if len(calls) > most:
             raise ValueError(f"calls: must be at most {most}, got {len(calls)}")

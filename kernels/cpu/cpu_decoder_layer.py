@@ -152,8 +152,10 @@ class PreparedLayer:
         hidden, inner = parts.qkv.weight.depth, parts.down.weight.depth
         self._hidden, self._dtype, self._q_shape = hidden, dtype, (heads, head_dim)
         q = heads * head_dim
-        columns = hidden, hidden + ROW_GAP, q, parts.qkv.weight.columns + ROW_GAP, q + ROW_GAP
-        columns += 2 * inner + ROW_GAP, inner + ROW_GAP
+        columns = (
+            *(hidden, hidden + ROW_GAP, q, parts.qkv.weight.columns + ROW_GAP, q + ROW_GAP),
+            *(2 * inner + ROW_GAP, inner + ROW_GAP),
+        )
         self._strides = _Strides(*(count * dtype.itemsize for count in columns))
         q_norm, k_norm = (None, None) if parts.head_norms is None else parts.head_norms
         self._sinks = None if parts.sinks is None else parts.sinks.detach().float().contiguous()

@@ -32,7 +32,7 @@ class LayerStack:
         if len(set(map(id, layers))) < len(layers):
             raise ValueError("layers: must each be another, got one twice")
         self._layers = tuple(layers)
-        self._library = native_library.load()
+        self._library = native_library.installed()
         self._array = (NativeLayer * len(layers))(*(layer.layer for layer in layers))
         num_bytes = sum(layer.num_calls for layer in layers)
         num_bytes *= self._library.functions.quire_stage_bytes()

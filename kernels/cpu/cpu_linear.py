@@ -184,7 +184,7 @@ class PackedWeight:
         ids = ids.to(torch.int64).contiguous()
         stored = self.dtype if self.scales is None else torch.int8
         out = torch.empty(*ids.shape, self.depth, dtype=stored)
-        outside = native_library.load().functions.quire_unpack_rows(
+        outside = native_library.installed().functions.quire_unpack_rows(
             self.data.data_ptr(),
             self.code and ctypes.byref(self.code.arrays),
             self.in_strips,
@@ -227,7 +227,7 @@ def _check_weight(like: torch.Tensor, int8: bool) -> None:
 
 def _in_strips(dtype: torch.dtype) -> bool:
     """Whether the best instructions for it are those of matrix registers."""
-    best = native_library.ISAS[native_library.load().best_isa]
+    best = native_library.ISAS[native_library.installed().best_isa]
     return best == "amx_bf16" and dtype == torch.bfloat16
 
 
@@ -256,17 +256,18 @@ class _Panels:
 
     def add(self, rows: torch.Tensor) -> None:
         """The next columns."""
-        levels = rows if self.scales is None else self._quantize(rows)
-        pack_rows(self.data, levels, self._done, self.in_strips)
+        if self.scales is not None:
+            rows, self.scales[self._done : self._done + len(rows)] = _quantized(rows)
+        pack_rows(self.data, rows, self._done, self.in_strips)
         self._done += len(rows)
 
-    def _quantize(self, part: torch.Tensor) -> torch.Tensor:
-        """[columns of the part, depth] int8, and its scales."""
-        part = part.float()
-        scales = part.abs().amax(dim=1) / 127.0
-        self.scales[self._done : self._done + len(part)] = scales
-        # A column of zeros has the scale 0; any divisor will do.
-        return (part / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8)
+
+def _quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, depth] int8 and the scale of each row, [rows] float32."""
+    rows = rows.float()
+    scales = rows.abs().amax(dim=1) / 127.0
+    # A row of zeros has the scale 0; any divisor will do.
+    return (rows / scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8), scales
 
 
 def packed_linear(
@@ -316,7 +317,7 @@ def packed_linear(
     call = LinearCall.of(weight, bias)
     if not rows:
         return out
-    library = native_library.load()
+    library = native_library.installed()
     size = x.element_size()
     call.x, call.x_stride = x.data_ptr(), x.stride(0) * size
     call.out, call.out_stride = out.data_ptr(), out.stride(0) * size

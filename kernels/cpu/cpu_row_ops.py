@@ -325,7 +325,7 @@ def _check_norm(name: str, weight: torch.Tensor, columns: int) -> None:
 
 
 def _run(function: str, call: ctypes.Structure, isa: str | None) -> None:
-    library = native_library.load()
+    library = native_library.installed()
     getattr(library.functions, function)(
         ctypes.byref(call), library.isa(isa), library.parallel, torch.get_num_threads()
     )

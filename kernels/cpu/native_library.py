@@ -122,6 +122,13 @@ def load() -> NativeLibrary | None:
     )
 
 
+def installed() -> NativeLibrary:
+    """The library, for callers that have checked that it is there."""
+    library = load()
+    assert library is not None
+    return library
+
+
 def _gomp_parallel() -> int | None:
     """Address of `GOMP_parallel` in what torch is linked to; LLVM's and Intel's runtimes have it too."""
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):

@@ -155,7 +155,7 @@ class Coder:
 
     def _run(self, rows: torch.Tensor | None, scratch: torch.Tensor, threads: int) -> None:
         """Code whole panels, of the edge where rows is None."""
-        library = native_library.load()
+        library = native_library.installed()
         panels = 1 if rows is None else len(rows) // PANEL_COLUMNS
         code = self.code.arrays
         call = CodeCall(

@@ -38,7 +38,7 @@ def pack_rows(packed: torch.Tensor, rows: torch.Tensor, first_column: int, in_st
     first_column
         Where the first of them goes.
     """
-    library = native_library.load()
+    library = native_library.installed()
     call = PackCall(
         packed=packed.data_ptr(),
         in_strips=in_strips,

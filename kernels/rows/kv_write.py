@@ -302,7 +302,7 @@ def _checked(
     rotary = _check_tables(q, positions, cos, sin)
     _check_factors(q, k_cache, (q_norm, k_norm), (k_scale, v_scale), eps)
     num_blocks, _, block_size, _ = k_cache.shape
-    num_positions, stride_angle = (cos.shape[0], cos.stride(0)) if rotary else (0, 0)
+    num_positions, stride_angle = (0, 0) if cos is None else (cos.shape[0], cos.stride(0))
     numbers = (
         *(num_blocks * block_size, num_positions),
         *(x.stride(0) for x in (q_out, q, k, v)),
@@ -373,10 +373,10 @@ def _check_tables(
     sin: TensorMeta | None,
 ) -> int:
     """Check the rotation's arguments; returns its number of dimensions, 0 for none."""
-    given = [x is not None for x in (positions, cos, sin)]
-    if not any(given):
+    if positions is None and cos is None and sin is None:
         return 0
-    if not all(given):
+    if positions is None or cos is None or sin is None:
+        given = [x is not None for x in (positions, cos, sin)]
         raise ValueError(f"positions, cos, sin: must be given together, got {given}")
     check_vector("positions", positions, q.shape[0], (torch.int32, torch.int64), q.device)
     check_matrix("cos", cos, (None, None), (torch.float32,), q.device)

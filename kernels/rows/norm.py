@@ -132,7 +132,7 @@ def _checked(
     residual: TensorMeta | None,
     out: TensorMeta,
     residual_out: TensorMeta | None,
-) -> tuple[int, tuple[int, ...], dict[str, int | bool]]:
+) -> tuple[int, tuple[int, ...], dict[str, int]]:
     """Check the operands' forms; rows, strides of out, residual_out, x, residual, and the launch's constants."""
     check_matrix("x", x, (None, None), FLOATS, x.device)
     shape, kind = tuple(x.shape), (x.dtype,)

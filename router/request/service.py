@@ -19,7 +19,7 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -372,7 +372,7 @@ class RouterService:
                 num_silent = 1
         return Decisions([self.router_id], num_silent, self.own_decisions(request_id, limit))
 
-    async def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
+    async def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         last = None
         while True:
             statuses = self.replicas()

@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -234,7 +234,7 @@ class FakeService:
         self._refuse()
         return b"# HELP quire_tests_total Tests.\n# TYPE quire_tests_total counter\nquire_tests_total 1.0\n"
 
-    async def watch_cache(self, period_s: float) -> AsyncIterator[list[ReplicaStatus]]:
+    async def watch_cache(self, period_s: float) -> AsyncGenerator[list[ReplicaStatus], None]:
         try:
             last = None
             while True:
