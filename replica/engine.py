@@ -90,7 +90,10 @@ class Engine:
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # counters are read from any thread
         self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)
-        self._offline = None if on_output is not None else OfflineFront(self)
+        self._offline: OfflineFront | None = None
+        if on_output is None:
+            self._offline = OfflineFront(self)
+            on_output = self._offline.on_output
         self.recorder: FlightRecorder | None = None
         if flight_path is not None:
             self.recorder = FlightRecorder(flight_path, self.config.max_running_requests)
@@ -100,7 +103,7 @@ class Engine:
         self._loop = EngineLoop(
             scheduler,
             runner,
-            on_output or self._offline.on_output,
+            on_output,
             clock=clock,
             step_timeout_s=self.config.step_timeout_s,
             recorder=self.recorder,
@@ -216,7 +219,7 @@ class Engine:
         | tiers | blocks saved and restored; how often copying and computing again was chosen |
         """
         time, copies = self._loop.time, self._copies
-        told = self._runner.telemetry()
+        told: dict[str, Any] = self._runner.telemetry()
         tiers = {"num_copied": copies.num_copied, "num_computed": copies.num_computed}
         return {
             "host": {"num_steps": time.num_steps, **time.per_step_ms()},
@@ -327,6 +330,7 @@ class Engine:
             request.grammar = outcome
             self._loop.post(lambda scheduler: scheduler.add(request))
 
+        assert request.params.grammar is not None
         emitted_ids = request.token_ids[request.num_prompt_tokens :].tolist()
         try:
             self._grammars.submit(request.params.grammar, emitted_ids, on_done, request.tenant)

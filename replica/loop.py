@@ -51,7 +51,8 @@ _NO_MARK = contextlib.nullcontext()
 class StepRunner(Protocol):
     """What the loop needs of the runner."""
 
-    num_compiles: int
+    @property
+    def num_compiles(self) -> int: ...
 
     def launch(self, plan: StepPlan) -> Any: ...
 

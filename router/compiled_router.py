@@ -55,7 +55,7 @@ class Ends(ctypes.Structure):
 
 
 @functools.cache
-def load() -> ctypes.PyDLL | None:
+def load() -> ctypes.CDLL | None:
     """The library, or None where the installation could not compile it.
 
     Raises

@@ -18,6 +18,7 @@ Bytes a row: 2 n itemsize, or 4 n itemsize with the residual; the weights come f
 from __future__ import annotations
 
 import functools
+from typing import overload
 
 import torch
 import triton
@@ -70,6 +71,32 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=held, other=0.0)
     y = scale_normed(x * factor, weight, dtype, GEMMA)
     tl.store(out_ptr + row * stride_out + column, y, mask=held)
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: None = None,
+    gemma: bool = False,
+    out: torch.Tensor | None = None,
+    residual_out: None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor,
+    gemma: bool = False,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def rms_norm(

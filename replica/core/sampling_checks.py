@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 import numpy as np
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import GRAMMAR_KINDS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
+from quire.protos.wire import (
+    GRAMMAR_KINDS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGPROBS,
+    Grammar,
+    SamplingParams,
+)
 
 MAX_PENALTY = 2.0  # of presence and frequency, either sign
 MAX_REPETITION_PENALTY = 100.0
@@ -47,13 +53,13 @@ def validate_distribution(params: SamplingParams, vocab_size: int, ending: set[i
     if params.logprobs is not None:
         check_int("logprobs", params.logprobs, 0, MAX_LOGPROBS)
     if params.grammar is not None:
-        _check_grammar(params)
+        _check_grammar(params, params.grammar)
     _check_bad_words(params.bad_words, vocab_size)
     _check_allowed(params, vocab_size, ending)
 
 
-def _check_grammar(params: SamplingParams) -> None:
-    kind, text, field = params.grammar
+def _check_grammar(params: SamplingParams, grammar: Grammar) -> None:
+    kind, text, field = grammar
     if kind not in GRAMMAR_KINDS:
         refuse(field, f"must be one of {', '.join(GRAMMAR_KINDS)}, got {kind!r}")
     if len(text.encode()) > MAX_GRAMMAR_BYTES:
@@ -91,7 +97,7 @@ def _check_allowed(params: SamplingParams, vocab_size: int, ending: set[int]) ->
         )
 
 
-def is_real(value: object) -> bool:
+def is_real(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

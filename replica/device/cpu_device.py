@@ -32,7 +32,7 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     is_immediate = True
-    no_graphs_because = "the CPU has no graphs"
+    no_graphs_because: str | None = "the CPU has no graphs"
 
     def __init__(self) -> None:
         self._done = CpuEvent()

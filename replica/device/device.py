@@ -57,7 +57,8 @@ class Event(Protocol):
 class Graph(Protocol):
     """Captured work, replayed by `Device.replay` at the addresses that it was captured with."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
 
 class Device(Protocol):

@@ -31,9 +31,10 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[tuple[int, ...], type]]) -> Layout:
-        sections, end = [], 0
-        for shape, dtype in shapes:
-            dtype = np.dtype(dtype)
+        sections: list[tuple[int, tuple[int, ...], np.dtype]] = []
+        end = 0
+        for shape, scalar in shapes:
+            dtype = np.dtype(scalar)
             sections.append((end, shape, dtype))
             num_bytes = math.prod(shape) * dtype.itemsize
             end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.protos.errors import (
     InvalidRequest,
@@ -319,6 +320,6 @@ def _expire(waiter: _Waiter) -> None:
     )
 
 
-def _close_all(threads: Sequence[GrammarCheckThread]) -> None:
+def _close_all(threads: Sequence[GrammarCheckThread[Any]]) -> None:
     for thread in threads:
         thread.close()

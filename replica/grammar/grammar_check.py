@@ -65,7 +65,7 @@ class Budget:
 
 @dataclass(slots=True)
 class _Process:
-    popen: subprocess.Popen
+    popen: subprocess.Popen[bytes]
     connection: socket.socket
     lines: Any = field(repr=False)
 

@@ -154,9 +154,9 @@ def _together(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for prefix, module in model.named_modules():
         children = dict(module.named_children())
         for names in _MERGED:
-            parts = [children.get(name) for name in names]
+            parts = [children[name] for name in names if name in children]
             kinds = {type(part) for part in parts}
-            if len(kinds) != 1 or not kinds <= {nn.Linear, Fp8Linear}:
+            if len(parts) < len(names) or len(kinds) != 1 or not kinds <= {nn.Linear, Fp8Linear}:
                 continue
             if len({(part.in_features, part.weight.dtype) for part in parts}) == 1:
                 weights = tuple(f"{prefix}.{name}.weight" for name in names)

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from tqdm import tqdm
@@ -70,7 +70,7 @@ def read_tensors(
     stored: Iterable[StoredTensor],
     make_target: Callable[[StoredTensor], torch.Tensor],
     *,
-    on_bytes: Callable[[int], None] = lambda count: None,
+    on_bytes: Callable[[int], object] = lambda count: None,
 ) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
     """Fill one tensor after the other.
 
@@ -90,7 +90,7 @@ def read_tensors(
         A file ends early.
     """
     staging: _Staging | None = None
-    stream: BinaryIO | None = None
+    stream: FileIO | None = None
     try:
         for tensor in stored:
             if stream is None or Path(stream.name) != tensor.file:
@@ -148,12 +148,13 @@ class _Staging:
 
 
 def _convert(
-    stream: BinaryIO,
+    stream: FileIO,
     tensor: StoredTensor,
     target: torch.Tensor,
     staging: _Staging,
-    on_bytes: Callable[[int], None],
+    on_bytes: Callable[[int], object],
 ) -> None:
+    assert tensor.dtype is not None
     itemsize = tensor.dtype.itemsize
     flat = target.view(-1)
     count = staging.size // itemsize
@@ -166,7 +167,7 @@ def _convert(
         on_bytes(len(piece))
 
 
-def _fill(stream: BinaryIO, piece: torch.Tensor, tensor: StoredTensor) -> None:
+def _fill(stream: FileIO, piece: torch.Tensor, tensor: StoredTensor) -> None:
     """Read exactly the bytes of `piece` [n] uint8."""
     rest = memoryview(piece.numpy())
     while rest:
@@ -210,7 +211,7 @@ class LoadProgress:
 
 
 @contextmanager
-def load_progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
+def load_progress(total_bytes: int) -> Iterator[Callable[[int], object]]:
     """What to tell the bytes read: a bar on a terminal, else a line of the log every 5 s."""
     if sys.stderr.isatty():
         with tqdm(

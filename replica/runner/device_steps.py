@@ -19,8 +19,10 @@ Draw = Callable[[SamplingBatch, Masks], None]
 class DeviceSteps(Protocol):
     """What `CpuSteps` and `QueuedSteps` offer. One step, in this order: `begin`, `forward`, draw, `end`, `note`."""
 
-    # Captured steps; None where there are none.
-    graphs: GraphCache | None
+    @property
+    def graphs(self) -> GraphCache | None:
+        """Captured steps; None where there are none."""
+        ...
 
     def begin(self) -> None:
         """A step is launched next."""

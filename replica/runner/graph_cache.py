@@ -238,6 +238,7 @@ class GraphCache:
             body, written = step.whole, step.sampled[:n]
         else:
             step.reserve_logits()
+            assert step.logits is not None
             body, written = step.to_logits, step.logits[:n]
         inputs = self._inputs.send_padding(key)
         num_blocks = -(-key.kv_tokens // self._block_size) or None

@@ -220,6 +220,7 @@ class Runner:
 
     def _draw(self, in_flight: InFlight, sampling: SamplingBatch, masks: Masks) -> None:
         in_flight.slot.asked = sampling.logprobs
+        assert in_flight.draw is not None
         in_flight.draw(sampling, masks)
         in_flight.draw = None
         self.steps.end(in_flight)

@@ -35,7 +35,7 @@ class NativeMatch:
 
     def into(
         self,
-        library: ctypes.PyDLL,
+        library: ctypes.CDLL,
         hashes: np.ndarray,
         block: float,
         most: float,

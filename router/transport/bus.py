@@ -274,8 +274,11 @@ class Bus:
             # Serve brings no more calls to a replica that drains: it could not be granted any.
             if attempt.replica not in self._members:
                 attempt.put(Lost(attempt.replica, "the replica drains", planned=True))
-        granted = [a for a in due if a.replica in self._members]
-        grants = [(a.replica, a.stream_id, a.credit.extend(a.num_read)) for a in granted]
+        grants = [
+            (a.replica, a.stream_id, a.credit.extend(a.num_read))
+            for a in due
+            if a.replica in self._members and a.credit is not None
+        ]
         for replica, credit in by_replica(grants).items():
             self._spawn(self._grant(replica, credit))
 

@@ -29,7 +29,7 @@ from quire.replica.model.fusion.cpu_fused_parts import (
 from quire.replica.model.fusion.fuse_report import MAX_DEVIATION, deviation, same_tensor
 from quire.replica.model.fusion.fused_layer import FusedLayer
 from quire.replica.model.fusion.fused_parts import FusedNorm, NormWeight, Product
-from quire.replica.model.fusion.fusion_backend import ReplaceProduct
+from quire.replica.model.fusion.fusion_backend import ContextFactory, ReplaceProduct
 from quire.replica.model.fusion.probe import Probe
 from quire.replica.model.output_head import split_model
 
@@ -43,7 +43,7 @@ class CpuFusion:
         The runner's, where layers run as one call: as such they are compared. None: each of their parts is a call.
     """
 
-    table_repeats = (1,)
+    table_repeats: tuple[int, ...] = (1,)
     norm = CpuNorm
     mlp = CpuMLP
     attention = CpuAttention
@@ -52,7 +52,7 @@ class CpuFusion:
 
     def __init__(self, workspace: Workspace | None):
         self.has_chains = workspace is not None
-        self.context = partial(CpuStepContext, workspace=workspace)
+        self.context: ContextFactory = partial(CpuStepContext, workspace=workspace)
 
     def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
         """Packed, where the library takes such weights."""

@@ -281,6 +281,7 @@ class _FusePass:
         output = module(*args, **kwargs)
         results = {"output": output[0] if isinstance(output, tuple) else output}
         for layer, call in calls.items():
+            assert context is not None
             results[f"q of layer {layer}"] = call["q"]
             g = self.pool.group_of(layer)
             for what, pages in zip(("k", "v"), self.pool.pages(layer), strict=True):

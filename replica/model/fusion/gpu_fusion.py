@@ -11,7 +11,7 @@ from quire.replica.model.attention import Rotation
 from quire.replica.model.fp8 import Fp8Linear
 from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
 from quire.replica.model.fusion.fused_parts import FusedNorm, NormWeight, Product
-from quire.replica.model.fusion.fusion_backend import ReplaceProduct
+from quire.replica.model.fusion.fusion_backend import ContextFactory, ReplaceProduct
 from quire.replica.model.fusion.gpu_fused_layer import GpuDecoder, GpuLayer
 from quire.replica.model.fusion.gpu_fused_parts import GpuAttention, GpuMLP, GpuNorm
 from quire.replica.model.fusion.probe import Probe
@@ -22,9 +22,9 @@ class GpuFusion:
     """See `FusionBackend`."""
 
     # 2: the tables hold the angles of one half of a head for both.
-    table_repeats = (1, 2, 0)
+    table_repeats: tuple[int, ...] = (1, 2, 0)
     has_chains = True
-    context = GpuStepContext
+    context: ContextFactory = GpuStepContext
     norm = GpuNorm
     mlp = GpuMLP
     attention = GpuAttention
