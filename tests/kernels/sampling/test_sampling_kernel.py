@@ -178,7 +178,7 @@ def test_bad_arguments_are_named():
         (dict(logits=torch.zeros(40, 2).T), "logits: rows must be contiguous"),
         (dict(top_k=column), "top_k: must be one of int32, got torch.float32"),
         (dict(top_p=torch.ones(3)), r"top_p: must have shape \[2\], got \[3\]"),
-        (dict(edited=torch.zeros(1, 40)), "edited, source: give both or none"),
+        (dict(edited=torch.zeros(1, 40)), "edited, source: must be given together, got one"),
         (
             dict(edited=torch.zeros(1, 41), source=torch.zeros(2).int()),
             r"edited: must have shape \[any, 40\], got \[1, 41\]",
