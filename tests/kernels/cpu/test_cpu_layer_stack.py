@@ -437,7 +437,7 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
     norm = NormCall.of(parts.mlp_norm.weight, 96, torch.float32, 1e-6)
     with pytest.raises(ValueError, match=r"^calls: must be at most 16, got 17"):
         CallSequence({str(i): norm for i in range(17)})
-    with pytest.raises(ValueError, match=r"^calls: must each be another"):
+    with pytest.raises(ValueError, match=r"^calls: must be distinct"):
         CallSequence({"a": norm, "b": norm})
     sequence, other = PreparedLayer(parts), Layer(torch.bfloat16).sequence
     gate_up, down = (
@@ -447,7 +447,7 @@ def test_parts_that_do_not_fit_each_other_are_refused_by_name():
     for layers in ([], [sequence, other], [sequence, PreparedLayer(wider)]):
         with pytest.raises(ValueError, match=r"^layers: must have one shape, dtype and cache"):
             LayerStack(layers)
-    with pytest.raises(ValueError, match=r"^layers: must each be another"):
+    with pytest.raises(ValueError, match=r"^layers: must be distinct"):
         LayerStack([sequence, sequence])
 
 
