@@ -47,7 +47,7 @@ class Responses:
         self._stream = stream
         self._is_resumed = asked.resume_from is not None
         self._ids = EventIds(stream.origin, marks)
-        self._told = [mark.num_tokens for mark in marks]  # by choice: the client has them
+        self._num_received = [mark.num_tokens for mark in marks]  # by choice: the client has them
         self._sent = [Progress() for _ in marks]
         self._unfinished = [
             progress for progress, mark in zip(self._sent, marks, strict=True) if not mark.finished
@@ -61,7 +61,7 @@ class Responses:
         constructor, and those that few messages have are left alone."""
         choice = delta.choice
         progress = self._sent[choice]
-        index = self._told[choice] + progress.num_tokens
+        index = self._num_received[choice] + progress.num_tokens
         progress.add(delta)
         response = generation.GenerateResponse()
         response.text = delta.text

@@ -362,7 +362,7 @@ class _Boundary:
             await send(message)
 
         try:
-            # Serve gives every request one. One that cannot be logged is replaced, as `http_door` does.
+            # Serve gives every request one. One that cannot be logged is replaced, as `http_middleware` does.
             given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
             request_id = given if is_label(given) else uuid.uuid4().hex
             scope.setdefault("state", {})["request_id"] = request_id

@@ -24,10 +24,10 @@ REQUEST_ID = b"x-request-id"
 
 def middlewares() -> list[Middleware]:
     """For Ray Serve."""
-    return [Middleware(HttpDoor)]
+    return [Middleware(HeaderMiddleware)]
 
 
-class HttpDoor:
+class HeaderMiddleware:
     """Replaces request ids that cannot be logged or sent, refuses other headers that Serve cannot read, and ends
     streams to HTTP/1.0 clients by closing the connection."""
 
