@@ -875,7 +875,7 @@ def test_failure_in_a_stream_is_its_last_event(client, http, service, failure) -
     )
     with pytest.raises(openai.APIError):
         list(client.completions.create(model="acme/tiny", **body))
-    assert all(stream.closed.is_set() for stream in service.streams)
+    assert all(stream.closed.wait(10) for stream in service.streams)
 
 
 def test_failure_of_a_whole_answer_has_its_status(http: httpx.Client, service) -> None:

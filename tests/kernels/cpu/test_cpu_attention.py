@@ -243,7 +243,7 @@ def test_misfits_are_refused_by_name():
         ((batch.q.bfloat16(), *good[1:]), "k_cache is"),
         (
             (batch.q, batch.k.transpose(1, 2).contiguous().transpose(1, 2), batch.v),
-            "k_cache: pages",
+            "k_cache: heads of a block",
         ),
     ]
     for arguments, message in cases:
