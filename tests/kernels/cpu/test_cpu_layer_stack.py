@@ -305,7 +305,7 @@ def one_late(work, argument, num_threads, flags):
 @pytest.mark.parametrize("context", [CONTEXT, 1500], ids=["short", "split"])
 @pytest.mark.parametrize("parallel", [one_of_many, one_after_the_other, one_late])
 def test_any_team_finishes_with_the_same_bits(parallel, context, monkeypatch):
-    """All layers in one call. Of the threads that share a row's keys, the last resets the counters for the next layer."""
+    """All layers in one call. The last of the threads that share a row's keys resets the counters."""
     layers = [Layer(num_blocks=400, context=context) for _ in range(3)]
     stack, workspace = LayerStack([layer.sequence for layer in layers]), Workspace()
     callback = _PARALLEL(parallel)
