@@ -1,4 +1,4 @@
-"""Browsers' rules for pages of other origins: a preflight is answered if the origin is configured, and only then."""
+"""CORS: a preflight is answered only if its origin is configured."""
 
 from __future__ import annotations
 

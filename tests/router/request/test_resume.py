@@ -385,6 +385,6 @@ def test_a_bad_resume_from_is_an_invalid_argument(transport):
         assert context.code.name == "INVALID_ARGUMENT"
         context = Context()
         await api(transport).GenerateOnce(request, context)
-        assert "only streams are resumed" in context.details
+        assert "only Generate can resume a stream" in context.details
 
     asyncio.run(asyncio.wait_for(run(), 60))
