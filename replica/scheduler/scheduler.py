@@ -36,12 +36,9 @@ from quire.replica.core.request import DeltaBatch, FinishReason, Request, valida
 from quire.replica.core.step_plan import RequestDelta, SamplingBatch, StepPlan, StepResult
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.request_table import table_checks
-from quire.replica.scheduler.admission import Admission
 from quire.replica.scheduler.chunking import Chunking
 from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
-from quire.replica.scheduler.forks import Sharing
-from quire.replica.scheduler.offload import Offload, PendingRestores
 from quire.replica.scheduler.request_book import RequestBook
 from quire.replica.scheduler.speed import StepSpeed
 from quire.replica.scheduler.step_committer import StepCommitter
@@ -85,42 +82,18 @@ class Scheduler:
         self.speed = StepSpeed()
         self.copies = CopySpeed(self.speed, always_copies=config.restore == "always")
         self.steps = StepsInFlight()
-        self._admission = Admission(config, self.memory, self.copies)
+        self.book = RequestBook(config, self.memory, self.copies, self.speed)
         self._chunking = Chunking(config, self.speed)
         self._indexer = StepIndexer(config, self.memory)
-        offload = Offload(config, self.memory, self._admission, self.copies)
-        restores = PendingRestores(self.memory)
-        self.book = RequestBook(config, self.memory, self._admission, offload, restores, self.speed)
-        self._composer = StepComposer(
-            config,
-            self.memory,
-            self.book,
-            self.steps,
-            admission=self._admission,
-            offload=offload,
-            sharing=Sharing(config, self.memory),
-            restores=restores,
-            indexer=self._indexer,
-            chunking=self._chunking,
-        )
-        self._committer = StepCommitter(
-            config,
-            self.memory,
-            self.book,
-            self.steps,
-            indexer=self._indexer,
-            chunking=self._chunking,
-            copies=self.copies,
-            restores=restores,
-        )
+        parts = (config, self.memory, self.book, self.steps, self._indexer, self._chunking)
+        self._composer = StepComposer(*parts)
+        self._committer = StepCommitter(*parts, self.copies)
 
     def reconfigure(self, config: EngineConfig) -> None:
         """Apply a configuration that differs in `LIGHT_FIELDS` only; live requests continue under it."""
         self.config = config
         self.book.reconfigure(config)
-        self._admission.reconfigure(config)
         self._chunking.reconfigure(config)
-        self.memory.blocked_head.unblock()
 
     # -- requests ----------------------------------------------------------------------------------------
 

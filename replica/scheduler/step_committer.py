@@ -15,7 +15,6 @@ from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.scheduler.chunking import Chunking
 from quire.replica.scheduler.copy_speed import CopySpeed
 from quire.replica.scheduler.engine_memory import EngineMemory
-from quire.replica.scheduler.offload import PendingRestores
 from quire.replica.scheduler.request_book import RequestBook
 from quire.replica.scheduler.steps_in_flight import Step, StepIndexer, StepsInFlight
 
@@ -42,25 +41,7 @@ class _Recorded(NamedTuple):
 
 
 class StepCommitter:
-    """Takes in what steps have computed.
-
-    Parameters
-    ----------
-    config
-        The engine's limits.
-    memory
-        Rows and blocks.
-    book
-        The live requests.
-    steps
-        The steps in flight.
-    indexer
-        Indexes blocks whose tokens have become known.
-    chunking, copies
-        Measure speeds.
-    restores
-        Prefills that wait for copies from the host tier.
-    """
+    """Takes in what steps have computed."""
 
     def __init__(
         self,
@@ -68,11 +49,9 @@ class StepCommitter:
         memory: EngineMemory,
         book: RequestBook,
         steps: StepsInFlight,
-        *,
         indexer: StepIndexer,
         chunking: Chunking,
         copies: CopySpeed,
-        restores: PendingRestores,
     ):
         self._vocab_size = config.vocab_size
         self._memory = memory
@@ -82,7 +61,7 @@ class StepCommitter:
         self._indexer = indexer
         self._chunking = chunking
         self._copies = copies
-        self._restores = restores
+        self._restores = book.restores
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
         """See `Scheduler.commit`."""
