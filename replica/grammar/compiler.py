@@ -54,7 +54,7 @@ QUICK = Budget(cpu_s=0.2, wall_s=0.8, nice=0)
 SLOW = Budget(cpu_s=2.0, wall_s=8.0, nice=5)
 MAX_WAIT_S = 10.0
 # Migrated requests have begun their answers, and many may arrive at once.
-MAX_MOVED_WAIT_S = 60.0
+MAX_MIGRATED_WAIT_S = 60.0
 # Texts with a remembered result.
 MAX_REFUSALS = 4096
 # Compiled grammars that are kept without a request: at most 20 MB each, see `grammar_source.MAX_LEXER_STATES`.
@@ -72,14 +72,14 @@ class _Waiter:
     on_done: OnDone
 
     @property
-    def is_moved(self) -> bool:
+    def is_migrated(self) -> bool:
         """Whether the request has begun on another replica."""
         return len(self.emitted_ids) > 0
 
     @property
     def max_wait_s(self) -> float:
         """How long the request may wait for its grammar."""
-        return MAX_MOVED_WAIT_S if self.is_moved else MAX_WAIT_S
+        return MAX_MIGRATED_WAIT_S if self.is_migrated else MAX_WAIT_S
 
     def answer(self, outcome: GrammarState | QuireError) -> None:
         """Call `on_done`. A closed engine must not end the checking thread."""
@@ -161,7 +161,7 @@ class GrammarCompiler:
             on_done(self._outcome(compiled, refusal, waiter))
             return
         until_s = time.monotonic() + waiter.max_wait_s
-        self._quick.push(tenant, key, [(until_s, waiter)], is_bounded=not waiter.is_moved)
+        self._quick.push(tenant, key, [(until_s, waiter)], is_bounded=not waiter.is_migrated)
 
     def close(self) -> None:
         """End the threads and processes. Waiting requests get no answer."""
@@ -181,7 +181,7 @@ class GrammarCompiler:
         try:
             refusal = self._refusal(thread, waiting.key, waiters[0].grammar)
             if refusal is None:
-                is_bounded = not any(waiter.is_moved for waiter in waiters)
+                is_bounded = not any(waiter.is_migrated for waiter in waiters)
                 self._slow.push(tenant, waiting.key, waiting.waiters, is_bounded=is_bounded)
                 return
             compiled = None if refusal else self._compile(tenant, waiting.key, waiters[0].grammar)
