@@ -273,7 +273,7 @@ class RequestBook:
         self._ended.append(self.release(request, reason, error=error))
 
     def expire(self, now_s: float) -> None:
-        """End the requests whose deadline has passed."""
+        """End the requests that have reached their deadline."""
         for deadline_s, request in self.deadlines.pop_expired(now_s):
             late_s = now_s - deadline_s
             error = DeadlineExceeded(f"the request's deadline passed {late_s:.3f} s ago")
@@ -306,7 +306,7 @@ class RequestBook:
         self._unfilled.add(request.key)
 
     def begin_decoding(self, request: Request, now_s: float) -> None:
-        """Count a request whose first token has been sampled as decoding; its forks may start."""
+        """Count a request as decoding, because its first token has been sampled; its forks may start."""
         self._move(request, Stage.DECODING)
         request.enter(Phase.DECODING)
         if request.first_token_s is None:
@@ -319,7 +319,7 @@ class RequestBook:
 
     @property
     def fresh_parents(self) -> Sequence[Request]:
-        """Requests that got their first token since the last plan, and whose forks start next."""
+        """Requests that got their first token since the last plan; their forks start next."""
         return self._fresh_parents
 
     def end_plan(self) -> None:

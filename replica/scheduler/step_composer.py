@@ -218,7 +218,7 @@ class StepComposer:
         )
 
     def _choose_preempted(self) -> Request:
-        """The running request to preempt; one whose blocks are being copied back only if there is no other."""
+        """The running request to preempt; a request that waits for copied blocks only if there is no other."""
         rows = np.flatnonzero(self._rows.active)
         copying = [self._book.requests[key].row for key in self._restores.keys()]
         others = rows[~np.isin(rows, copying)]
@@ -405,7 +405,7 @@ class StepComposer:
         return plan
 
     def _hash_blocks(self, step: Step) -> None:
-        """Hash new routing blocks, if the step has prefill or enough of them wait."""
+        """Hash new routing blocks, if the step has prefill or if enough blocks wait."""
         prefix = self._memory.prefix
         has_many = prefix.num_unhashed >= _HASH_BLOCKS
         if has_many or step.chunks or step.number % _HASH_STEPS == 0:
