@@ -271,4 +271,5 @@ class PendingRestores:
         """The copies of this step and of those before it have arrived."""
         while self._copying and self._copying[0][0] <= through:
             self._copying.popleft()
-        self._waiting = {key: step for key, step in self._waiting.items() if step > through}
+        if self._waiting:
+            self._waiting = {key: step for key, step in self._waiting.items() if step > through}

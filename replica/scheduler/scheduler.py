@@ -201,8 +201,7 @@ class Scheduler:
             `MAX_STEPS_IN_FLIGHT` steps are in flight.
         """
         if len(self.steps) == MAX_STEPS_IN_FLIGHT:
-            oldest = next(iter(self.steps))
-            raise RuntimeError(f"step {oldest.number} is still in flight")
+            raise RuntimeError(f"step {self.steps[0].number} is still in flight")
         self.book.expire(now_s)
         if self.steps and self.book.isolated.any:
             return None

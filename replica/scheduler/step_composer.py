@@ -137,6 +137,8 @@ class StepComposer:
     def _compose_alone(self, now_s: float) -> tuple[Step, DecodeRows] | None:
         """The step of the request that runs alone, if there is one and its blocks fit."""
         isolated = self._book.isolated
+        if not isolated.any:
+            return None
         isolated.update(self._num_new_tokens(isolated.current))
         head = isolated.head()
         if head is not None and self._rows.num_free:

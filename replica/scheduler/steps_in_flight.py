@@ -9,7 +9,7 @@ plan, which is the first one that could share it. The blocks of a failed step ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,23 +67,15 @@ class Step:
         return is_alive
 
 
-class StepsInFlight:
+class StepsInFlight(deque[Step]):
     """The steps that are planned and not yet committed, the oldest first."""
 
-    def __init__(self) -> None:
-        self._steps: deque[Step] = deque()
-        # Number of the step planned last.
-        self.num_planned = 0
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self._steps)
+    # Number of the step planned last.
+    num_planned = 0
 
     @property
     def newest(self) -> Step:
-        return self._steps[-1]
+        return self[-1]
 
     def oldest(self, plan: StepPlan) -> Step:
         """The oldest step, which must be the one with this plan.
@@ -93,23 +85,23 @@ class StepsInFlight:
         ValueError
             It is not.
         """
-        if not self._steps or self._steps[0].number != plan.step:
+        if not self or self[0].number != plan.step:
             raise ValueError(f"step {plan.step} is not the oldest in flight")
-        return self._steps[0]
+        return self[0]
 
     def launch(self, step: Step) -> None:
         """Add a step."""
-        self._steps.append(step)
+        self.append(step)
         self.num_planned = step.number
 
     def land(self) -> Step:
         """Remove the oldest step."""
-        return self._steps.popleft()
+        return self.popleft()
 
     def land_all(self) -> list[Step]:
         """Remove every step."""
-        steps = list(self._steps)
-        self._steps.clear()
+        steps = list(self)
+        self.clear()
         return steps
 
 
