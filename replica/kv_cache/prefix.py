@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 
@@ -185,8 +184,7 @@ class PrefixCache:
         digest = digests[i] if i < len(digests) else chain.extend(token_bytes)
         entry = self._by_digest.get(digest)
         if entry is None:
-            own = cast("list[int | None]", blocks)
-            entry = Entry(own, digest, token_bytes, chain.tenant, parent)
+            entry = Entry(blocks, digest, token_bytes, chain.tenant, parent)
             self._by_digest[digest] = entry
             for block in blocks:
                 self._by_block[block] = entry
@@ -194,7 +192,8 @@ class PrefixCache:
             if parent is not None:
                 parent.num_children += 1
                 parent.num_device_children += 1
-            self._routing.add(entry)
+            if (i + 1) % self._routing.num_entries == 0:
+                self._routing.add(entry)
             return entry
         if not entry.is_content(token_bytes, chain.tenant, parent):
             return None

@@ -76,7 +76,7 @@ class Entry:
 
     def __init__(
         self,
-        blocks: list[int | None],
+        blocks: list[Any],
         digest: bytes,
         token_bytes: bytes,
         tenant: str,
@@ -85,7 +85,7 @@ class Entry:
         # Whether the entry is in the index.
         self.alive = True
         # [G] device blocks
-        self.blocks = blocks
+        self.blocks: list[int | None] = blocks
         # [G] host blocks
         self.host_blocks: list[int | None] = [None] * len(blocks)
         self.digest = digest

@@ -67,8 +67,8 @@ class RoutingNames:
         self._tier_of = tier_of
         # Entries that end a routing block that is not hashed yet, parents before their children.
         self._unhashed: list[Entry] = []
-        # Entries whose tokens make up one routing block, and routing blocks in one entry.
-        self._num_entries = max(1, ROUTING_BLOCK_TOKENS // block_size)
+        # Entries that make up one routing block, and routing blocks in one entry.
+        self.num_entries = max(1, ROUTING_BLOCK_TOKENS // block_size)
         self._num_routing_blocks = max(1, block_size // ROUTING_BLOCK_TOKENS)
 
         @functools.lru_cache(_MAX_SEEDS)
@@ -83,9 +83,8 @@ class RoutingNames:
         return len(self._unhashed)
 
     def add(self, entry: Entry) -> None:
-        """Hash a new entry's routing blocks in the next `hash_new`, if a routing block ends in it."""
-        if (entry.depth + 1) % self._num_entries == 0:
-            self._unhashed.append(entry)
+        """Hash the routing blocks that end in this entry in the next `hash_new`."""
+        self._unhashed.append(entry)
 
     def hash_new(self) -> None:
         """Hash the routing blocks of the added entries, all in one pass, and report them.
@@ -116,7 +115,7 @@ class RoutingNames:
         seeds: list[int] = []
         for entry in entries:
             run, first = [entry.token_bytes], entry
-            for _ in range(self._num_entries - 1):
+            for _ in range(self.num_entries - 1):
                 if first.parent is None:
                     raise IntegrityError(f"a routing block ends at depth {entry.depth}")
                 first = first.parent

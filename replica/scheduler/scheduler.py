@@ -252,9 +252,10 @@ class Scheduler:
         memory, counters = self.memory, self.book.counters
         blocks, host = memory.blocks, memory.host.blocks
         host_free, host_cached = host.num_free, host.num_cached
+        num_waiting = self.num_waiting
         return Load(
             num_running=self.rows.num_active,
-            num_waiting=self.num_waiting,
+            num_waiting=num_waiting,
             queued_prefill_tokens=self.book.num_queued_prefill_tokens,
             num_decode_tokens=self.rows.num_decode_tokens,
             blocks_free=blocks.num_free,
@@ -273,7 +274,7 @@ class Scheduler:
             num_offloads=counters.num_offloads,
             num_restores=counters.num_restores,
             stalled_s=stalled_s,
-            num_places=max(0, self.config.max_waiting_requests - self.num_waiting),
+            num_places=max(0, self.config.max_waiting_requests - num_waiting),
             num_startable=0 if memory.blocked_head.lacks_blocks else self.rows.num_free,
         )
 
