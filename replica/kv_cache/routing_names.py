@@ -34,7 +34,7 @@ _MASK64 = 2**64 - 1
 
 
 class RoutingNames:
-    """Hashes the routing blocks of index entries, and reports the hashes and their tiers.
+    """Hash the routing blocks of index entries, and report the hashes and their tiers.
 
     Parameters
     ----------
