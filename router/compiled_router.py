@@ -55,7 +55,7 @@ class Ends(ctypes.Structure):
 
 
 @functools.cache
-def load() -> ctypes.PyDLL | None:
+def load() -> ctypes.CDLL | None:
     """The library, or None where the installation could not compile it.
 
     Raises
@@ -86,4 +86,4 @@ def address(array: np.ndarray) -> int:
     """Where a contiguous array begins; a third of the time of `array.ctypes.data` if it may be written to."""
     if array.flags.writeable:
         return ctypes.addressof(_Anything.from_buffer(array))
-    return array.__array_interface__["data"][0]
+    return int(array.__array_interface__["data"][0])

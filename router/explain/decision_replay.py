@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,15 +116,21 @@ def report(result: Replay, limit: int = 10) -> str:
         f"{'placements changed':34}{'':>14}{_share(result.num_changed, len(ones)):>18}",
         f"{'  equal in cost, drawn otherwise':34}{'':>14}{_share(result.num_ties, len(ones)):>18}",
     ]
-    for what, value, width in (
-        ("predicted cached tokens", lambda p: p.cached_tokens, 0),
-        ("predicted TTFT in ms", lambda p: 1000 * p.ttft_s, 1),
-    ):
+    figures: tuple[tuple[str, Callable[[Placement], float], int], ...] = (
+        ("predicted cached tokens", lambda placement: placement.cached_tokens, 0),
+        ("predicted TTFT in ms", lambda placement: 1000 * placement.ttft_s, 1),
+    )
+    for what, value, width in figures:
         columns = [
             np.array([value(getattr(one, side)) for one in ones], np.float64)
             for side in ("recorded", "replayed")
         ]
-        for name, reduced in (("mean", np.mean), ("p50", np.median), ("p99", _p99)):
+        reductions: tuple[tuple[str, Callable[[np.ndarray], float]], ...] = (
+            ("mean", np.mean),
+            ("p50", np.median),
+            ("p99", _p99),
+        )
+        for name, reduced in reductions:
             cells = (f"{reduced(column):,.{width}f}" for column in columns)
             lines.append("{:34}{:>14}{:>18}".format(f"{what}, {name}", *cells))
     outcomes = [one.decision.outcome for one in ones if one.decision.outcome is not None]

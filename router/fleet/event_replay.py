@@ -119,18 +119,18 @@ class Replay:
         if len(self._kept) > self._max_kept_batches:
             self._kept.clear()
         if frame.snapshot is not None:
-            self._take_page(frame)
+            self._take_page(frame, frame.snapshot)
         if self._in_snapshot:
             return False
-        while (batch := self._kept.get(index.seq(self._replica) + 1)) is not None:
-            index.apply(self._replica, frame.epoch, batch)
+        while (kept := self._kept.get(index.seq(self._replica) + 1)) is not None:
+            index.apply(self._replica, frame.epoch, kept)
         return True
 
-    def _take_page(self, frame: Frame) -> None:
+    def _take_page(self, frame: Frame, page: np.ndarray) -> None:
         if not self._in_snapshot:
             self._index.begin_reset(self._replica, frame.epoch, frame.events_seq)
             self._in_snapshot = True
-        self._index.extend_reset(self._replica, frame.snapshot, frame.host_snapshot)
+        self._index.extend_reset(self._replica, page, frame.host_snapshot)
         if not frame.snapshot_more:
             self._index.commit_reset(self._replica)
             self._in_snapshot = False

@@ -20,7 +20,7 @@ from quire.router.fleet.sessions import Sessions
 from quire.router.fleet.speeds import FleetSpeeds
 from quire.router.fleet.tracked_replica import ReplicaState, TrackedReplica
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.columns import COLUMN, ReplicaColumns
+from quire.router.policy.columns import COLUMN, PerColumn, ReplicaColumns
 from quire.router.policy.fleet_view import FleetView, prefill_work
 from quire.router.policy.policy import Ranking
 from quire.router.types import ReplicaStatus
@@ -318,7 +318,7 @@ class ReplicaTable:
 
     def _share_of_requests(self) -> float:
         """Of the requests in flight, how many are this router's."""
-        known = float(self._columns.columns[COLUMN.num_requests].sum())
+        known = float(self._columns.columns.num_requests.sum())
         return min(1.0, (self._num_ours + 1) / (known + 1))
 
     # --------------------------------------------------------------------------------------- views
@@ -352,20 +352,21 @@ class ReplicaTable:
         avoid
             Replicas to leave out, unless that leaves none.
         """
-        names, matrix = self._columns.names, self._columns.columns
+        names, columns = self._columns.names, self._columns.columns
         if self._speeds.is_stale(now_s):
             self._speeds.update((self._replicas[name].speed for name in names), now_s)
         speeds = self._speeds.s_per_work
         held, longest = self._held_tokens(hashes, num_prompt_tokens)
         kept = self._kept_rows(now_s, avoid, weights)
         if kept is not None:
-            # `matrix[:, kept]` would lay the columns of one replica side by side.
-            matrix, held, speeds = matrix.take(kept, axis=1), held.take(kept, axis=1), speeds[kept]
+            # `take` gives contiguous columns, `matrix[:, kept]` does not.
+            columns = PerColumn(*self._columns.matrix.take(kept, axis=1))
+            held, speeds = held.take(kept, axis=1), speeds[kept]
             names = [names[row] for row in kept.tolist()]
         prefix = int(hashes[longest - 1]) if longest else None
         return FleetView(
             replicas=names,
-            columns=matrix,
+            columns=columns,
             held=held,
             prefill_s_per_work=speeds,
             now_s=now_s,
@@ -380,11 +381,8 @@ class ReplicaTable:
 
     def _kept_rows(self, now_s: float, avoid: Set[str], weights: str | None) -> np.ndarray | None:
         """Rows of the replicas that `fleet` returns, ascending; None: of all."""
-        names, matrix, some_below = (
-            self._columns.names,
-            self._columns.columns,
-            self._columns.some_below,
-        )
+        names, columns = self._columns.names, self._columns.columns
+        some_below = self._columns.some_below
         heard_s = now_s - self.lost_after_s
         is_mixed = weights is not None and self._num_with_weights[weights] < len(self._replicas)
         if not names or not (
@@ -394,7 +392,7 @@ class ReplicaTable:
             or some_below(COLUMN.seen_s, heard_s)
         ):
             return None
-        full, out = matrix[COLUMN.num_places] < 1, matrix[COLUMN.seen_s] < heard_s
+        full, out = columns.num_places < 1, columns.seen_s < heard_s
         foreign = np.zeros(len(names), bool)
         if is_mixed:
             own = (self._replicas[name].weights == weights for name in names)
@@ -404,7 +402,8 @@ class ReplicaTable:
             out = out if (avoided | foreign).all() else avoided
         full |= out
         out = out if (full | foreign).all() else full
-        return (~(out | foreign)).nonzero()[0]
+        kept: np.ndarray = (~(out | foreign)).nonzero()[0]
+        return kept
 
     def _held_tokens(
         self, hashes: Sequence[int] | np.ndarray, num_prompt_tokens: int

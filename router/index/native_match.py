@@ -35,7 +35,7 @@ class NativeMatch:
 
     def into(
         self,
-        library: ctypes.PyDLL,
+        library: ctypes.CDLL,
         hashes: np.ndarray,
         block: float,
         most: float,
@@ -80,7 +80,11 @@ class NativeMatch:
         self._holders.rows = compiled_router.address(self._rows)
 
     def _make_room(self, num_ends: int) -> None:
-        rooms = np.empty(num_ends, np.uint64), *np.empty((2, num_ends), np.int32)
-        self._ends = compiled_router.Ends(*map(compiled_router.address, rooms))
+        hashes = np.empty(num_ends, np.uint64)
+        blocks, ids = np.empty((2, num_ends), np.int32)
+        self._ends = compiled_router.Ends(
+            *(compiled_router.address(room) for room in (hashes, blocks, ids))
+        )
         self._ends_address = ctypes.addressof(self._ends)
-        self._hashes, self._blocks, self._ids = map(memoryview, rooms)
+        self._hashes, self._blocks = memoryview(hashes), memoryview(blocks)
+        self._ids = memoryview(ids)

@@ -290,10 +290,10 @@ class PrefixIndex:
                 return blocks
             followed = self._booked_beyond(chain, ends)
             if followed is not None:
-                for holder, depth in followed:
+                for holder, num_blocks in followed:
                     if holder.row >= 0:
-                        depths[holder.row] = min(depth * block, most)
-                    blocks = max(blocks, depth)
+                        depths[holder.row] = min(num_blocks * block, most)
+                    blocks = max(blocks, num_blocks)
                 return blocks
         # Who is in `depths` already gets as much or more.
         blocks = 0

@@ -70,8 +70,10 @@ class ReplicaColumns:
     ----------
     names
         The replicas by row. A change makes another list: a decision goes on naming those that it was about.
+    matrix
+        [NUM_COLUMNS, rows] float64, a view of the values that `write` sets; its rows are contiguous.
     columns
-        [NUM_COLUMNS, rows] float64, a view of what `write` writes; its rows are contiguous.
+        Its rows by name.
     """
 
     def __init__(self) -> None:
@@ -116,10 +118,11 @@ class ReplicaColumns:
         """Whether some replica's value in this column, `seen_s` or `num_places`, is below the bound."""
         if self._least[column] >= bound or not self.names:
             return False
-        values = self.columns[column]
+        values = self.matrix[column]
         least = self._least[column] = float(values[values.argmin()])
         return least < bound
 
     def _view(self) -> None:
         n = len(self.names)
-        self.columns = self._values[:, :n]
+        self.matrix = self._values[:, :n]
+        self.columns: PerColumn[np.ndarray] = PerColumn(*self.matrix)

@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -165,6 +166,7 @@ class CostPolicy:
             cost[out] += 1.0 + cost.max()
 
 
-def e2e_policy(**weights: float) -> CostPolicy:
+def e2e_policy(**weights: Any) -> CostPolicy:
     """The preset `e2e`, for the time to the last token: others' delays and decoding count for more."""
-    return CostPolicy(**({"eta": 0.3, "delta": 1.0, "name": "e2e"} | weights))
+    preset: dict[str, Any] = {"eta": 0.3, "delta": 1.0, "name": "e2e"}
+    return CostPolicy(**preset | weights)

@@ -75,7 +75,7 @@ class Terms(NamedTuple):
 
     def total_s(self) -> np.ndarray:
         """[n] float64."""
-        total = self.wait_s + self.prefill_s
+        total: np.ndarray = self.wait_s + self.prefill_s
         for term in self[2:]:
             if term is not None:
                 total += term
@@ -133,13 +133,14 @@ def _wait(fleet: FleetView, s_per_work: np.ndarray, prices: Prices) -> np.ndarra
     np.minimum(head_done, fleet.head_age_s, out=head_done)
     ours = fleet.unanswered_work * s_per_work
     ours -= head_done
-    return np.maximum(reported, ours, out=ours)
+    wait: np.ndarray = np.maximum(reported, ours, out=ours)
+    return wait
 
 
 def _later(wait: np.ndarray, prefill: np.ndarray, prices: Prices) -> np.ndarray:
     """Q: delay of later arrivals, behind a window of W + P."""
     window = wait + prefill
-    bounded = window * prices.later_per_window_s
+    bounded: np.ndarray = window * prices.later_per_window_s
     bounded += 1.0
     np.divide(window, bounded, out=bounded)
     bounded *= prefill
@@ -149,7 +150,7 @@ def _later(wait: np.ndarray, prefill: np.ndarray, prices: Prices) -> np.ndarray:
 
 def _decode(fleet: FleetView, prices: Prices) -> np.ndarray:
     """delta D: this request's steps read the others' KV, and theirs read its own."""
-    read = fleet.num_requests * (0.5 * prices.prompt_tokens)
+    read: np.ndarray = fleet.num_requests * (0.5 * prices.prompt_tokens)
     read += fleet.mean_kv_tokens
     read *= prices.decode_s_per_token
     return read
@@ -176,7 +177,8 @@ def _memory(fleet: FleetView, missing: np.ndarray, prices: Prices) -> np.ndarray
         return None
     np.maximum(short, 0.0, out=short)
     output_s = prices.output_s_per_token * fleet.kv_tokens
-    return prices.memory * short / np.maximum(fleet.used_tokens, 1.0) * output_s
+    wait: np.ndarray = prices.memory * short / np.maximum(fleet.used_tokens, 1.0) * output_s
+    return wait
 
 
 def _copy_value(cached: np.ndarray, prices: Prices) -> np.ndarray | None:
@@ -185,7 +187,8 @@ def _copy_value(cached: np.ndarray, prices: Prices) -> np.ndarray | None:
     if longest <= 0 or prices.copies_s <= 0:
         return None
     k = np.count_nonzero(cached == longest)
-    return (cached - longest) * (prices.copies_s / (k * (k + 1)) / longest)
+    value: np.ndarray = (cached - longest) * (prices.copies_s / (k * (k + 1)) / longest)
+    return value
 
 
 def largest(values: np.ndarray) -> float:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from quire.router.policy.columns import COLUMN, NUM_COLUMNS
+from quire.router.policy.columns import COLUMN, NUM_COLUMNS, PerColumn
 
 
 class Demand(NamedTuple):
@@ -38,8 +38,7 @@ class FleetView:
     replicas
         [n] names.
     columns
-        [NUM_COLUMNS, n] float64, indexed by `COLUMN` (`router/policy/columns.py`), each row contiguous. The properties
-        below are [n] float64, made from it.
+        [n] float64 each, contiguous. The properties below are made from them.
     held
         [2, n] float64, contiguous, prompt tokens: `gpu_tokens` and `host_tokens`.
     prefill_s_per_work
@@ -59,7 +58,7 @@ class FleetView:
     """
 
     replicas: Sequence[str]
-    columns: np.ndarray
+    columns: PerColumn[np.ndarray]
     held: np.ndarray
     prefill_s_per_work: np.ndarray
     now_s: float = 0.0
@@ -88,19 +87,19 @@ class FleetView:
         if named.keys() != set(COLUMN_NAMES):
             raise ValueError(f"columns must be {sorted(COLUMN_NAMES)}, got {sorted(named)}")
         n = len(replicas)
-        named = {name: np.array(column, np.float64) for name, column in named.items()}
-        for name, column in named.items():
-            if column.shape != (n,):
-                raise ValueError(f"{name} must have shape [{n}], got {list(column.shape)}")
+        named = {name: np.array(values, np.float64) for name, values in named.items()}
+        for name, values in named.items():
+            if values.shape != (n,):
+                raise ValueError(f"{name} must have shape [{n}], got {list(values.shape)}")
         if not -1 <= facts.get("session_row", -1) < n:
             raise ValueError(f"session_row must be from -1 to {n - 1}, got {facts['session_row']}")
-        values = np.zeros((NUM_COLUMNS, n))
+        matrix = np.zeros((NUM_COLUMNS, n))
         for name, column in _COLUMN_OF.items():
-            values[column] = named[name]
+            matrix[column] = named[name]
         for name, column in _MOMENT_OF.items():
-            values[column] = 0.0 - named[name]
+            matrix[column] = 0.0 - named[name]
         held = np.stack([named["gpu_tokens"], named["host_tokens"]])
-        return cls(replicas, values, held, named["prefill_s_per_work"], **facts)
+        return cls(replicas, PerColumn(*matrix), held, named["prefill_s_per_work"], **facts)
 
     def only(self, row: int) -> FleetView:
         """The fleet as if there were no other replica; what is said of the whole stays."""
@@ -108,7 +107,7 @@ class FleetView:
         return replace(
             self,
             replicas=self.replicas[one],
-            columns=self.columns[:, one],
+            columns=PerColumn(*(values[one] for values in self.columns)),
             held=self.held[:, one].copy(),
             prefill_s_per_work=self.prefill_s_per_work[one],
             session_row=0 if is_session else -1,
@@ -121,92 +120,94 @@ class FleetView:
     @property
     def gpu_tokens(self) -> np.ndarray:
         """Of the prompt, that it holds or will hold on its device."""
-        return self.held[0]
+        tokens: np.ndarray = self.held[0]
+        return tokens
 
     @property
     def host_tokens(self) -> np.ndarray:
         """Further ones in host memory."""
-        return self.held[1]
+        tokens: np.ndarray = self.held[1]
+        return tokens
 
     @property
     def report_s(self) -> np.ndarray:
         """When it reported last; -inf: never."""
-        return self.columns[COLUMN.report_s]
+        return self.columns.report_s
 
     @property
     def report_age_s(self) -> np.ndarray:
         """inf: it has never reported."""
-        return self.now_s - self.columns[COLUMN.report_s]
+        return self.now_s - self.columns.report_s
 
     @property
     def reported_work(self) -> np.ndarray:
         """Queued by its last report."""
-        return self.columns[COLUMN.queued_tokens] * self.work_per_token
+        return self.columns.queued_tokens * self.work_per_token
 
     @property
     def booked_work(self) -> np.ndarray:
         """Of our own requests that the report cannot contain."""
-        return self.columns[COLUMN.booked_work]
+        return self.columns.booked_work
 
     @property
     def unanswered_work(self) -> np.ndarray:
         """Of all our own requests without a first token."""
-        return self.columns[COLUMN.unanswered_work]
+        return self.columns.unanswered_work
 
     @property
     def head_work(self) -> np.ndarray:
         """Of the oldest of those."""
-        return self.columns[COLUMN.head_work]
+        return self.columns.head_work
 
     @property
     def head_age_s(self) -> np.ndarray:
         """For how long it has been the oldest."""
-        return self.now_s - self.columns[COLUMN.head_s]
+        return self.now_s - self.columns.head_s
 
     @property
     def num_requests(self) -> np.ndarray:
         """In flight: running and waiting by the report, and booked."""
-        return self.columns[COLUMN.num_requests]
+        return self.columns.num_requests
 
     @property
     def kv_tokens(self) -> np.ndarray:
         """Of the decoding requests, with our own unanswered ones."""
-        return self.columns[COLUMN.kv_tokens]
+        return self.columns.kv_tokens
 
     @property
     def mean_kv_tokens(self) -> np.ndarray:
         """Of the decoding ones, mean of the last half minute."""
-        return self.columns[COLUMN.mean_kv_tokens]
+        return self.columns.mean_kv_tokens
 
     @property
     def host_copy_s_per_token(self) -> np.ndarray:
         """From host memory to the device."""
-        return self.columns[COLUMN.host_copy_s_per_token]
+        return self.columns.host_copy_s_per_token
 
     @property
     def cache_age_s(self) -> np.ndarray:
         """For how long a block stays cached; inf: nothing evicted."""
-        return self.columns[COLUMN.cache_age_s]
+        return self.columns.cache_age_s
 
     @property
     def free_tokens(self) -> np.ndarray:
         """Of KV memory, evictable ones included; inf: not known."""
-        return self.columns[COLUMN.free_tokens]
+        return self.columns.free_tokens
 
     @property
     def used_tokens(self) -> np.ndarray:
         """Of KV memory of running requests."""
-        return self.columns[COLUMN.used_tokens]
+        return self.columns.used_tokens
 
     @property
     def num_waiting(self) -> np.ndarray:
         """Requests that wait there for a place, by the last report."""
-        return self.columns[COLUMN.num_waiting]
+        return self.columns.num_waiting
 
     @property
     def num_places(self) -> np.ndarray:
         """Further requests of ours until it refuses one; inf: no bound."""
-        return self.columns[COLUMN.num_places]
+        return self.columns.num_places
 
 
 _OWN_ARRAYS = ("gpu_tokens", "host_tokens", "prefill_s_per_work")
@@ -221,8 +222,9 @@ COLUMN_NAMES = (*_OWN_ARRAYS, *_COLUMN_OF, *_MOMENT_OF)
 """All that a policy may know of each replica."""
 
 
-def prefill_work(
-    num_tokens: np.ndarray | float, context: np.ndarray | float, attention_context_tokens: float
-) -> np.ndarray | float:
+Tokens = TypeVar("Tokens", float, np.ndarray)
+
+
+def prefill_work(num_tokens: Tokens, context: Tokens, attention_context_tokens: float) -> Tokens:
     """Work of prefilling tokens after a context: sum of 1 + c / A over their positions c."""
     return num_tokens * (1.0 + (context + num_tokens * 0.5) * (1.0 / attention_context_tokens))

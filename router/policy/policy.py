@@ -52,7 +52,7 @@ class Score:
 
 
 @dataclass(slots=True, eq=False)
-class Ranking(Sequence[Score]):
+class Ranking:
     """Replicas from best to worst, at most `MAX_RANKED`; empty when there was none to choose from.
 
     Attributes
@@ -147,10 +147,11 @@ def _smallest(cost: np.ndarray) -> np.ndarray:
     part's minimum, so the `MAX_RANKED` smallest of the minima bound those of all.
     """
     if len(cost) <= _NUM_PARTS:
-        return cost.argsort(kind="stable")[:MAX_RANKED]
+        return np.argsort(cost, kind="stable")[:MAX_RANKED]
     in_parts = cost[: len(cost) // _NUM_PARTS * _NUM_PARTS].reshape(-1, _NUM_PARTS)
     minima = in_parts.min(axis=0)
     minima.sort()
     candidates = (cost <= minima[MAX_RANKED - 1]).nonzero()[0]
     order = cost.take(candidates).argsort(kind="stable")
-    return candidates.take(order[:MAX_RANKED])
+    best: np.ndarray = candidates.take(order[:MAX_RANKED])
+    return best
