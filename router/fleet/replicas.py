@@ -15,14 +15,14 @@ import numpy as np
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, Frame, Load
 from quire.router.fleet.demand import DemandMeter, Followers
 from quire.router.fleet.event_replay import Replay
+from quire.router.fleet.prefill_speeds import FleetSpeeds
 from quire.router.fleet.request_bookings import RequestBooking
 from quire.router.fleet.sessions import Sessions
-from quire.router.fleet.speeds import FleetSpeeds
 from quire.router.fleet.tracked_replica import ReplicaState, TrackedReplica
 from quire.router.index.prefix_index import PrefixIndex
-from quire.router.policy.columns import COLUMN, PerColumn, ReplicaColumns
 from quire.router.policy.fleet_view import FleetView, prefill_work
 from quire.router.policy.policy import Ranking
+from quire.router.policy.replica_columns import COLUMN, PerColumn, ReplicaColumns
 from quire.router.types import ReplicaStatus
 
 

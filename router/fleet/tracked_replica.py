@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from quire.protos.wire import Load
 from quire.router.fleet.demand import HORIZON_S
 from quire.router.fleet.event_replay import Replay
+from quire.router.fleet.prefill_speeds import MeasuredSpeed
 from quire.router.fleet.request_bookings import ReplicaBookings
-from quire.router.fleet.speeds import MeasuredSpeed
-from quire.router.policy.columns import PerColumn
+from quire.router.policy.replica_columns import PerColumn
 
 _EVICTION_HORIZON_S = 10.0
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.router.index.bookings import Counts
+from quire.router.index.booked_blocks import Counts
 from quire.router.index.holder_map import HolderMap
 
 

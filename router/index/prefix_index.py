@@ -28,7 +28,7 @@ import numpy as np
 
 from quire.protos.wire import CacheEvents, tier_digest
 from quire.router import compiled_router
-from quire.router.index.bookings import BookedBlocks
+from quire.router.index.booked_blocks import BookedBlocks
 from quire.router.index.holder_map import HolderMap
 from quire.router.index.holder_slots import Booking, Holder, HolderSlots
 from quire.router.index.native_match import NativeMatch

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from quire.router.policy.columns import COLUMN, NUM_COLUMNS, PerColumn
+from quire.router.policy.replica_columns import COLUMN, NUM_COLUMNS, PerColumn
 
 
 class Demand(NamedTuple):

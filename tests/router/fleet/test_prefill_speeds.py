@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.replica.scheduler.speed import StepSpeed
-from quire.router.fleet.speeds import HORIZON_S, MeasuredSpeed, believed
+from quire.router.fleet.prefill_speeds import HORIZON_S, MeasuredSpeed, believed
 from quire.router.policy.cost import CostPolicy
 
 speeds = st.floats(1e-7, 1.0)

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.router.policy.columns import COLUMN, NUM_COLUMNS, PerColumn, ReplicaColumns
 from quire.router.policy.fleet_view import FleetView
+from quire.router.policy.replica_columns import COLUMN, NUM_COLUMNS, PerColumn, ReplicaColumns
 
 ACTIONS = st.lists(
     st.tuples(
