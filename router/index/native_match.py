@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.router import compiled_router
 from quire.router.index.holder_map import HolderMap
 from quire.router.index.holder_slots import HolderSlots
+
+
+class FoundMatch(NamedTuple):
+    """The longest match of a chain of hashes, and the ends of the shorter ones.
+
+    Attributes
+    ----------
+    num_blocks
+        Blocks of the longest match.
+    end_hashes, end_blocks, end_sets
+        [ends] where at least one holder of all blocks before lacks this one: the block's hash, its index in the chain,
+        ascending, and the number of the set of its holders.
+    """
+
+    num_blocks: int
+    end_hashes: list[int]
+    end_blocks: list[int]
+    end_sets: list[int]
 
 
 class NativeMatch:
@@ -40,32 +59,29 @@ class NativeMatch:
         block: float,
         most: float,
         depths: np.ndarray,
-    ) -> tuple[int, list[int]]:
-        """As `PrefixIndex.match_into`, bookings aside.
-
-        Returns
-        -------
-        The longest match, in blocks; and the hashes that some do not hold who hold all before them: `ends` says more
-        of them.
-        """
-        n, sets, address = len(hashes), self._confirmed.sets, compiled_router.address
+    ) -> FoundMatch:
+        """As `PrefixIndex.match_into`, without bookings."""
+        address = compiled_router.address
         if self._slots.live is not self._live or self._slots.row_by_slot is not self._rows:
             self._pack_live()
-            sets = self._confirmed.sets
+        sets = self._confirmed.sets
         if sets is not self._sets:
             self._sets = sets
             self._holders.sets, self._holders.words = address(sets), sets.shape[1]
+        n = len(hashes)
         if n > len(self._hashes):
             self._make_room(n)
         rows = (address(depths), len(depths))
-        said = library.quire_match(
+        packed = library.quire_match(
             self._address, address(hashes), n, block, most, *rows, self._ends_address
         )
-        return said & 0xFFFFFFFF, self._hashes[: said >> 32].tolist()
-
-    def ends(self, num: int) -> tuple[list[int], list[int]]:
-        """The last `into` found so many: their blocks' numbers, ascending, and those of the sets that hold them."""
-        return self._blocks[:num].tolist(), self._ids[:num].tolist()
+        num_blocks, num_ends = packed & 0xFFFFFFFF, packed >> 32
+        return FoundMatch(
+            num_blocks,
+            self._hashes[:num_ends].tolist(),
+            self._blocks[:num_ends].tolist(),
+            self._ids[:num_ends].tolist(),
+        )
 
     def _pack_live(self) -> None:
         """Write the live bits as words, and the address of the rows, to the struct."""

@@ -31,7 +31,7 @@ from quire.router import compiled_router
 from quire.router.index.booked_blocks import BookedBlocks
 from quire.router.index.holder_map import HolderMap
 from quire.router.index.holder_slots import Booking, Holder, HolderSlots
-from quire.router.index.native_match import NativeMatch
+from quire.router.index.native_match import FoundMatch, NativeMatch
 
 _FEW_BITS = 8  # more replicas than these are cheaper to write as an array
 # Of a prompt with bookings, before it is walked with masks: each takes a tenth of that.
@@ -284,11 +284,12 @@ class PrefixIndex:
         library = compiled_router.load()
         if library is not None:
             chain = np.ascontiguousarray(hashes, np.uint64)
-            blocks, ends = self._native_match.into(library, chain, block, most, depths)
+            found = self._native_match.into(library, chain, block, most, depths)
+            blocks = found.num_blocks
             # It knows nothing of bookings, but where some end they may go on by one.
-            if self._booked.masks.keys().isdisjoint(ends):
+            if self._booked.masks.keys().isdisjoint(found.end_hashes):
                 return blocks
-            followed = self._booked_beyond(chain, ends)
+            followed = self._booked_beyond(chain, found)
             if followed is not None:
                 for holder, num_blocks in followed:
                     if holder.row >= 0:
@@ -326,20 +327,21 @@ class PrefixIndex:
                     blocks[holder.row] += max(0, min(end, depths[holder.row]) - first)
 
     def _booked_beyond(
-        self, chain: np.ndarray, ends: Sequence[int]
+        self, chain: np.ndarray, found: FoundMatch
     ) -> list[tuple[Holder, int]] | None:
         """(holder, blocks) of those who match more of a chain by their bookings than `NativeMatch.into` has just found;
         None: to follow them would take longer than a walk with masks.
 
         Parameters
         ----------
-        ends
-            Hashes where it found that some end.
+        found
+            What it found.
         """
         masks, booked, alive = self._confirmed.masks, self._booked.masks, self._slots.live
         followed: list[tuple[Holder, int]] = []
         left = _MAX_COMPARISONS
-        for end, first, number in zip(ends, *self._native_match.ends(len(ends)), strict=True):
+        ends = zip(found.end_hashes, found.end_blocks, found.end_sets, strict=True)
+        for end, first, number in ends:
             lost = alive & ~masks[number]
             alive ^= lost
             rest = chain[first:]
