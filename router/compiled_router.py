@@ -15,7 +15,7 @@ import numpy as np
 from quire.kernels.compiled import open_library
 
 _ABI = 5  # QUIRE_ROUTER_ABI
-_Anything = ctypes.c_char * 0
+_AnyBuffer = ctypes.c_char * 0
 
 
 class Table(ctypes.Structure):
@@ -85,5 +85,5 @@ def load() -> ctypes.CDLL | None:
 def address(array: np.ndarray) -> int:
     """Where a contiguous array begins; a third of the time of `array.ctypes.data` if it may be written to."""
     if array.flags.writeable:
-        return ctypes.addressof(_Anything.from_buffer(array))
+        return ctypes.addressof(_AnyBuffer.from_buffer(array))
     return int(array.__array_interface__["data"][0])

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from quire.router.policy.fleet_view import Demand
 
 HORIZON_S = 30.0
-_LEAST_SHARE = 1 / 64
+_MIN_SHARE = 1 / 64
 _OUTPUT_WEIGHT = 0.01
 _MIN_STEPS = 32  # reports before the slope says anything
 _STEP_WEIGHT = 0.002
@@ -73,7 +73,7 @@ class DemandMeter:
             )
         keep = math.exp((self._last_s - now_s) / HORIZON_S)
         seen_s = max(1.0, HORIZON_S * (1.0 - math.exp((self._first_s - now_s) / HORIZON_S)))
-        per_replica = keep / (seen_s * num_replicas * max(self._share, _LEAST_SHARE))
+        per_replica = keep / (seen_s * num_replicas * max(self._share, _MIN_SHARE))
         arrivals = max(self._arrivals, 1e-9)
         return Demand(
             self._arrivals * per_replica,

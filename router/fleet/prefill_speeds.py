@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 
 _PERIOD_S = 0.2  # between two computations of the speeds that policies see
-_HINT = 0.5  # the most that a first slower report after a pause counts
+_MAX_SLOWER_WEIGHT = 0.5  # the most that a first slower report after a pause counts
 HORIZON_S = 30.0  # over which reports are averaged, and after which a measurement counts 1/e
 
 
@@ -58,7 +58,7 @@ class MeasuredSpeed:
         # What runs beside a prompt makes it slow and nothing makes it fast: one that is slower than all before it may
         # be an accident, and whoever seems slow among the idle is sent no second one that would show it.
         if speed > self.s_per_work > 0:
-            keep = max(keep, 1.0 - _HINT)
+            keep = max(keep, 1.0 - _MAX_SLOWER_WEIGHT)
         # And one that is much faster shows that the number was one, whose own average would stand for as long again.
         elif self.s_per_work:
             keep = min(keep, speed / self.s_per_work)

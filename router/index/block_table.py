@@ -48,7 +48,7 @@ _LINE, _LINE_SHIFT = 8, 3  # uint64 of a line
 _FIRST_ID, _LINK = 10, 15  # of the 16 int32 of a line
 _WORDS_SHIFT = 4
 _FIRST_BUCKETS = 64
-_LEAST_SPLIT = 64  # buckets: splitting them one at a time costs as much
+_MIN_SPLIT = 64  # buckets: splitting them one at a time costs as much
 _ALL_BITS = 2**64 - 1
 # As arrays of no dimension: an operation takes them as they are, where a number costs it a conversion.
 _SIGN_SHIFTS, _HALF = np.array(63), np.array(32, _U64)
@@ -87,9 +87,9 @@ class BlockTable:
             lines=compiled_router.address(self._lines), secret=self._secret
         )
         self._native_address = ctypes.addressof(self.native)
-        self._said = np.empty((2, 0), np.int32)  # room for what the library says
-        self._said_addresses: tuple[int, ...] = ()
-        self._room_for(512)  # blocks: what the index asks for at once
+        self._runs_out = np.empty((2, 0), np.int32)  # room for what the library says
+        self._run_addresses: tuple[int, ...] = ()
+        self._room_for_runs(512)  # blocks: what the index asks for at once
         self._set_size(_FIRST_BUCKETS)
 
     def __len__(self) -> int:
@@ -136,9 +136,9 @@ class BlockTable:
             return self._runs_by_numpy(hashes)
         n = len(hashes)
         hashes = np.ascontiguousarray(hashes, _U64)
-        where = (compiled_router.address(hashes), n, *self._room_for(n))
+        where = (compiled_router.address(hashes), n, *self._room_for_runs(n))
         num_runs = library.quire_find_runs(self._native_address, *where)
-        starts, ids = self._said[:, :num_runs].tolist()
+        starts, ids = self._runs_out[:, :num_runs].tolist()
         return starts, ids
 
     def _runs_by_numpy(self, hashes: np.ndarray) -> tuple[list[int], list[int]]:
@@ -163,12 +163,12 @@ class BlockTable:
             places[i], ids[i] = self.locate(int(keys[i]))
         return places, ids
 
-    def _room_for(self, n: int) -> tuple[int, ...]:
+    def _room_for_runs(self, n: int) -> tuple[int, ...]:
         """Addresses of the rows of `_said`, which have room for n."""
-        if n > self._said.shape[1]:
-            self._said = np.empty((2, n), np.int32)
-            self._said_addresses = tuple(map(compiled_router.address, self._said))
-        return self._said_addresses
+        if n > self._runs_out.shape[1]:
+            self._runs_out = np.empty((2, n), np.int32)
+            self._run_addresses = tuple(map(compiled_router.address, self._runs_out))
+        return self._run_addresses
 
     def _hits(self, keys: np.ndarray, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where a key, [n] uint64, is in its line, [n] int64: [hits] int64, which key, ascending; [hits] int64, its
@@ -382,7 +382,7 @@ class BlockTable:
         """Split buckets until they are no fuller than they should be with so many more entries."""
         if self._size + num_new <= self._grows_above:
             return
-        needed = max(_buckets_for(self._size + num_new), self.num_buckets + _LEAST_SPLIT)
+        needed = max(_buckets_for(self._size + num_new), self.num_buckets + _MIN_SPLIT)
         needed = min(self._max_buckets, needed)
         while self.num_buckets < needed:
             self._split(min(needed, 2 * self._level) - self.num_buckets)
