@@ -54,7 +54,7 @@ class Redecision:
 
 
 @dataclass(slots=True)
-class Replay:
+class ReplayResult:
     """All decisions of some logs, under one policy; see the module's text for what that says."""
 
     policy: str
@@ -75,7 +75,9 @@ class Replay:
         return changed[:limit]
 
 
-def replay(decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed: int = 0) -> Replay:
+def replay(
+    decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed: int = 0
+) -> ReplayResult:
     """Decide again.
 
     Parameters
@@ -87,7 +89,7 @@ def replay(decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed:
     """
     rng = random.Random(seed)
     pricing = policy if isinstance(policy, CostPolicy) else CostPolicy()
-    result = Replay(name)
+    result = ReplayResult(name)
     for decision in decisions:
         fleet, request = decision.fleet, decision.request
         ranking = policy.choose(request, fleet, decision.now_s, rng)
@@ -100,7 +102,7 @@ def replay(decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed:
     return result
 
 
-def report(result: Replay, limit: int = 10) -> str:
+def report(result: ReplayResult, limit: int = 10) -> str:
     """The replay as text, with the largest changes."""
     ones = result.redecisions
     if not ones:

@@ -1,9 +1,9 @@
-"""One replica's events brought into the index, in order, over a stream that may lose or delay frames.
+"""Apply one replica's cache events to the index, in order, over a stream that may lose or delay frames.
 
-A new attach stream brings a snapshot by itself; after a gap in seq, or when our digest is not the replica's,
-`Replay.take` says from where to ask for a resync. The answer is the missed batches or a snapshot in pages, and it may
-come after frames with newer batches: while it is awaited all batches are kept. The stale index goes on answering, since
-after a gap it is nearly right. A new epoch starts from nothing.
+A new attach stream begins with a snapshot. After a gap in the batch numbers, or when our digest differs from the
+replica's, `EventReplay.take` returns the batch after which to request a resync. The answer is the missed batches or a
+snapshot in pages. Frames with newer batches may arrive before it, so the replay keeps all batches until then. The stale
+index keeps answering matches, since after a gap it is nearly right. A new epoch starts from an empty index.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from quire.protos.wire import CacheEvents, Frame
 from quire.router.index.prefix_index import PrefixIndex
 
-SNAPSHOT = -1  # as `Verdict.resync_from`: no batches will do
+SNAPSHOT = -1  # as `ReplayCheck.resync_from`: no batches will do
 _NO_HASHES = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReplayCheck:
     """What a frame showed.
 
     Attributes
@@ -38,7 +38,7 @@ class Verdict:
     resync_from: int | None = None
 
 
-class Replay:
+class EventReplay:
     """The replay of one replica; the index must know it.
 
     Parameters
@@ -79,13 +79,13 @@ class Replay:
         """The stream has had its snapshot, of an engine that is gone."""
         self._awaits_resync = False
 
-    def take(self, frame: Frame, now_s: float) -> Verdict:
+    def take(self, frame: Frame, now_s: float) -> ReplayCheck:
         """Bring the index up to a frame, in the order of arrival."""
         if not self._replay(frame):
-            return Verdict()
+            return ReplayCheck()
         seq = self._index.seq(self._replica)
         if frame.events_seq < seq:  # it carries a snapshot, or a resync was faster than it
-            return Verdict()
+            return ReplayCheck()
         if frame.events_seq > seq:
             reason, resync_from = f"replica is at batch {frame.events_seq}, replay at {seq}", seq
         elif self._differs(frame):
@@ -93,14 +93,14 @@ class Replay:
         else:
             self._awaits_resync = False
             self._kept.clear()
-            return Verdict(agrees=True)
+            return ReplayCheck(agrees=True)
         if not self._awaits_resync:
             self._await_resync()
             self._kept.update((batch.seq, batch) for batch in frame.events)
         if self._asked_s is not None and now_s - self._asked_s < self._resync_interval_s:
-            return Verdict(reason=reason)
+            return ReplayCheck(reason=reason)
         self._asked_s = now_s
-        return Verdict(reason=reason, resync_from=resync_from)
+        return ReplayCheck(reason=reason, resync_from=resync_from)
 
     def _await_resync(self) -> None:
         self._awaits_resync = True

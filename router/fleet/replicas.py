@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, Frame, Load
 from quire.router.fleet.demand import DemandMeter, Followers
-from quire.router.fleet.event_replay import Replay
+from quire.router.fleet.event_replay import EventReplay
 from quire.router.fleet.prefill_speeds import FleetSpeeds
 from quire.router.fleet.request_bookings import RequestBooking
 from quire.router.fleet.sessions import Sessions
@@ -124,7 +124,9 @@ class ReplicaTable:
         """
         entry = self._replicas.get(replica)
         if entry is None:
-            replay = Replay(self.index, replica, self._max_kept_batches, self._resync_interval_s)
+            replay = EventReplay(
+                self.index, replica, self._max_kept_batches, self._resync_interval_s
+            )
             row = self._columns.add(replica)
             entry = self._replicas[replica] = TrackedReplica(replica, epoch, replay, row)
             replay.begin_epoch(epoch)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from quire.protos.wire import Load
 from quire.router.fleet.demand import HORIZON_S
-from quire.router.fleet.event_replay import Replay
+from quire.router.fleet.event_replay import EventReplay
 from quire.router.fleet.prefill_speeds import MeasuredSpeed
 from quire.router.fleet.request_bookings import ReplicaBookings
 from quire.router.policy.replica_columns import PerColumn
@@ -71,7 +71,7 @@ class TrackedReplica:
 
     name: str
     epoch: str
-    replay: Replay
+    replay: EventReplay
     row: int
     state: ReplicaState = ReplicaState.SYNCING
     draining: bool = False
