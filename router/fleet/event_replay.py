@@ -15,22 +15,22 @@ import numpy as np
 from quire.protos.wire import CacheEvents, Frame
 from quire.router.index.prefix_index import PrefixIndex
 
-SNAPSHOT = -1  # as `ReplayCheck.resync_from`: no batches will do
+SNAPSHOT = -1  # `ReplayCheck.resync_from`: request a snapshot
 _NO_HASHES = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCheck:
-    """What a frame showed.
+    """The replay compared with a frame.
 
     Attributes
     ----------
     agrees
-        Our replay is the replica's cache. Neither this nor a reason: the frame cannot tell.
+        The replay equals the replica's cache. If this is False and `reason` is empty, the frame cannot be compared.
     reason
-        Why it is not.
+        The difference.
     resync_from
-        It is time to ask for the batches after this one (`SNAPSHOT`: for a snapshot), or None.
+        Request the batches after this one now (`SNAPSHOT`: a snapshot); None: request nothing.
     """
 
     agrees: bool = False
@@ -39,14 +39,14 @@ class ReplayCheck:
 
 
 class EventReplay:
-    """The replay of one replica; the index must know it.
+    """The replay of one replica, which the index must contain.
 
     Parameters
     ----------
     max_kept_batches
-        Bound on the batches kept while a resync is awaited; beyond it they are dropped, and the gap asks for another.
+        Bound on the batches kept until a resync arrives. Beyond it they are dropped, and the gap causes another resync.
     resync_interval_s
-        Least time between two requests, answered or not.
+        Shortest time between two resync requests, answered or not.
     """
 
     def __init__(
@@ -56,35 +56,40 @@ class EventReplay:
         self._replica = replica
         self._max_kept_batches = max_kept_batches
         self._resync_interval_s = resync_interval_s
-        self._awaits_resync = True  # the attach stream begins with a snapshot
-        self._in_snapshot = False  # some of its pages are there, others follow
-        self._asked_s: float | None = None  # when a resync was asked for last
-        self._kept: dict[int, CacheEvents] = {}  # by seq, while a resync is awaited
+        # True at first: the attach stream begins with a snapshot.
+        self._awaits_resync = True
+        # Some pages of the snapshot have arrived, others follow.
+        self._in_snapshot = False
+        # Time of the last resync request.
+        self._asked_s: float | None = None
+        # Batches by seq, until the resync arrives.
+        self._kept: dict[int, CacheEvents] = {}
 
     def begin_stream(self) -> None:
-        """A new attach stream is open: a snapshot is on its way."""
+        """Begin a new attach stream, which brings a snapshot."""
         self._asked_s = None
         self._await_resync()
 
     def begin_epoch(self, epoch: str) -> None:
-        """Another engine: nothing of the old one holds. Its batches count from 1."""
+        """Drop the cache of the replica's former engine. The new one numbers its batches from 1."""
         self._index.reset(self._replica, epoch, 0, _NO_HASHES)
         self.begin_stream()
 
     def on_first_frame(self, now_s: float) -> None:
-        """The stream begins: the snapshot that opens it needs no asking."""
+        """Count the snapshot that opens the stream as requested now."""
         self._asked_s = now_s
 
     def expect_no_snapshot(self) -> None:
-        """The stream has had its snapshot, of an engine that is gone."""
+        """Expect no snapshot: the stream brought it before the replica's engine restarted."""
         self._awaits_resync = False
 
     def take(self, frame: Frame, now_s: float) -> ReplayCheck:
-        """Bring the index up to a frame, in the order of arrival."""
+        """Apply a frame's events and snapshot page to the index. Call it in the order of arrival."""
         if not self._replay(frame):
             return ReplayCheck()
         seq = self._index.seq(self._replica)
-        if frame.events_seq < seq:  # it carries a snapshot, or a resync was faster than it
+        # The frame carries a snapshot, or a resync overtook it.
+        if frame.events_seq < seq:
             return ReplayCheck()
         if frame.events_seq > seq:
             reason, resync_from = f"replica is at batch {frame.events_seq}, replay at {seq}", seq
@@ -108,10 +113,10 @@ class EventReplay:
         self._kept.clear()
 
     def _replay(self, frame: Frame) -> bool:
-        """Take in what can be; whether the index is at some batch, not within a snapshot."""
+        """Apply the batches and pages that can be applied; return False within a snapshot."""
         index = self._index
         if not self._awaits_resync:
-            # A page here is of a snapshot that something faster has made superfluous.
+            # A page that arrives here belongs to a snapshot that is no longer needed.
             for batch in frame.events:
                 index.apply(self._replica, frame.epoch, batch)
             return True
@@ -136,6 +141,6 @@ class EventReplay:
             self._in_snapshot = False
 
     def _differs(self, frame: Frame) -> bool:
-        """A cache that was not stored in full, for the index's bound, has no digest to compare."""
+        """Whether the digests differ. An index that dropped blocks at its bound has no digest to compare."""
         index, replica = self._index, self._replica
         return index.is_complete(replica) and index.digest(replica) != frame.digest
