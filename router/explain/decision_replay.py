@@ -1,9 +1,8 @@
-"""A recorded log of decisions, decided again by another policy: what would have changed.
+"""Decide the decisions of a log again with another policy, and report the differences.
 
-Each decision is made in the state that the recorded ones had led to: had the other policy been in charge, queues
-and caches would have come to differ, and so would its later choices. So the numbers are estimates, good for
-telling policies apart decision by decision, not for what a cluster would have done; `bench routersim` simulates
-that.
+Each decision is made in the state that the recorded decisions led to. With the other policy in charge, queues and
+caches would have become different, and so would its later choices. So the numbers are estimates: they compare policies
+decision by decision, and do not predict a cluster's behaviour. `python -m tests.perf routersim` simulates that.
 """
 
 from __future__ import annotations
@@ -21,26 +20,34 @@ from quire.router.policy.fleet_view import FleetView
 from quire.router.policy.policy import Policy, RouteRequest
 
 _TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s")
-_TIE = 1e-6  # costs that differ by less are equal, as for `CostPolicy.tie_s`
+_TIE = 1e-6  # difference below which two costs are equal, as `CostPolicy.tie_s`
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One request on one replica, as the cost prices it."""
+    """One request on one replica, with the predictions of the cost.
+
+    Attributes
+    ----------
+    cached_tokens
+        On the device and in host memory.
+    ttft_s
+        Time to the first token: queue, prefill and copy from host memory.
+    """
 
     replica: str
-    cached_tokens: int  # predicted, on the device and in host memory
-    ttft_s: float  # predicted: queue, prefill and copy from host memory
+    cached_tokens: int
+    ttft_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Redecision:
-    """A recorded decision beside the one that another policy makes of the same knowledge.
+    """A recorded decision, and the decision of another policy from the same inputs.
 
     Attributes
     ----------
     is_tie
-        The recorded replica was as good to the other policy as the one that it drew.
+        The other policy chose another replica, at the same cost as the recorded one.
     """
 
     decision: LoggedDecision
@@ -55,7 +62,7 @@ class Redecision:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """All decisions of some logs, under one policy; see the module's text for what that says."""
+    """All decisions of some logs, decided again by one policy."""
 
     policy: str
     redecisions: list[Redecision] = field(default_factory=list)
@@ -69,7 +76,7 @@ class ReplayResult:
         return sum(one.is_tie for one in self.redecisions)
 
     def largest_changes(self, limit: int) -> list[Redecision]:
-        """Changed placements whose predicted time to first token differs most."""
+        """Return the changed decisions, those with the largest difference in predicted time to first token first."""
         changed = [one for one in self.redecisions if one.is_changed]
         changed.sort(key=lambda one: -abs(one.replayed.ttft_s - one.recorded.ttft_s))
         return changed[:limit]
@@ -78,14 +85,14 @@ class ReplayResult:
 def replay(
     decisions: Iterable[LoggedDecision], policy: Policy, name: str, seed: int = 0
 ) -> ReplayResult:
-    """Decide again.
+    """Decide recorded decisions again.
 
     Parameters
     ----------
     policy
-        Of `router.policy.by_name.make_policy`; one that prices nothing is priced by `slo`.
+        From `router.policy.by_name.make_policy`. Its placements are priced by its own cost, or by that of `slo`.
     seed
-        For its random ties.
+        For random choices between equal costs.
     """
     rng = random.Random(seed)
     pricing = policy if isinstance(policy, CostPolicy) else CostPolicy()
@@ -103,7 +110,7 @@ def replay(
 
 
 def report(result: ReplayResult, limit: int = 10) -> str:
-    """The replay as text, with the largest changes."""
+    """Format the result as text, with the `limit` largest changes."""
     ones = result.redecisions
     if not ones:
         return "no decisions in the log"

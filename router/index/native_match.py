@@ -1,4 +1,4 @@
-"""The walk of `PrefixIndex.match_into` by the compiled library, over what lies in arrays."""
+"""`PrefixIndex.match_into` in the compiled library."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from quire.router.index.holder_slots import HolderSlots
 
 
 class FoundMatch(NamedTuple):
-    """The longest match of a chain of hashes, and the ends of the shorter ones.
+    """The longest match of a chain of hashes, and the blocks at which shorter matches end.
 
     Attributes
     ----------
     num_blocks
         Blocks of the longest match.
     end_hashes, end_blocks, end_sets
-        [ends] where at least one holder of all blocks before lacks this one: the block's hash, its index in the chain,
-        ascending, and the number of the set of its holders.
+        Blocks that at least one holder of all blocks before lacks: their hashes, their indices in the chain,
+        ascending, and the numbers of their holders' sets.
     """
 
     num_blocks: int
@@ -31,14 +31,14 @@ class FoundMatch(NamedTuple):
 
 
 class NativeMatch:
-    """What `quire_match` reads, kept in step with the index.
+    """The arguments of `quire_match`, kept up to date with the index.
 
     Parameters
     ----------
     confirmed
         hash -> holders, as bits of their slots.
     slots
-        Which holders a match may find, and their rows.
+        The holders that a match may find, and their rows.
     """
 
     def __init__(self, confirmed: HolderMap, slots: HolderSlots):
@@ -47,9 +47,11 @@ class NativeMatch:
             table=ctypes.addressof(confirmed.table.native),
         )
         self._address = ctypes.addressof(self._holders)
-        self._sets: np.ndarray | None = None  # whose address the struct has
-        self._make_room(512)  # blocks: most prompts
-        # What the arrays below were made from.
+        # The array that the struct points to.
+        self._sets: np.ndarray | None = None
+        # Blocks of most prompts.
+        self._make_room(512)
+        # The values of `slots` that the struct was written from.
         self._live, self._rows = -1, slots.row_by_slot
 
     def into(
@@ -60,7 +62,7 @@ class NativeMatch:
         most: float,
         depths: np.ndarray,
     ) -> FoundMatch:
-        """As `PrefixIndex.match_into`, without bookings."""
+        """Do the work of `PrefixIndex.match_into`, without bookings."""
         address = compiled_router.address
         if self._slots.live is not self._live or self._slots.row_by_slot is not self._rows:
             self._pack_live()
