@@ -1,4 +1,4 @@
-"""What a router remembers of its decisions."""
+"""The ring of the last decisions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_came_of_it_belongs_to_the_last_attempt():
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_decision_stays_what_it_was_while_the_fleet_moves_on(policy):
-    """The ring holds arrays: none of them may be one that the table goes on writing to."""
+    """The ring keeps arrays, so the table must not write to any of the arrays."""
     table = ReplicaTable(PrefixIndex(), lost_after_s=1e9)
     for name in "abc":
         table.add(name, "e", 64)

@@ -1,4 +1,4 @@
-"""The columns of a fleet, and what is known of them without looking at each row."""
+"""The replicas' columns, and the bounds that save scans of them."""
 
 from __future__ import annotations
 
