@@ -125,9 +125,8 @@ def test_a_replica_takes_requests_from_its_first_frame_and_syncs_with_the_snapsh
     table.add("r", replica.epoch)
     assert matched(table, [1]) == {} and table.num_ready() == 0
     first = table.on_frame("r", replica.step([6]), 0.0)  # arrives before the snapshot
-    assert (
-        first.became_ready and first.resync_from is None
-    )  # the stream brings a snapshot without a request
+    # The stream brings a snapshot without a request.
+    assert first.became_ready and first.resync_from is None
     assert matched(table, [1]) == {"r": 0} and table.state("r") is ReplicaState.SYNCING
     pages = replica.snapshot()
     for page in pages[:-1]:
@@ -502,9 +501,8 @@ def test_speeds_and_sessions_stay_with_their_replicas_when_others_come_and_go():
     table.book(ranking, [], 100, 0.0, "s")
     expect(0.01)
     kept = table.fleet([], 100, 0.01).prefill_s_per_work
-    assert (
-        table.fleet([], 100, 0.02).prefill_s_per_work is kept
-    )  # the same array until the next update
+    # The same array until the next update.
+    assert table.fleet([], 100, 0.02).prefill_s_per_work is kept
     with pytest.raises(ValueError, match="read-only"):
         kept[0] = 1.0
     table.remove("a")  # the last row moves into the gap
@@ -527,9 +525,8 @@ def test_a_sessions_last_replica_is_known_while_it_can_take_requests():
     assert table.fleet([], 10, 0.0, "s2").session_row == -1
     for session in ("s2", "s3"):
         book(table, [], 10, 0.0, session)
-    assert (
-        table.fleet([], 10, 0.0, "s1").session_row == -1
-    )  # the least recently used is dropped first
+    # The least recently used session is dropped first.
+    assert table.fleet([], 10, 0.0, "s1").session_row == -1
     table.set_draining("r")
     assert table.fleet([], 10, 0.0, "s3").session_row == -1
 

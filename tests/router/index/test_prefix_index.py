@@ -185,9 +185,8 @@ def test_at_the_bound_new_hashes_are_dropped_and_the_replica_is_incomplete():
     assert index.is_complete("a") and not index.is_complete("b")
     assert len(index) == 3 and index.num_blocks("b") == 3
     index.apply("a", "x", batch(1, removed=[2]))
-    index.apply(
-        "b", "x", batch(1, stored=[6], removed=[2])
-    )  # there is room again; block 2 is missing before 6
+    # There is room again; block 2 is missing before 6.
+    index.apply("b", "x", batch(1, stored=[6], removed=[2]))
     assert index.match([1, 2, 3, 4, 5, 6]) == {"a": 1, "b": 1}
     index.reset("b", "x", 2, u64([1]))
     assert index.is_complete("b")
@@ -272,7 +271,7 @@ def branched_chains(rng):
 
 
 def live_with_bookings(rng):
-    """Book and end requests, few at a time, most of them from the block at which the match of their prompt ends."""
+    """Book and end requests, few at a time. Most begin with the block at which the match of their prompt ends."""
     index = PrefixIndex(max_booked_blocks=rng.choice([10, 10**6, 10**6]))
     model, row_of, live = Model(), {}, []
     names, chains = [f"r{i}" for i in range(rng.choice([2, 70]))], branched_chains(rng)
@@ -347,9 +346,8 @@ def test_a_burst_of_one_prompt_is_not_walked_again(monkeypatch):
     if compiled_router.load() is not None:
         monkeypatch.delattr(PrefixIndex, "match_masks")
     depths = np.zeros(2)
-    other = np.concatenate(
-        [chain[:200], u64([1, 2])]
-    )  # another prompt with the same first 200 blocks
+    # Another prompt with the same first 200 blocks.
+    other = np.concatenate([chain[:200], u64([1, 2])])
     assert index.match_into(other, depths) == 200 and depths.tolist() == [200, 200]
     assert index.match_into(chain, depths) == 256 and depths.tolist() == [256, 256]
 
