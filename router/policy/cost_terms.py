@@ -181,7 +181,7 @@ def _memory(fleet: FleetView, missing: np.ndarray, prices: Prices) -> np.ndarray
 
 
 def _copy_value(cached: np.ndarray, prices: Prices) -> np.ndarray | None:
-    """-V: for replicas that hold less than the longest prefix that is held anywhere."""
+    """-V: a gain, for replicas that hold less than the longest prefix that any replica holds."""
     longest = largest(cached)
     if longest <= 0 or prices.copies_s <= 0:
         return None

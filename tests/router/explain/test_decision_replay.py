@@ -41,7 +41,7 @@ def record(folder, fleets, policy="slo", num_tokens=1000, max_bytes=10**8, seed=
     st.sampled_from(POLICY_NAMES),
     st.integers(1, 50_000),
 )
-def test_what_is_read_back_is_what_was_decided_from(tmp_path_factory, rows, policy, num_tokens):
+def test_a_log_returns_the_inputs_of_the_decisions(tmp_path_factory, rows, policy, num_tokens):
     folder = tmp_path_factory.mktemp("log")
     demand = Demand(2.0, 0.5, 0.25, 0.1, 200.0, 1e-7)
     fleets = [fleet_of(r, num_tokens, demand=demand, longest_prefix=2**63 + 7) for r in rows]
@@ -170,7 +170,7 @@ def test_a_log_that_was_cut_off_is_read_to_there(tmp_path):
         ),
     ],
 )
-def test_what_is_no_log_is_refused_with_the_line(tmp_path, capsys, damage, message):
+def test_a_file_that_is_not_a_log_is_refused_with_the_line(tmp_path, capsys, damage, message):
     record(tmp_path, [fleet_of([idle()])])
     path = tmp_path / "router-1.jsonl"
     path.write_bytes(b"\n".join(damage(path.read_bytes().split(b"\n"))))

@@ -46,6 +46,6 @@ def test_a_slope_shows_through_the_noise(seed):
     assert feed(StepSlope(), kv_tokens, step_s) == pytest.approx(4e-7, rel=0.1)
 
 
-def test_nothing_is_said_before_the_reports_differ():
+def test_there_is_no_slope_before_the_reports_differ():
     assert feed(StepSlope(), np.array([1000.0] * 50), np.linspace(0.01, 0.02, 50)) == 0.0
     assert feed(StepSlope(), np.linspace(10, 2000, 31), np.linspace(0.01, 0.02, 31)) == 0.0

@@ -50,7 +50,7 @@ def test_a_much_faster_report_shows_that_the_number_was_an_accident():
     assert speed.s_per_work == pytest.approx(0.0001, rel=0.5)
 
 
-def test_what_reports_differ_by_is_averaged():
+def test_differences_between_reports_are_averaged():
     """Reports vary by a tenth, twenty times a second: the mean varies by less."""
     speed = MeasuredSpeed()
     for i in range(2000):
@@ -93,7 +93,7 @@ def test_an_old_measurement_returns_to_what_the_fresh_show():
     assert old[1] < 0.0014  # too little to matter against one waiting request
 
 
-def test_who_is_slow_under_load_stays_slow():
+def test_a_replica_slow_under_load_stays_slow():
     """A machine half as fast as the others, which gets prompts all the time."""
     measured, prior = believed(np.array([1.0, 1.0, 2.0]), np.array([0.1, 0.2, 0.1]))
     assert prior == 1.0 and measured[2] == pytest.approx(2.0, rel=0.01)

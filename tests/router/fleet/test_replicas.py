@@ -233,7 +233,7 @@ def test_unknown_replicas_are_ignored():
 
 
 @pytest.mark.parametrize(("startable", "waiting"), [(0, 40), (30, 10), (64, 0)])
-def test_who_only_waits_for_the_next_step_does_not_wait_for_a_place(startable, waiting):
+def test_requests_that_wait_for_the_next_step_do_not_wait_for_a_row(startable, waiting):
     table, _ = attached(FakeReplica(load=Load(num_waiting=40, num_startable=startable)))
     fleet = table.fleet([], 1, 1.0)
     assert (fleet.num_waiting[0], fleet.num_requests[0]) == (waiting, 40)
@@ -426,7 +426,7 @@ def test_blocks_in_host_memory_are_counted_apart():
     assert tokens() == [64.0, 64.0]
 
 
-def test_a_fleet_goes_on_naming_the_replicas_that_it_was_asked_for():
+def test_a_view_keeps_its_replicas_when_the_table_changes():
     table = ReplicaTable(PrefixIndex())
     for name in "abc":
         table.add(name, "e1")
@@ -531,7 +531,7 @@ def test_a_sessions_last_replica_is_known_while_it_can_take_requests():
     assert table.fleet([], 10, 0.0, "s3").session_row == -1
 
 
-def test_the_time_that_blocks_stay_is_what_is_held_over_what_leaves():
+def test_the_time_that_blocks_stay_is_their_number_over_their_eviction_rate():
     table, replica = attached()
     assert table.fleet([], 1, 0.0).cache_age_s[0] == math.inf
     table.on_frame("r", replica.step(range(1, 1001)), 1.0)

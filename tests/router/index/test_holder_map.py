@@ -104,7 +104,7 @@ def test_the_sets_as_bits_are_those_of_the_masks():
         assert int.from_bytes(words.tobytes(), "little") == subject.masks[number]
 
 
-def test_a_sweep_goes_on_where_it_was_while_the_map_grows():
+def test_a_sweep_continues_while_the_map_grows():
     rng = np.random.default_rng(0)
     subject = HolderMap(100_000)
     old = rng.integers(1, 2**64, 10_000, dtype=np.uint64)
@@ -168,7 +168,7 @@ def test_many_are_found_as_one_by_one_and_in_runs():
                 assert np.repeat(ids, lengths).tolist() == expected
 
 
-def test_nothing_is_found_in_nothing():
+def test_an_empty_chain_finds_nothing():
     table, nothing = BlockTable(100), np.empty(0, np.uint64)
     assert table.runs(nothing) == ([], [])
     assert [column.size for column in table.find(nothing)] == [0, 0]

@@ -316,7 +316,7 @@ def live_with_bookings(rng):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_matches_go_on_in_what_is_booked(seed, monkeypatch):
+def test_matches_continue_in_booked_blocks(seed, monkeypatch):
     """Matches are right with and without the walk with masks, and the test takes both ways."""
     rng, ways = random.Random(seed), Counter()
     booked_beyond = PrefixIndex._booked_beyond
@@ -362,7 +362,7 @@ def test_each_of_many_holds_another_part():
     assert index.match_into(chain, depths) == num and depths.tolist() == [*range(1, num + 1)]
 
 
-def test_what_is_booked_is_a_copy():
+def test_a_booking_copies_its_hashes():
     index, hashes = PrefixIndex(), u64([1, 2])
     index.add_replica("a")
     index.set_row("a", 0)
@@ -373,7 +373,7 @@ def test_what_is_booked_is_a_copy():
         assert index.match_into(u64([1, last]), depths) == depth and depths.tolist() == [depth]
 
 
-def test_snapshots_of_many_that_begin_anew_find_their_slots():
+def test_restarted_snapshots_of_many_replicas_find_their_slots():
     """Each snapshot holds a slot until the sweep, so the first to end may have a slot far above the others."""
     index, chain = PrefixIndex(), u64([1, 2])
     for i in range(64):
@@ -412,7 +412,7 @@ def test_misuse_is_refused():
     assert not index.apply("b", "", batch(1))
 
 
-def test_a_hash_is_found_in_whichever_tier_and_the_digest_tells_them_apart():
+def test_a_hash_is_found_in_either_tier_and_the_digest_distinguishes_them():
     index = PrefixIndex()
     index.reset("a", "x", 0, u64([1, 2, 3]), u64([4]))
     assert index.digest("a") == tier_digest(1 ^ 2 ^ 3, 4)

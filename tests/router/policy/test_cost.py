@@ -76,7 +76,7 @@ def test_more_work_never_costs_less(row, column):
 
 
 @given(ROWS)
-def test_what_is_cached_never_costs_more_than_what_is_not(row):
+def test_cached_tokens_never_cost_more_than_missing_ones(row):
     row |= {"report_age_s": 0.0, "host_tokens": 0.0, "gpu_tokens": min(row["gpu_tokens"], 7999)}
     nothing = row | {"gpu_tokens": 0.0}
     costs = [choose([r], 8000, demand=BUSY)[0].cost_s for r in (row, nothing)]
@@ -147,7 +147,7 @@ def test_a_reported_queue_shrinks_with_time_but_silence_is_no_progress():
     assert wait(1.4) == wait(100.0) == pytest.approx(2.0)  # max_decay_s
 
 
-def test_our_own_unanswered_requests_are_still_queued_whatever_the_report_says():
+def test_our_own_unanswered_requests_are_still_queued_if_the_report_lacks_them():
     def wait(**columns):
         return choose([idle(**columns)])[0].wait_s
 
@@ -175,7 +175,7 @@ def test_decoding_is_cheaper_where_the_cache_is_shorter():
     )
 
 
-def test_requests_overlap_for_half_an_output_whatever_its_lengths_are():
+def test_requests_overlap_for_half_an_output_for_any_lengths():
     """Count the overlap, the reason for the factor 1/2: one request arrives per step and decodes for its own length."""
     rng = np.random.default_rng(5)
     for lengths in (
@@ -198,7 +198,7 @@ def test_a_full_cache_of_fresh_blocks_sends_a_new_prompt_elsewhere():
     assert choose([full, stale, room]).names() == ["2", "1", "0"]
 
 
-def test_a_replica_without_memory_makes_wait():
+def test_a_replica_without_memory_has_a_wait():
     rows = [idle(free_tokens=100, used_tokens=9000, kv_tokens=9000), idle(num_requests=1)]
     terms = choose(rows, demand=BUSY)
     assert terms[0].replica == "1" and terms[1].terms["memory_s"] > 0

@@ -22,7 +22,7 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS, st.sampled_from([COLUMN.seen_s, COLUMN.num_places]))
-def test_whether_some_are_below_a_bound_is_known(actions, column):
+def test_some_below_equals_a_scan(actions, column):
     table, rows, num_added = ReplicaColumns(), {}, 0
 
     def write(name, value):
