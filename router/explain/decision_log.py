@@ -251,4 +251,6 @@ def _decode(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         return dict(orjson.loads(line))
     except (ValueError, TypeError):
-        raise DecisionLogError(f"{path}: line {number} is no JSON object: {line[:80]!r}") from None
+        raise DecisionLogError(
+            f"{path}: line {number} is not a JSON object: {line[:80]!r}"
+        ) from None

@@ -123,7 +123,7 @@ def report(result: ReplayResult, limit: int = 10) -> str:
         "",
         f"{'':34}{'recorded':>14}{result.policy:>18}",
         f"{'placements changed':34}{'':>14}{_share(result.num_changed, len(ones)):>18}",
-        f"{'  equal in cost, drawn otherwise':34}{'':>14}{_share(result.num_ties, len(ones)):>18}",
+        f"{'  another one of equal cost':34}{'':>14}{_share(result.num_ties, len(ones)):>18}",
     ]
     figures: tuple[tuple[str, Callable[[Placement], float], int], ...] = (
         ("predicted cached tokens", lambda placement: placement.cached_tokens, 0),
@@ -151,7 +151,7 @@ def report(result: ReplayResult, limit: int = 10) -> str:
         lines.append(f"{'measured TTFT in ms, mean':34}{ttft_ms:>14,.1f}  {known}")
     changes = result.largest_changes(limit)
     if changes:
-        lines += ["", "largest changes of the predicted TTFT"]
+        lines += ["", "largest changes in predicted TTFT"]
         lines += [
             f"  prompt {one.decision.request.num_prompt_tokens:>7} tokens: "
             f"{_described(one.recorded)} -> {_described(one.replayed)}"
@@ -159,8 +159,8 @@ def report(result: ReplayResult, limit: int = 10) -> str:
         ]
     lines += [
         "",
-        "An estimate: each decision is made in the state that the recorded decisions had led to, and",
-        "predictions are the cost's own terms. What differs later because of a change is not in it.",
+        "These are estimates: each decision is made in the state that the recorded decisions led to,",
+        "and predictions are the terms of the cost. Later effects of a changed decision are not included.",
     ]
     return "\n".join(lines)
 

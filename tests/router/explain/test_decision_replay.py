@@ -163,7 +163,7 @@ def test_a_log_that_was_cut_off_is_read_to_there(tmp_path):
             lambda lines: [lines[0].replace(b":2,", b":9,", 1), *lines[1:]],
             "line 1 must be the header",
         ),
-        (lambda lines: [lines[0], b"{nonsense", *lines[1:]], "line 2 is no JSON object"),
+        (lambda lines: [lines[0], b"{nonsense", *lines[1:]], "line 2 is not a JSON object"),
         (
             lambda lines: [lines[0], lines[1].replace(b"kv_tokens", b"kv_tkens"), lines[2]],
             "kv_tkens",
