@@ -80,7 +80,13 @@ class DecisionRing:
         """Keep a decision, which `explain.attempts` already counts."""
         self._decisions.append(
             _Decision(
-                request_id, answer_id, explain.attempts, now_s, num_prompt_tokens, ranking, explain
+                request_id=request_id,
+                answer_id=answer_id,
+                attempt=explain.attempts,
+                decided_s=now_s,
+                num_prompt_tokens=num_prompt_tokens,
+                ranking=ranking,
+                explain=explain,
             )
         )
 

@@ -76,12 +76,12 @@ class DemandMeter:
         per_replica = keep / (seen_s * num_replicas * max(self._share, _MIN_SHARE))
         arrivals = max(self._arrivals, 1e-9)
         return Demand(
-            self._arrivals * per_replica,
-            min(0.99, self._prefill_s * per_replica),
-            self._prefill_s / arrivals,
-            self._prefill_s2 / arrivals,
-            self._output_tokens,
-            self._slope.s_per_token,
+            arrivals_per_s=self._arrivals * per_replica,
+            prefill_share=min(0.99, self._prefill_s * per_replica),
+            mean_prefill_s=self._prefill_s / arrivals,
+            mean_square_prefill_s2=self._prefill_s2 / arrivals,
+            output_tokens=self._output_tokens,
+            decode_s_per_kv_token=self._slope.s_per_token,
         )
 
     def _decay(self, now_s: float) -> None:

@@ -21,7 +21,7 @@ HORIZON_S = 30.0  # of the average over reports; a measurement of this age has w
 
 
 class MeasuredSpeed:
-    """Seconds of a unit of one replica's prefill work (`policy.prefill_work`).
+    """Seconds of a unit of one replica's prefill work (`fleet_view.prefill_work`).
 
     Attributes
     ----------

@@ -282,13 +282,13 @@ class ReplicaTable:
         entry = self._replicas[replica]
         missing = num_prompt_tokens - cached
         booking = RequestBooking(
-            entry.name,
-            entry.epoch,
-            num_prompt_tokens,
-            missing,
-            prefill_work(missing, cached, self._attention_context_tokens),
-            now_s,
-            self.index.book(entry.name, hashes),
+            replica=entry.name,
+            epoch=entry.epoch,
+            prompt_tokens=num_prompt_tokens,
+            prefill_tokens=missing,
+            work=prefill_work(missing, cached, self._attention_context_tokens),
+            booked_s=now_s,
+            index_booking=self.index.book(entry.name, hashes),
         )
         entry.bookings.add(booking)
         self._num_ours += 1
@@ -403,6 +403,7 @@ class ReplicaTable:
             or some_below(COLUMN.seen_s, heard_s)
         ):
             return None
+        # Rows that would refuse the request, that take no requests, and that have other weights.
         full, out = columns.num_places < 1, columns.seen_s < heard_s
         foreign = np.zeros(len(names), bool)
         if is_mixed:

@@ -124,7 +124,13 @@ class CostPolicy:
         self._put_stale_last(fleet, cost, rng)
         rows = ranked_rows(cost, rng, self.tie_s)
         return Ranking(
-            self.name, fleet, rows.tolist(), cost, terms.wait_s, Terms._fields, terms.of_rows(rows)
+            policy=self.name,
+            fleet=fleet,
+            rows=rows.tolist(),
+            cost_s=cost,
+            wait_s=terms.wait_s,
+            term_names=Terms._fields,
+            terms=terms.of_rows(rows),
         )
 
     def _prices(self, request: RouteRequest, fleet: FleetView) -> Prices:

@@ -89,12 +89,13 @@ class Ranking:
 
     def __getitem__(self, rank: int) -> Score:
         row, terms = self.rows[rank], self.terms
+        seconds = [] if terms is None else terms[rank].tolist()
         return Score(
-            self.fleet.replicas[row],
-            float(self.cost_s[row]),
-            {} if terms is None else dict(zip(self.term_names, terms[rank].tolist(), strict=True)),
-            int(self.fleet.gpu_tokens[row]),
-            int(self.fleet.host_tokens[row]),
+            replica=self.fleet.replicas[row],
+            cost_s=float(self.cost_s[row]),
+            terms=dict(zip(self.term_names, seconds, strict=True)),
+            cached_tokens=int(self.fleet.gpu_tokens[row]),
+            host_tokens=int(self.fleet.host_tokens[row]),
         )
 
     def __iter__(self) -> Iterator[Score]:
