@@ -1,4 +1,4 @@
-"""The compiled hashes against those of the wire, and the library's own version."""
+"""The compiled hashes compared with numpy's, and the library's version."""
 
 from __future__ import annotations
 
