@@ -8,33 +8,27 @@ the router run out of memory.
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import SecurityError
+from jinja2.exceptions import SecurityError
 
-from quire.protos.errors import InvalidRequest, shown
-from quire.router.refused_fields import OF_MESSAGES, content_type, unknown
-from quire.router.text.special_tokens import GUARD, SpecialTokens
-from quire.router.text.template_sandbox import BoundedEnvironment, OutOfWork, Work, check_pattern
+from quire.protos.errors import InvalidRequest
+from quire.router.text.chat_messages import check_messages, num_chars
+from quire.router.text.special_tokens import SpecialTokens
+from quire.router.text.template_environment import iterates_content, make_environment
+from quire.router.text.template_sandbox import OutOfWork, Work
 from quire.router.text.tokenizer import load_special_tokens, read_json_object, utf8_len
 
-_MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 _MADE_PER_OUTPUT = 16  # characters of all texts that a template may make on its way to its output
 _MAX_REASON_CHARS = 1000
 # What is rendered on the event loop. The way to a thread and back adds 50 to 80 us.
 _QUICK_MESSAGES, _QUICK_CHARS, _QUICK_STEPS = 64, 32 * 1024, 2000
-_ASCII_GUARD = re.compile(r"(?<!\\)((?:\\\\)*)\\ud800")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +82,12 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._max_output_chars = max_output_chars
         self._max_steps = max_steps
-        self._environment = _environment(max_output_chars, max_range, now)
+        self._environment = make_environment(max_output_chars, max_range, now)
         try:
             written, self._template = self._environment.compile_bounded(
                 source, self._work(max_steps)
             )
-            self._iterates_content = _iterates_content(written)
+            self._iterates_content = iterates_content(written)
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template does not compile: {error}") from error
 
@@ -236,76 +230,6 @@ def load_source(folder: Path, file: Path | None = None) -> str | None:
     return template
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Chat messages with nothing but role, content (text or text parts) and name, without nulls.
-
-    Raises
-    ------
-    InvalidRequest
-        A field is missing or of a wrong type.
-    UnsupportedField
-        A field or content part is not served.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InvalidRequest(
-            f"messages must be a list of at least 1 message, got {shown(messages)}",
-            field="messages",
-        )
-    return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _check_message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{where} must be an object, got {shown(message)}", field=where)
-    message = {key: value for key, value in message.items() if not _asks_for_nothing(key, value)}
-    for key in message:
-        if key not in _MESSAGE_FIELDS:
-            field = f"{where}.{key[:64]}"
-            if key not in OF_MESSAGES:
-                raise unknown(field)
-            raise OF_MESSAGES[key].error(field, message[key])
-    for key in ("role", "name"):
-        if key == "name" and key not in message:
-            continue
-        if not isinstance(message.get(key), str) or not message[key]:
-            raise InvalidRequest(
-                f"{where}.{key} must be a non-empty string, got {shown(message.get(key))}",
-                field=f"{where}.{key}",
-            )
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        parts = [_check_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-        return {**message, "content": parts}
-    if not isinstance(content, str):
-        raise InvalidRequest(
-            f"{where}.content must be a string or a list of text parts, got {shown(content)}",
-            field=f"{where}.content",
-        )
-    return message
-
-
-def _asks_for_nothing(key: str, value: Any) -> bool:
-    return value is None or (key in OF_MESSAGES and OF_MESSAGES[key].accepts(value))
-
-
-def _check_part(part: Any, where: str) -> dict[str, str]:
-    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise InvalidRequest(
-            f"{where} must be an object with a string `type`, got {shown(part)}", field=where
-        )
-    if part["type"] != "text":
-        raise content_type(part["type"], f"{where}.type")
-    others = sorted(str(key) for key in part if key not in ("type", "text"))
-    if others:
-        raise unknown(f"{where}.{others[0][:64]}")
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequest(
-            f"{where}.text must be a string, got {shown(part.get('text'))}",
-            field=f"{where}.text",
-        )
-    return {"type": "text", "text": part["text"]}
-
-
 def _protected(message: dict[str, Any], where: str, special: SpecialTokens) -> dict[str, Any]:
     """A checked message whose texts are protected. What that inserts, no text may have of its own.
 
@@ -372,17 +296,6 @@ def _join_parts(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def num_chars(messages: Sequence[Any]) -> int:
-    """Characters in messages, also where they are not chat messages."""
-    contents = (m.get("content") for m in messages if isinstance(m, Mapping))
-    total = 0
-    for content in contents:
-        for part in content if isinstance(content, (list, tuple)) else (content,):
-            text = part.get("text") if isinstance(part, Mapping) else part
-            total += len(text) if isinstance(text, str) else 0
-    return total
-
-
 def _not_allowed(error: SecurityError) -> InvalidRequest:
     return InvalidRequest(
         f"messages: the chat template is not allowed to do this: {error}", field="messages"
@@ -394,117 +307,3 @@ def _too_long(max_output_chars: int) -> InvalidRequest:
         f"messages: the chat template's text is longer than {max_output_chars} characters",
         field="messages",
     )
-
-
-# ------------------------------------------------------------------------------------------------
-# The sandbox
-# ------------------------------------------------------------------------------------------------
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here only its body counts."""
-
-    tags: ClassVar[set[str]] = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscore names, which could reach into Python."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # so that namespace(self=...) works
-        self, *rest = args
-        values = dict(*rest, **kwargs)
-        for name in values:
-            _check_public(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_public(name)
-        super().__setitem__(name, value)
-
-
-def _check_public(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"namespace attribute {name!r} begins with an underscore")
-
-
-def _environment(
-    max_output_chars: int, max_range: int, now: Callable[[], datetime]
-) -> BoundedEnvironment:
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(pattern: str) -> str:
-        return now().strftime(check_pattern(pattern))
-
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        # Jinja's own filter escapes for HTML.
-        text = json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-        # Spelt in ASCII the mark would be text, and what is behind it a special token.
-        return _ASCII_GUARD.sub(rf"\1{GUARD}", text) if ensure_ascii else text
-
-    def bounded_range(*args: int) -> range:
-        values = range(*args)
-        if len(values) > max_range:
-            raise SecurityError(f"range() of {len(values)}, the bound is {max_range}")
-        return values
-
-    def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    environment = BoundedEnvironment(
-        max_output_chars,
-        {"tojson": to_json},
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, loopcontrols],
-    )
-    environment.globals.update(
-        raise_exception=raise_exception,
-        strftime_now=strftime_now,
-        range=bounded_range,
-        dict=make_dict,
-        namespace=_Namespace,
-    )
-    return environment
-
-
-def _iterates_content(template: nodes.Template) -> bool:
-    """Whether the template loops over the parts of a message's content, so takes a list."""
-    names: set[str] = set()
-
-    def is_content(node: nodes.Node | None) -> bool:
-        if isinstance(node, nodes.Filter):  # message.content | selectattr(...)
-            return is_content(node.node)
-        if isinstance(node, nodes.Getattr):
-            return node.attr == "content"
-        if isinstance(node, nodes.Getitem):
-            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-        return isinstance(node, nodes.Name) and node.name in names
-
-    for assignment in template.find_all(nodes.Assign):
-        if isinstance(assignment.target, nodes.Name) and is_content(assignment.node):
-            names.add(assignment.target.name)
-    # A macro that is given the content may loop over its parameter.
-    for call in template.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Name) and any(is_content(arg) for arg in call.args):
-            for macro in template.find_all(nodes.Macro):
-                if macro.name == call.node.name:
-                    names.update(arg.name for arg in macro.args)
-    return any(is_content(loop.iter) for loop in template.find_all(nodes.For))

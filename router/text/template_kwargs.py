@@ -6,7 +6,7 @@ They are plain JSON within bounds. What the server itself hands to the template 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -133,7 +133,7 @@ def _check_values(kwargs: Mapping[str, Any], field: str) -> None:
         level = below
 
 
-def _children(path: str, value: Mapping[str, Any] | list[Any]) -> list[tuple[str, Any]]:
+def _children(path: str, value: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:
     if isinstance(value, Mapping):
         return [(f"{path}.{_label(key)}", child) for key, child in value.items()]
     return [(f"{path}[{i}]", child) for i, child in enumerate(value)]

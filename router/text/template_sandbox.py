@@ -26,8 +26,9 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.runtime import LoopContext, str_join
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MAX_BITS = 4096  # of an integer
 _MAX_EXPONENT = 64
@@ -74,22 +75,10 @@ _CHEAP_FILTERS = frozenset(("count", "d", "default", "first", "items", "last", "
 _SHALLOW_FILTERS = frozenset(
     ("batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
 )
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
-_COMPARING_TESTS = (
-    "!=",
-    "<",
-    "<=",
-    "==",
-    ">",
-    ">=",
-    "eq",
-    "equalto",
-    "ge",
-    "greaterthan",
-    "gt",
-    "in",
+_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_COMPARING_TESTS = tuple(
+    "!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lt ne".split()
 )
-_COMPARING_TESTS += ("le", "lessthan", "lt", "ne")
 
 
 class OutOfWork(SecurityError):
@@ -163,12 +152,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(finalize=self._printed, **options)
         self.max_text = max_text
         self._spending = threading.local()  # each rendering is in one thread
-        self.concat = self._concat
+        self.concat = self._concat  # type: ignore[method-assign, assignment]
         refused = {name: _refused(name) for name in _REFUSED_FILTERS}
         for name, function in {**self.filters, **filters, **refused}.items():
             self.filters[name] = self._guarded(name, function)
+        tests: dict[str, Any] = self.tests
         for name in _COMPARING_TESTS:
-            self.tests[name] = self._guarded("==", self.tests[name])
+            tests[name] = self._guarded("==", tests[name])
         self.filters.update(
             {
                 _STEP: jinja2.pass_context(lambda context, value: self._step(value)),
@@ -190,7 +180,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """
         written = self.parse(source)
         with self.spending(work):  # Jinja computes what is constant
-            code = self.compile(_counted(self.parse(source)))
+            code = self.compile(_counted(self.parse(source), self))
         return written, self.template_class.from_code(self, code, self.make_globals(None))
 
     @contextmanager
@@ -204,7 +194,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @property
     def work(self) -> Work:
-        return self._spending.work
+        work: Work = self._spending.work
+        return work
 
     # -- what the tree calls -----------------------------------------------------------------------
 
@@ -448,7 +439,7 @@ def _check_bits(num_bits: int) -> None:
 _STEP, _SIZED, _JOINED, _CUT = " step", " sized", " joined", " cut"
 
 
-def _counted(template: nodes.Template) -> nodes.Template:
+def _counted(template: nodes.Template, environment: jinja2.Environment) -> nodes.Template:
     """The tree with filters of ours around all that Jinja compiles to plain Python."""
     for loop in template.find_all(nodes.For):
         step = _filter(nodes.Const(True), _STEP)
@@ -456,8 +447,9 @@ def _counted(template: nodes.Template) -> nodes.Template:
         if loop.test is not None:
             loop.test = nodes.And(_filter(nodes.Const(True), _STEP), loop.test)
     _rewrite(template)
-    template.set_environment(template.environment)
-    return template.set_lineno(1)
+    template.set_environment(environment)
+    template.set_lineno(1)
+    return template
 
 
 def _rewrite(node: nodes.Node) -> nodes.Node:

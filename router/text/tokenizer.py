@@ -328,6 +328,7 @@ class AsyncTokenizer:
         missing = dict.fromkeys(
             piece for piece, ids in zip(pieces, found, strict=True) if ids is None
         )
+        encoded: list[np.ndarray] = []
         if missing:
             if sum(map(len, missing)) <= INLINE_CHARS:
                 encoded = self.tokenizer.encode_pieces(tuple(missing))
@@ -335,13 +336,12 @@ class AsyncTokenizer:
                 encoded = await self.in_thread(
                     self.tokenizer.encode_pieces, tuple(missing), max_model_len
                 )
-            new = dict(zip(missing, encoded, strict=True))
-            for piece, ids in new.items():
-                self.cache.put(tenant, piece, ids)
-            found = [
-                new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)
-            ]
-        return found
+        new = dict(zip(missing, encoded, strict=True))
+        for piece, ids in new.items():
+            self.cache.put(tenant, piece, ids)
+        return [
+            new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)
+        ]
 
     async def in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
         """Call a function that takes long in one of the threads.
