@@ -238,10 +238,13 @@ class GenerationStream(Protocol):
 
     request_id: str
     model: str
-    created_s: int
     origin: Origin
-    usage: Usage
-    explain: Explain
+
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def explain(self) -> Explain: ...
 
     @property
     def prompt_scores(self) -> list[TokenScores] | None: ...

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quire.protos.wire import PromptLogprobs, TokenLogprob
 from quire.router.admission.gate import AdmissionGate
 from quire.router.explain.decision_log import DecisionLog
 from quire.router.explain.decisions import DecisionRing
@@ -16,8 +15,8 @@ from quire.router.observer import Observer
 from quire.router.policy.policy import Policy
 from quire.router.request.failover_budget import FailoverBudget
 from quire.router.request.params import GenerationDefaults, Limits
+from quire.router.request.token_scores import TokenScorer
 from quire.router.transport.transport import Transport
-from quire.router.types import TokenScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class ModelFacts:
 
 
 class RouterContext(Protocol):
-    """The parts of `service.RouterService` that `request_stream.RequestStream` reads and calls."""
+    """The parts of `service.RouterService` that a `RequestStream` and its parts read and call."""
 
     facts: ModelFacts
     router_id: str
@@ -51,13 +50,4 @@ class RouterContext(Protocol):
     budget: FailoverBudget | None
     max_migrations: int
     max_move_s: float
-
-    def scores(self, token_id: int, of_token: TokenLogprob, text_offset: int) -> TokenScores:
-        """A token's log-probabilities with the tokens' texts."""
-        ...
-
-    def prompt_scores(
-        self, first_id: int, parts: Sequence[PromptLogprobs], *, skip_special_tokens: bool
-    ) -> list[TokenScores]:
-        """The first token of a prompt, and those that the parts are about."""
-        ...
+    scorer: TokenScorer

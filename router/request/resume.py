@@ -142,7 +142,7 @@ def parse(text: str, field: str) -> ResumePoint:
         It is none.
     """
     match = _ID.fullmatch(text)
-    marks = [_MARK.fullmatch(mark) for mark in match[2].split(",")] if match else [None]
+    marks = [_parse_mark(mark) for mark in match[2].split(",")] if match else []
     if match is None or None in marks:
         raise InvalidRequest(
             f"{field} must be the id of an event of this API's streams, as it was sent, got {text[:64]!r}",
@@ -151,10 +151,7 @@ def parse(text: str, field: str) -> ResumePoint:
     seed, fingerprint, answer_id, created_s = _ORIGIN.unpack(base64.urlsafe_b64decode(match[1]))
     return ResumePoint(
         Origin(seed, fingerprint, answer_id.hex(), created_s),
-        tuple(
-            Mark(int(mark[1], 16), int(mark[2], 16), True, bool(mark[3])) if mark[0] else Mark()
-            for mark in marks
-        ),
+        tuple(mark for mark in marks if mark is not None),
         field,
     )
 
@@ -227,6 +224,15 @@ def checksum_of(token_ids: Sequence[int], before: int = 0) -> int:
     for token_id in token_ids:
         before = zlib.crc32(token_id.to_bytes(4, "little"), before)
     return before
+
+
+def _parse_mark(text: str) -> Mark | None:
+    match = _MARK.fullmatch(text)
+    if match is None:
+        return None
+    if not match[0]:
+        return Mark()
+    return Mark(int(match[1], 16), int(match[2], 16), begun=True, finished=bool(match[3]))
 
 
 def _text(mark: Mark) -> str:

@@ -157,7 +157,7 @@ class RouterMetrics(Observer):
         histogram = self.metrics.histogram
         self._ttft = histogram("quire_time_to_first_token_seconds")
         # As an attribute: it is called for every token.
-        self.on_inter_token = histogram("quire_inter_token_seconds").observe  # type: ignore[method-assign]
+        self.on_inter_token = histogram("quire_inter_token_seconds").observe  # type: ignore[method-assign, assignment]
         self._request = histogram("quire_request_seconds")
         self._queue = histogram("quire_request_queue_seconds")
         self._prefill = histogram("quire_request_prefill_seconds")

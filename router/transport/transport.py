@@ -23,6 +23,10 @@ class Lost:
     planned: bool = False  # a drain: nothing is wrong with the request
 
 
+class OutputGap(Exception):
+    """A replica sent later output of an attempt without the output before it."""
+
+
 AttemptEvent = TokenDelta | Completion | Lost
 
 
@@ -40,7 +44,7 @@ class Attempt:
         on_cancel: Callable[[Attempt], None],
         *,
         credit: Credit | None = None,
-        on_low_credit: Callable[[Attempt], None] | None = None,
+        on_low_credit: Callable[[Attempt], None] = lambda attempt: None,
     ):
         self.credit = credit
         self.num_read = (

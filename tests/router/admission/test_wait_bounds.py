@@ -12,7 +12,7 @@ from routing_fleets import fleet_of, idle
 
 from quire.protos.errors import DeadlineExceeded, Overloaded, Unavailable
 from quire.router.admission.fair_queue import FairQueue, Ticket
-from quire.router.admission.gate import AdmissionGate, Arrival, Entry
+from quire.router.admission.gate import AdmissionGate, AdmittedRequest, Arrival
 from quire.router.admission.wait_bounds import (
     MAX_RETRY_AFTER_S,
     AdmissionLimits,
@@ -242,12 +242,12 @@ def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
         def arrive() -> None:
             async def enter() -> None:
                 try:
-                    entry = await gate.enter(fleet.arrival(len(tasks), tokens=10, send=send))
+                    admitted = await gate.enter(fleet.arrival(len(tasks), tokens=10, send=send))
                 except Overloaded as error:
                     refused.append(error)
                 else:
-                    entry.answered(is_usual=False)
-                    entry.left()
+                    admitted.answered(is_usual=False)
+                    admitted.left()
 
             tasks.append(asyncio.create_task(enter()))
 
@@ -271,15 +271,15 @@ def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
 def test_a_burst_that_finds_the_places_empty_does_not_wait_for_as_long_as_one_request_takes_each():
     """Requests came one at a time, of 5 s each; then 60 at once start on 60 rows, and 40 wait for these."""
 
-    async def run() -> list[Entry]:
+    async def run() -> list[AdmittedRequest]:
         fleet = Fleet()
         fleet.rows = [Fleet.row()]
         gate = fleet.gate(max_wait_s=20.0)
         for _ in range(20):
-            entry = await gate.enter(fleet.arrival(0, tokens=10))
-            entry.answered()
+            admitted = await gate.enter(fleet.arrival(0, tokens=10))
+            admitted.answered()
             fleet.now_s += 5.0
-            entry.left()
+            admitted.left()
         burst = [await gate.enter(fleet.arrival(i, tokens=10)) for i in range(100)]
         fleet.rows = [Fleet.row(num_waiting=40)]
         waiting = asyncio.create_task(gate.enter(fleet.arrival(0, tokens=10)))
@@ -299,8 +299,8 @@ def test_what_the_estimates_lack_is_learnt():
     async def run() -> tuple[list[float], int]:
         fleet = Fleet()
         gate = fleet.gate(max_wait_s=bound_s, max_queued_requests=10_000)
-        running: list[tuple[float, Entry]] = []  # when they end
-        waiting: list[tuple[Entry, float]] = []  # at the replica, since when here
+        running: list[tuple[float, AdmittedRequest]] = []  # when they end
+        waiting: list[tuple[AdmittedRequest, float]] = []  # at the replica, since when here
         waits_s: list[tuple[float, float]] = []  # begin, and until the first token
         tasks, num_sent = [], 0
 
@@ -317,23 +317,23 @@ def test_what_the_estimates_lack_is_learnt():
         async def enter() -> None:
             began_s = fleet.now_s
             try:
-                entry = await gate.enter(fleet.arrival(0, tokens=10, send=send))
+                admitted = await gate.enter(fleet.arrival(0, tokens=10, send=send))
             except Overloaded:
                 return
-            waiting.append((entry, began_s))
+            waiting.append((admitted, began_s))
 
         see()
         for tick in range(1200):  # of 0.1 s, and 20 requests come each second where 2 can be served
             fleet.now_s = tick / 10
-            for end_s, entry in running:
+            for end_s, admitted in running:
                 if end_s <= fleet.now_s:
-                    entry.left()
-            running = [(end_s, entry) for end_s, entry in running if end_s > fleet.now_s]
+                    admitted.left()
+            running = [(end_s, admitted) for end_s, admitted in running if end_s > fleet.now_s]
             while waiting and len(running) < num_rows:
-                entry, began_s = waiting.pop(0)
-                running.append((fleet.now_s + answer_s, entry))
+                admitted, began_s = waiting.pop(0)
+                running.append((fleet.now_s + answer_s, admitted))
                 waits_s.append((began_s, fleet.now_s - began_s))
-                entry.answered()
+                admitted.answered()
             see()
             gate.notify()
             tasks += [asyncio.create_task(enter()) for _ in range(2)]

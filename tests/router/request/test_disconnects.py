@@ -177,7 +177,7 @@ class Visitors:
 
     def _is_offloaded(self, stream) -> bool:
         streams = getattr(stream, "_streams", [stream])  # of the choices
-        attempts = [s._attempt for s in streams if s._attempt is not None]
+        attempts = [s.attempts.current for s in streams if s.attempts.current is not None]
         for attempt in attempts:
             requests = self._replicas[attempt.replica].engine._loop._scheduler._requests
             request = requests.get((self._service.router_id, attempt.stream_id))

@@ -133,7 +133,7 @@ def test_no_chat_template_holds_the_loop(service: Cut, monkeypatch: pytest.Monke
         ),
         ("{% for i in range(9999) %}{% for j in range(40) %}{% endfor %}{% endfor %}", 1),
     ):
-        monkeypatch.setattr(service, "_template", ChatTemplate(source))
+        monkeypatch.setattr(service._prompt_encoder, "_template", ChatTemplate(source))
         body = listed('{"messages":[', USER, number, "]}")
         assert check(post(service, CHAT, body)) == 400
 

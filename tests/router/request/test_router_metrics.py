@@ -173,7 +173,9 @@ def test_an_error_after_the_first_token_is_an_answer_that_failed(transport):
     async def scenario(router: Router) -> None:
         stream = await router.open(max_tokens=300)
         await anext(stream)
-        stream._attempt.fail(SlowClient("the client has read nothing"))  # as the bus does it
+        stream.attempts.current.fail(
+            SlowClient("the client has read nothing")
+        )  # as the bus does it
         with pytest.raises(SlowClient):
             async for _ in stream:
                 pass

@@ -1041,7 +1041,7 @@ def test_a_stream_that_its_living_router_forgot_ends_with_its_lease(
     async def run() -> None:
         async with stack_of(replicas) as stack:
             forgotten = await stack.open(max_tokens=900)
-            stack.cluster.bus._attempts.pop(forgotten._attempt.stream_id)
+            stack.cluster.bus._attempts.pop(forgotten.attempts.current.stream_id)
             name = forgotten.explain.replica
             engine = stack.cluster.replicas[name].engine
             await until(lambda: engine.load().num_running == 0)

@@ -150,7 +150,7 @@ def test_a_refusal_of_one_choice_refuses_the_request_and_ends_the_others(transpo
     corner = dict(allowed_token_ids=(50,), bad_words=("x",))
 
     async def body(service: RouterService) -> None:
-        service._tokenizer.tokenizer.bad_word_ids = lambda words: ((50, 50),)
+        service._prompt_encoder._tokenizer.tokenizer.bad_word_ids = lambda words: ((50, 50),)
         with pytest.raises(InvalidRequest, match="no token to choose"):
             await answers(service, request(n=3, **corner))
         # The engine's thread takes the aborts in between two steps.
@@ -221,7 +221,7 @@ def test_bad_words_do_not_appear(transport) -> None:
 
     async def body(service: RouterService) -> None:
         _, (free,) = await answers(service, request(temperature=0.0))
-        tokenizer = service._tokenizer.tokenizer
+        tokenizer = service._prompt_encoder._tokenizer.tokenizer
         words = [
             w for w in free.text.split() if contains(free.token_ids, tokenizer.bad_word_ids((w,)))
         ]

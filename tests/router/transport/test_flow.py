@@ -111,7 +111,7 @@ async def open_stream(service: RouterService) -> RequestStream:
 
 def ahead(stream: RequestStream) -> int:
     """Tokens received and not read."""
-    return sum(len(event.token_ids) for event in stream._attempt._events)
+    return sum(len(event.token_ids) for event in stream.attempts.current._events)
 
 
 def test_a_reader_that_stops_and_goes_on_gets_its_tokens_each_once(runner, replicas, expected):
@@ -166,7 +166,9 @@ async def assert_idle_soon(cluster: LocalCluster) -> None:
 
 def ahead_bytes(stream: RequestStream) -> int:
     """What the stream still holds of tokens that nobody reads."""
-    return sum(4 * len(getattr(event, "token_ids", [])) for event in stream._attempt._events)
+    return sum(
+        4 * len(getattr(event, "token_ids", [])) for event in stream.attempts.current._events
+    )
 
 
 def test_a_client_that_takes_its_time_before_the_first_token_is_not_slow(
