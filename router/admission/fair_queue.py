@@ -214,10 +214,10 @@ class FairQueue:
         self._num_tickets -= 1
         self._tokens -= ticket.tokens
         if len(tenant.urgent) > 2 * len(tenant.waiting) + 16:  # removed ones stay in heaps
-            tenant.urgent = [entry for entry in tenant.urgent if entry[1] in tenant.waiting]
+            tenant.urgent = [item for item in tenant.urgent if item[1] in tenant.waiting]
             heapq.heapify(tenant.urgent)
         if len(self._deadlines) > 2 * self._num_tickets + 16:
-            self._deadlines = [entry for entry in self._deadlines if entry[2] in self]
+            self._deadlines = [item for item in self._deadlines if item[2] in self]
             heapq.heapify(self._deadlines)
         if not tenant.waiting:
             self._leave(tenant)
