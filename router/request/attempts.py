@@ -24,7 +24,7 @@ from quire.protos.errors import (
 )
 from quire.protos.wire import Completion, Submit
 from quire.router.admission.gate import AdmittedRequest, Arrival
-from quire.router.fleet.replicas import RequestBooking
+from quire.router.fleet.request_bookings import RequestBooking
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.request.accounting import Accounting
 from quire.router.request.answer_text import AnswerText

@@ -6,7 +6,7 @@ replica that was killed from outside, that drained, or whose node was lost is no
 | incidents | state | next attempt |
 |---|---|---|
 | 0, 1 | clear | runs together with other requests |
-| 2 | suspected | computes its next `PROBATION_TOKENS` tokens in steps without other requests |
+| 2 | suspected | computes its next `ISOLATED_TOKENS` tokens in steps without other requests |
 | 3 | confirmed | none: the request fails |
 
 A suspected request that completes those isolated steps is clear again. Other requests of the failed steps never reach
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 
-from quire.protos.wire import PROBATION_TOKENS
+from quire.protos.wire import ISOLATED_TOKENS
 
 # Incidents after which a request is suspected and runs isolated.
 SUSPECTED_AFTER = 2
@@ -60,7 +60,7 @@ class CrashRecord:
     def on_tokens(self, num_emitted: int) -> None:
         """Clear the record once an isolated attempt has generated enough tokens."""
         start = self._isolated_from
-        if start is not None and num_emitted - start >= PROBATION_TOKENS:
+        if start is not None and num_emitted - start >= ISOLATED_TOKENS:
             self._isolated_from = None
             self.num_incidents = 0
 

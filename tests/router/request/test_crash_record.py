@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.wire import PROBATION_TOKENS
+from quire.protos.wire import ISOLATED_TOKENS
 from quire.router.request.crash_record import CrashRecord, PoisonState
 
 # What becomes of an attempt: tokens that it adds, and whether it ends in an incident or for another reason.
-ATTEMPTS = st.lists(st.tuples(st.integers(0, 3 * PROBATION_TOKENS), st.booleans()), max_size=12)
+ATTEMPTS = st.lists(st.tuples(st.integers(0, 3 * ISOLATED_TOKENS), st.booleans()), max_size=12)
 
 
 @given(ATTEMPTS)
@@ -25,7 +25,7 @@ def test_state_follows_from_the_incidents_since_the_last_isolated_success(attemp
         for _ in range(num_new):
             num_emitted += 1
             record.on_tokens(num_emitted)
-        if is_isolated and num_new >= PROBATION_TOKENS:
+        if is_isolated and num_new >= ISOLATED_TOKENS:
             incidents = 0
             assert record.state is PoisonState.CLEAR and not record.is_isolated
         if is_incident:
