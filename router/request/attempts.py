@@ -90,7 +90,7 @@ class Attempts:
         # Replicas that refused the request because they were full, and the last refusal.
         self._full: set[str] = set()
         self._refusal: Overloaded | None = None
-        # Replica and stream id of lost attempts whose cause is not known yet.
+        # Replica and stream id of lost attempts; their causes are not known yet.
         self._unexplained: list[tuple[str, int]] = []
         self._num_failed = 0
         # The next attempt has to take a token from the failover budget.
@@ -177,7 +177,7 @@ class Attempts:
             raise error
 
     async def on_lost(self, lost: Lost) -> None:
-        """Handle an attempt whose replica, stream or call broke.
+        """Handle the loss of the replica, its stream or the call.
 
         Raises
         ------
@@ -274,7 +274,7 @@ class Attempts:
             await asyncio.sleep(REPLICA_POLL_S)
 
     def _may_wait(self) -> bool:
-        """Whether a stream that has lost its replica may go on waiting for another."""
+        """Whether a stream that has lost its replica may still wait for another."""
         if self._lost_s is None:
             return False
         return self._router.clock() - self._lost_s < self._router.max_move_s
@@ -399,7 +399,7 @@ class Attempts:
         self.release()
 
     async def _explain_losses(self) -> None:
-        """Count the lost attempts whose replicas crashed in a step with this request.
+        """Count an incident for each lost attempt that was in a step during its replica's crash.
 
         A single loss is not looked into, so that failover does not wait for the answer.
         """

@@ -1,4 +1,4 @@
-"""What one request's stream uses of the router that it belongs to."""
+"""The part of the router that a request's stream uses."""
 
 from __future__ import annotations
 
@@ -21,16 +21,27 @@ from quire.router.transport.transport import Transport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the router knows of its model without a replica."""
+    """The facts about the model that do not come from replicas.
 
-    name: str  # as clients call it
+    Attributes
+    ----------
+    name
+        The model's name in requests.
+    max_prompt_tokens
+        None: limited by the model's length only.
+    chat_template_kwargs
+        The application's variables for the chat template; a request's own take precedence.
+    special_tokens_in_messages
+        Text in messages may become special tokens.
+    """
+
+    name: str
     created_s: int
     defaults: GenerationDefaults
     limits: Limits
-    max_prompt_tokens: int | None = None  # None: as many as the model takes
-    # A request's own take precedence.
+    max_prompt_tokens: int | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    special_tokens_in_messages: bool = False  # whether the text of a message may be special tokens
+    special_tokens_in_messages: bool = False
 
 
 class RouterContext(Protocol):

@@ -1,12 +1,12 @@
-"""What happens to a client's request until it is on its way.
+"""The router's service: takes a client's request up to its streams.
 
-1. check what can be checked without the model's words (`params.check`)
-2. chat template and tokens, off the event loop
-3. sampling parameters, complete and within bounds (`params.resolve`)
-4. routing hashes of the prompt, longest match and cost at every replica (`policy.choose`)
-5. its `RequestStream` takes it from there, one for each choice
+1. Check everything that needs no tokenizer (`params.check`).
+2. Render the chat template and tokenise; long texts in a thread (`PromptEncoder`).
+3. Resolve the sampling parameters within their bounds (`params.resolve`).
+4. Hash the prompt for routing.
+5. Start a `RequestStream` for each choice.
 
-Plain asyncio: the bus comes in through the `Transport` protocol, so this file is tested without Ray.
+Plain asyncio: the bus is behind the `Transport` protocol, so tests run without Ray.
 """
 
 from __future__ import annotations
@@ -70,26 +70,24 @@ MAX_MIGRATIONS = 3
 class RouterService:
     """Serves generation requests over a transport: the `Service` that HTTP and gRPC call.
 
-    Owns nothing that survives a request but the table, which the bus feeds.
-
     Parameters
     ----------
     max_move_s
-        A stream that has lost its replica looks for another for at most so long.
+        Longest time that a stream without a replica looks for another one.
     max_migrations
-        So many times a request moves to another replica: one that kills its replicas must not kill all of them.
+        Most failed attempts of a request that are retried on another replica.
     budget
-        What all requests together may move; None: without a bound.
+        Limits the migrations of all requests together; None: no limit.
     ready_timeout_s
-        A replica that has work and has not finished a step for so long does not count as ready.
+        A replica with work that has finished no step for this time does not count as ready.
     admission
-        Bounds of those who wait here; None for the defaults.
+        Limits of the router's queue; None for the defaults.
     max_explained_decisions
-        Decisions that are remembered for `decisions`.
+        Number of decisions that `decisions` can return.
     decision_log
-        Takes every decision and what came of it; None: they are not recorded.
+        Records every decision and its outcome; None: nothing is recorded.
     peers
-        Asks every router, this one included, for its `own_decisions`; None: there is no other.
+        Asks all routers, this one included, for their `own_decisions`; None: this is the only router.
     scrape
         Gathers the metrics of the whole application.
     """
@@ -148,7 +146,7 @@ class RouterService:
         admission: AdmissionLimits,
         max_explained_decisions: int,
     ) -> None:
-        """Take on other limits; requests that run or wait go on under them."""
+        """Apply new limits, also to requests that run or wait."""
         self.facts = facts
         self.policy = policy
         self.max_move_s = max_move_s
@@ -159,7 +157,7 @@ class RouterService:
             self.ring.resize(max_explained_decisions)
 
     async def generate(self, request: GenerationRequest) -> GenerationStream:
-        """Check, tokenise, route and submit; returns with the first token (see `Service.generate`)."""
+        """Check, tokenise, route and submit; return with the first token (see `Service.generate`)."""
         arrived_s = self.clock()
         self.observer.on_request()
         try:
@@ -208,7 +206,7 @@ class RouterService:
         arrived_s: float,
         answer_id: str,
     ) -> RequestStream | ChoicesStream:
-        """Check and tokenise one prompt; its stream is not started."""
+        """Check and tokenise one prompt; return its stream, not started."""
         encoder = self._prompt_encoder
         prompt_ids = await encoder.encode(request, candidates[0], self.facts)
         special_stops = encoder.special_stops(request)
@@ -234,7 +232,7 @@ class RouterService:
         streams: list[RequestStream] = []
         lead: RequestStream | None = None
         for choice, mark in enumerate(request.marks):
-            # The prompt is the same for all: the lead's log-probabilities of it are everybody's.
+            # All choices have the same prompt, so only the lead asks for its log-probabilities.
             scored = sampling.prompt_logprobs if lead is None else None
             stream = RequestStream(
                 self,
@@ -264,7 +262,7 @@ class RouterService:
         hello: Hello,
         answer_id: str,
     ) -> Origin:
-        """A new one, or that of the stream that is resumed if the request is the same."""
+        """Return a new origin, or that of the resumed stream after a check that the request is the same."""
         options = (
             request.stop,
             request.include_stop_str_in_output,
@@ -311,11 +309,11 @@ class RouterService:
         return self.table.statuses(self.clock())
 
     def own_decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
-        """What this router remembers; see `Service.decisions`."""
+        """Return the decisions of this router; see `Service.decisions`."""
         return self.ring.last(limit) if request_id is None else self.ring.find(request_id)
 
     async def decisions(self, request_id: str | None, limit: int) -> Decisions:
-        """See `Service.decisions`: behind a proxy nobody can choose the router that is asked."""
+        """See `Service.decisions`. All routers are asked, because a proxy chose the router of this call."""
         num_silent = 0
         if self._peers is not None:
             try:
@@ -335,10 +333,10 @@ class RouterService:
             await asyncio.sleep(period_s)
 
     def _candidates(self, request: GenerationRequest) -> list[Hello]:
-        """Replicas that stand for the weights with which the request may run; at least one.
+        """Return at least one replica for each set of weights that the request may use.
 
-        During an update replicas differ in their weights. A new request draws from all replicas, so that old and new
-        ones share the load; a resumed one has to find the weights that it began with.
+        During an update replicas have different weights. A new request draws one of all replicas, so that old and new
+        ones share the load. A resumed request has to find the weights that it began with.
         """
         first = self._hello()
         if not self.table.is_mixed:
@@ -361,7 +359,7 @@ async def _no_metrics() -> bytes:
 
 
 def _of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
-    """The refusal of one prompt of a list."""
+    """Return the error for prompt `index` of a list: its field and message name the index."""
     message, field = error.message, error.field
     if field is not None and field.startswith("prompt") and not field.startswith("prompt_"):
         field = f"prompt[{index}]{field.removeprefix('prompt')}"
@@ -371,7 +369,7 @@ def _of_prompt(error: InvalidRequest, index: int) -> InvalidRequest:
 
 
 def _with_seed(request: GenerationRequest) -> GenerationRequest:
-    """The router drew a seed for the stream that is resumed where the client gave none."""
+    """Add the seed that the router drew for the resumed stream, if the client gave none."""
     if request.resume_from is None or request.seed is not None:
         return request
     return dataclasses.replace(request, seed=request.resume_from.origin.seed)
