@@ -1,4 +1,4 @@
-"""Chat messages as clients send them: what the server accepts, and how much text they have."""
+"""Checks chat messages as clients send them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Chat messages with nothing but role, content (text or text parts) and name, without nulls.
+    """Check chat messages; return them with role, content (text or text parts) and name only, without nulls.
 
     Raises
     ------
     InvalidRequest
-        A field is missing or of a wrong type.
+        A field is missing or has a wrong type.
     UnsupportedField
         A field or content part is not served.
     """
@@ -84,7 +84,7 @@ def _check_part(part: Any, where: str) -> dict[str, str]:
 
 
 def num_chars(messages: Sequence[Any]) -> int:
-    """Characters in messages, also where they are not chat messages."""
+    """Count the characters of messages that are not checked yet."""
     contents = (m.get("content") for m in messages if isinstance(m, Mapping))
     total = 0
     for content in contents:

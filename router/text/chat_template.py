@@ -1,9 +1,8 @@
-"""Chat messages to prompt text by the checkpoint's own Jinja template.
+"""Renders chat messages to prompt text with the checkpoint's Jinja template.
 
-The template is code from the checkpoint, the messages are data from the client. The template is
-rendered in Jinja's immutable sandbox with the names that transformers offers, so that the text
-equals `apply_chat_template`, and with bounds on loops and on text, so that a request cannot make
-the router run out of memory.
+The template is code from the checkpoint; the messages are data from the client. The template runs in Jinja's immutable
+sandbox. It has the names that transformers offers, so the text equals `apply_chat_template`. Loops and texts are
+bounded, so a request cannot exhaust the router's memory.
 """
 
 from __future__ import annotations
@@ -25,20 +24,27 @@ from quire.router.text.template_environment import iterates_content, make_enviro
 from quire.router.text.template_sandbox import OutOfWork, Work
 from quire.router.text.tokenizer import load_special_tokens, read_json_object, utf8_len
 
-_MADE_PER_OUTPUT = 16  # characters of all texts that a template may make on its way to its output
+# Characters that a template may make in all intermediate texts, for each character of its longest output.
+_MADE_PER_OUTPUT = 16
 _MAX_REASON_CHARS = 1000
-# What is rendered on the event loop. The way to a thread and back adds 50 to 80 us.
+# Bounds of a rendering on the event loop. A thread would add 50 to 80 us.
 _QUICK_MESSAGES, _QUICK_CHARS, _QUICK_STEPS = 64, 32 * 1024, 2000
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What a request asks of a chat template, beside its messages."""
+    """The options of a rendering.
+
+    Attributes
+    ----------
+    continue_final_message
+        End the text with the last message's text and leave its turn open. Excludes `add_generation_prompt`.
+    kwargs
+        Further variables for the template, checked by `check_template_kwargs`.
+    """
 
     add_generation_prompt: bool = True
-    # The text ends with the last message's, whose turn stays open. Not together with `add_generation_prompt`.
     continue_final_message: bool = False
-    # More variables for the template, checked by `check_template_kwargs`.
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -59,7 +65,7 @@ class ChatTemplate:
     max_range
         Bound on the length of a `range()` in the template.
     max_steps
-        Bound on the work of a rendering: see `template_sandbox.Work`. 1 to 2 us each.
+        Bound on the work of a rendering (`template_sandbox.Work`). A step takes 1 to 2 us.
     now
         The clock behind `strftime_now`.
 
@@ -95,10 +101,9 @@ class ChatTemplate:
     def load(
         cls, folder: str | Path, file: str | Path | None = None, **options: Any
     ) -> ChatTemplate | None:
-        """The template of a checkpoint, or the one in `file`; None when the checkpoint has none.
+        """Load the template of a checkpoint, or the one in `file`; None if the checkpoint has none.
 
-        A checkpoint has it in `chat_template.jinja` or, before that was usual, in
-        `tokenizer_config.json`.
+        A checkpoint has it in `chat_template.jinja`, older ones in `tokenizer_config.json`.
         """
         source = load_source(Path(folder), None if file is None else Path(file))
         if source is None:
@@ -112,18 +117,18 @@ class ChatTemplate:
         *,
         special: SpecialTokens | None = None,
     ) -> str:
-        """The prompt text; encode it without adding special tokens.
+        """Return the prompt text; encode it without adding special tokens.
 
         Parameters
         ----------
         special
-            Protects the texts of messages and variables: encode the result with `SpecialTokens.encode`. None: no
-            protection.
+            Protects the texts of messages and variables from becoming special tokens; encode the result with
+            `SpecialTokens.encode`. None: no protection.
 
         Raises
         ------
         InvalidRequest
-            `messages` are not chat messages, the template refused them, or it takes too much work or text.
+            `messages` are not chat messages, the template refused them, or it needs too much work or text.
         UnsupportedField
             A message has a part or field that is not served.
         """
@@ -139,7 +144,7 @@ class ChatTemplate:
         *,
         special: SpecialTokens | None = None,
     ) -> str | None:
-        """As `render`, or None where that would take more than about 3 ms."""
+        """Render as `render` does; return None if that would take more than about 3 ms."""
         if len(messages) > _QUICK_MESSAGES or num_chars(messages) > _QUICK_CHARS:
             return None
         try:
@@ -163,7 +168,7 @@ class ChatTemplate:
             checked = [{**m, "content": _join_parts(m["content"])} for m in checked]
         end_tag = ""
         if options.continue_final_message:
-            end_tag = f"{secrets.token_hex(16)} "  # the space shows whether the template strips
+            end_tag = f"{secrets.token_hex(16)} "  # The space shows whether the template strips.
             checked = [*checked[:-1], _with_end(checked[-1], end_tag)]
         own = dict(options.kwargs)
         if special is not None:
@@ -183,10 +188,10 @@ class ChatTemplate:
             raise
         except SecurityError as error:
             raise _not_allowed(error) from error
-        except Exception as error:  # a template is a program: it may raise anything
+        except Exception as error:  # A template is a program and may raise anything.
             reason = str(error)[:_MAX_REASON_CHARS] or type(error).__name__
             raise InvalidRequest(
-                f"messages: the chat template refuses them: {reason}", field="messages"
+                f"messages: the chat template refused them: {reason}", field="messages"
             ) from error
         return _until_end(text, end_tag) if options.continue_final_message else text
 
@@ -205,14 +210,14 @@ class ChatTemplate:
 
 
 def load_source(folder: Path, file: Path | None = None) -> str | None:
-    """Text of the chat template, or None when there is none.
+    """Return the text of the chat template; None if there is none.
 
     Raises
     ------
     FileNotFoundError
-        `file` is given and not there.
+        `file` does not exist.
     ValueError
-        `tokenizer_config.json` has a `chat_template` of another form.
+        `chat_template` in `tokenizer_config.json` is neither a string nor a list of named templates.
     """
     if file is not None:
         return file.read_text(encoding="utf-8")
@@ -220,7 +225,7 @@ def load_source(folder: Path, file: Path | None = None) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = read_json_object(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # Several named templates.
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if template is not None and not isinstance(template, str):
         raise ValueError(
@@ -231,12 +236,13 @@ def load_source(folder: Path, file: Path | None = None) -> str | None:
 
 
 def _protected(message: dict[str, Any], where: str, special: SpecialTokens) -> dict[str, Any]:
-    """A checked message whose texts are protected. What that inserts, no text may have of its own.
+    """Return a checked message with protected texts. A text with a guard character of its own is refused.
 
-    Templates compare the role and some build a special token from it, so only whole tokens in it are protected.
+    Templates compare the role, and some build a special token from it. So only whole special tokens in a role are
+    protected.
     """
     content: Any = message["content"]
-    if not isinstance(content, str):  # of a part its text alone: there may be thousands
+    if not isinstance(content, str):  # Only the text of each part, because there may be thousands.
         content = [
             {**part, "text": _protect(part["text"], f"{where}.content[{i}].text", special)}
             for i, part in enumerate(content)
@@ -250,7 +256,7 @@ def _protected(message: dict[str, Any], where: str, special: SpecialTokens) -> d
 
 
 def _protect(value: Any, where: str, special: SpecialTokens, at_ends: bool = True) -> Any:
-    """A JSON value with every text in it protected. A template may write keys, too."""
+    """Return a JSON value with every text in it protected, keys included: a template may write them."""
     if isinstance(value, str):
         utf8_len(value, where)
         return special.protect(value, at_ends=at_ends)
@@ -265,13 +271,13 @@ def _protect(value: Any, where: str, special: SpecialTokens, at_ends: bool = Tru
 
 
 def _with_end(message: dict[str, Any], tag: str) -> dict[str, Any]:
-    """A message whose text ends with a tag."""
+    """Return a message with a tag after its text."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + tag}
     if not content:
         raise InvalidRequest(
-            "the last message has no text to continue: with continue_final_message its content must have at least 1 "
+            "the last message has no text to continue: with continue_final_message, its content must have at least 1 "
             "part, got 0",
             field="continue_final_message",
         )
@@ -280,11 +286,11 @@ def _with_end(message: dict[str, Any], tag: str) -> dict[str, Any]:
 
 
 def _until_end(text: str, tag: str) -> str:
-    """A rendered text up to the end of its last message, as transformers cuts it."""
+    """Return a rendered text up to the end of its last message, as transformers cuts it."""
     before, found, after = text.rpartition(tag.rstrip())
     if not found:
         raise InvalidRequest(
-            "the chat template does not write the end of the last message, so that it cannot be continued: "
+            "the chat template does not write the end of the last message, so it cannot be continued: "
             "continue_final_message must be false, got true",
             field="continue_final_message",
         )
@@ -292,7 +298,7 @@ def _until_end(text: str, tag: str) -> str:
 
 
 def _join_parts(content: str | list[dict[str, str]]) -> str:
-    """Text parts for a template that knows strings only; joined by a line break, as vLLM does."""
+    """Join text parts with line breaks, as vLLM does, for a template that accepts only strings."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 

@@ -21,7 +21,7 @@ _ASCII_GUARD = re.compile(r"(?<!\\)((?:\\\\)*)\\ud800")
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here only its body counts."""
+    """`{% generation %}` marks the assistant's text for training; here it renders its body."""
 
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
 
@@ -32,9 +32,11 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscore names, which could reach into Python."""
+    """Jinja's namespace without names that begin with an underscore, which could reach Python's internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # so that namespace(self=...) works
+    def __init__(
+        *args: Any, **kwargs: Any
+    ) -> None:  # No named parameter: namespace(self=...) must work.
         self, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
@@ -75,7 +77,7 @@ def make_environment(
             separators=separators,
             sort_keys=sort_keys,
         )
-        # Spelt in ASCII the mark would be text, and what is behind it a special token.
+        # Escaped in ASCII the guard would be plain text, and the text behind it would become a special token.
         return _ASCII_GUARD.sub(rf"\1{GUARD}", text) if ensure_ascii else text
 
     def bounded_range(*args: int) -> range:
@@ -105,7 +107,7 @@ def make_environment(
 
 
 def iterates_content(template: nodes.Template) -> bool:
-    """Whether the template loops over the parts of a message's content, so takes a list."""
+    """Return whether the template loops over the parts of a message's content, so accepts a list."""
     names: set[str] = set()
 
     def is_content(node: nodes.Node | None) -> bool:
@@ -120,7 +122,7 @@ def iterates_content(template: nodes.Template) -> bool:
     for assignment in template.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and is_content(assignment.node):
             names.add(assignment.target.name)
-    # A macro that is given the content may loop over its parameter.
+    # A macro that gets the content may loop over its parameter.
     for call in template.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and any(is_content(arg) for arg in call.args):
             for macro in template.find_all(nodes.Macro):
