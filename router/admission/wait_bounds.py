@@ -244,8 +244,8 @@ def refusal(
         before_s = wait_s - ticket.prefill_s
         after_s = min(wait_s + margin_s - limits.max_wait_s, before_s - limits.dispatch_window_s)
         return _overloaded(
-            f"the first token would take {wait_s:.1f} s, {queued_s:.1f} s of it for what is queued at "
-            f"every replica, and up to {margin_s:.1f} s more as such estimates go; the limit is "
+            f"the first token would take {wait_s:.1f} s ({queued_s:.1f} s of it for requests that are queued at every "
+            f"replica), and up to {margin_s:.1f} s more by the error of recent estimates; the limit is "
             f"{limits.max_wait_s:g} s (router.max_wait_s)",
             after_s,
         )
@@ -253,16 +253,16 @@ def refusal(
     free_requests = limits.max_queued_requests - len(queue)
     if own_requests + 1 > free_requests:
         return _overloaded(
-            f"{len(queue)} requests wait at this router, {own_requests} of them this tenant's, which may have as "
-            f"many as are still free of {limits.max_queued_requests} (router.max_queued_requests)",
+            f"{len(queue)} requests wait at this router; this tenant has {own_requests} and may have at most the "
+            f"{free_requests} that are free of {limits.max_queued_requests} (router.max_queued_requests)",
             wait_s / 2,
         )
     free_tokens = limits.max_queued_tokens - queue.tokens
     if own_tokens + ticket.tokens > free_tokens:
         return _overloaded(
-            f"prompts of {queue.tokens} tokens wait at this router, {own_tokens} of them this tenant's; with "
-            f"{ticket.tokens} more it would have more than are still free of {limits.max_queued_tokens} "
-            "(router.max_queued_tokens)",
+            f"prompts of {queue.tokens} tokens wait at this router; this tenant has {own_tokens} and may have at most "
+            f"the {free_tokens} that are free of {limits.max_queued_tokens} (router.max_queued_tokens), "
+            f"the new prompt has {ticket.tokens}",
             wait_s / 2,
         )
     return None
