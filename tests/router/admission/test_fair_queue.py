@@ -149,7 +149,7 @@ def test_the_share_is_equal_although_one_tenant_sends_ten_times_as_much_and_larg
 
 @settings(max_examples=60, deadline=None)
 @given(costs=st.lists(st.integers(1, 2000), min_size=1, max_size=5), debt=st.integers(0, 5000))
-def test_nobody_waits_longer_than_the_others_can_be_served_until_its_turn(costs, debt):
+def test_a_wait_is_bounded_by_the_service_of_others_before_the_turn(costs, debt):
     queue = FairQueue(QUANTUM)
     others = [f"other{i}" for i in range(len(costs))]
     for name in others:
@@ -262,7 +262,7 @@ def test_debt_is_paid_by_the_rounds_that_pass_while_its_tenant_is_away():
     assert ahead <= 2 * QUANTUM
 
 
-def test_debts_are_forgiven_when_nobody_waits():
+def test_an_empty_queue_clears_debts():
     queue = FairQueue(QUANTUM)
     queue.push(ticket("a"))
     queue.charge("a", 1e9)

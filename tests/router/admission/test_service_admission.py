@@ -229,7 +229,7 @@ def test_a_tenant_with_a_few_requests_is_not_behind_all_of_a_flood(runner, repli
     runner.run(run())
 
 
-def test_who_would_wait_too_long_is_refused_and_the_rest_is_served(runner, replicas):
+def test_requests_that_would_wait_too_long_are_refused_and_others_served(runner, replicas):
     async def run() -> None:
         _, b = replicas
         limits = AdmissionLimits(dispatch_window_s=1e-9, max_replica_waiting_requests=0)
@@ -294,7 +294,7 @@ def test_the_choices_of_a_request_wait_as_one_and_stay_together(runner, replicas
     runner.run(run())
 
 
-def test_replicas_report_what_autoscaling_counts_with_their_share_of_what_waits_here(
+def test_replicas_report_their_share_of_the_routers_queue_to_the_autoscaler(
     runner, replicas, monkeypatch
 ):
     async def run() -> None:

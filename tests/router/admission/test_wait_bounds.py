@@ -43,7 +43,7 @@ def ask(
     return refusal(limits, queue, ticket, wait_s=wait_s, queued_s=queued_s)
 
 
-def test_who_would_wait_too_long_is_told_when_to_come_again():
+def test_a_request_that_would_wait_too_long_gets_a_time_to_retry():
     queue = FairQueue()
     for _ in range(15):
         queue.push(Ticket("a", 100, 1.0))
@@ -97,7 +97,7 @@ def test_the_queue_keeps_its_bounds_and_has_room_for_newcomers(arrivals):
     assert ask(queue, "new", 0, limits=limits) is None
 
 
-def test_the_rate_begins_as_the_number_of_replicas_and_becomes_what_was_measured():
+def test_the_rate_starts_as_the_number_of_replicas_and_becomes_the_measured_one():
     rate = DrainRate()
     assert rate.rate(4) == 4
     for _ in range(1000):  # 0.2 s of prefill in a second
@@ -226,7 +226,7 @@ def test_requests_wait_until_a_replica_is_open_and_then_go_by_turns(full):
     asyncio.run(run())
 
 
-def test_where_places_are_what_lacks_the_wait_is_that_for_requests_to_end():
+def test_without_free_rows_the_wait_is_for_requests_to_end():
     """Short prompts with long answers: by the prefill that waits, everybody's turn would come at once."""
 
     async def run() -> None:
@@ -292,7 +292,7 @@ def test_a_burst_that_finds_the_places_empty_does_not_wait_for_as_long_as_one_re
     assert len(asyncio.run(run())) == 100
 
 
-def test_what_the_estimates_lack_is_learnt():
+def test_the_margin_covers_the_error_of_estimates():
     """Answers that began together end together: by the mean rate a place is near, by the burst it is not."""
     num_rows, num_places, answer_s, bound_s = 8, 4, 4.0, 5.0
 
@@ -371,7 +371,7 @@ def test_of_waits_like_the_last_one_in_a_hundred_exceeds_its_margin(seed, median
     assert num_late <= 30, "10 expected of 1000"
 
 
-def test_a_newcomer_does_not_overtake_who_waits():
+def test_a_new_request_does_not_overtake_waiting_ones():
     async def run() -> None:
         fleet = Fleet(5000)
         gate = fleet.gate()
@@ -402,7 +402,7 @@ def test_a_request_whose_deadline_passes_is_never_sent():
     asyncio.run(run())
 
 
-def test_who_has_gone_is_not_sent_and_leaves_nothing():
+def test_a_request_of_a_disconnected_client_is_not_sent_and_leaves_nothing():
     async def run() -> None:
         fleet = Fleet(5000)
         gate = fleet.gate()
@@ -450,7 +450,7 @@ def test_a_refusal_comes_before_the_prompt_is_looked_at():
     asyncio.run(run())
 
 
-def test_who_waits_outlives_a_moment_without_replicas_but_not_a_long_one():
+def test_waiting_requests_survive_a_short_time_without_replicas_but_not_a_long_one():
     async def run() -> None:
         fleet = Fleet(5000)
         gate = fleet.gate()
@@ -494,7 +494,7 @@ def test_a_submit_that_fails_fails_its_own_request_only():
     asyncio.run(run())
 
 
-def test_other_bounds_hold_for_who_comes_and_for_when_who_waits_goes():
+def test_new_limits_apply_to_new_requests_and_to_the_order_of_sending():
     async def run() -> None:
         fleet = Fleet(2000)  # two seconds
         gate = fleet.gate(quantum_tokens=1)
@@ -516,7 +516,7 @@ def test_other_bounds_hold_for_who_comes_and_for_when_who_waits_goes():
     asyncio.run(run())
 
 
-def test_who_waits_for_any_replica_gives_up_after_the_other_time():
+def test_a_new_max_away_s_applies_to_waiting_requests():
     async def run() -> None:
         fleet = Fleet(5000)
         gate = fleet.gate()
@@ -535,7 +535,7 @@ def test_who_waits_for_any_replica_gives_up_after_the_other_time():
 
 
 @pytest.mark.parametrize("lacking", ["time", "places"])
-def test_what_waits_here_is_told_as_the_wait_of_who_would_go_last(lacking):
+def test_the_reported_wait_is_that_of_a_request_at_the_end_of_the_queue(lacking):
     async def run() -> None:
         fleet = Fleet()
         fleet.rows = [Fleet.row(2000, num_places=0 if lacking == "places" else 9)] * 2

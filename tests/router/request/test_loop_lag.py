@@ -179,7 +179,7 @@ def test_no_message_holds_the_loop(name: str, service: Cut) -> None:
     assert status in expected
 
 
-def test_the_bodies_are_what_they_say() -> None:
+def test_hostile_bodies_are_valid_json() -> None:
     """A body that is refused for a slip in this file would prove nothing."""
     for name in ("messages", "parts", "stop", "ids", "unknown keys", "a long chat"):
         orjson.loads(HOSTILE[name][1])

@@ -37,12 +37,12 @@ def ready(*stalled_s: float) -> tuple[bool, int, str]:
     return readiness.ready, readiness.replicas, readiness.reason
 
 
-def test_ready_while_somebody_gets_on():
+def test_ready_while_one_replica_finishes_steps():
     assert ready(0.0, 0.1) == (True, 2, "ok")
     assert ready(9.9, 30.0) == (True, 1, "ok")
 
 
-def test_not_ready_when_every_step_hangs_or_nobody_is_there():
+def test_not_ready_when_every_step_hangs_or_no_replica_is_attached():
     is_ready, num_replicas, reason = ready(12.0, 30.0)
     assert (is_ready, num_replicas) == (False, 0)
     assert "no step" not in reason and "for 12.0 s" in reason

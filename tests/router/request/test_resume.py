@@ -85,7 +85,7 @@ ORIGIN = Origin(2**64 - 1, b"\x00\xffprint.", "0123456789abcdef" * 2, 1_800_000_
         st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2**31 - 1), max_size=3), st.booleans())
     ),
 )
-def test_an_id_says_what_was_sent(n, steps):
+def test_an_id_holds_the_tokens_that_were_sent(n, steps):
     ids = EventIds(ORIGIN, [Mark()] * n)
     sent: dict[int, list[int]] = {}
     finished: set[int] = set()
@@ -114,7 +114,7 @@ def test_a_choice_that_has_begun_is_known_before_its_first_token():
 
 
 @given(st.text(max_size=80) | st.from_regex(r"q1\.[A-Za-z0-9_-]{46,49}\.[0-9a-f!,-]*"))
-def test_whatever_a_client_sends_is_an_id_or_refused(text):
+def test_any_text_is_an_id_or_refused(text):
     try:
         point = parse(text, FIELD)
     except InvalidRequest as error:

@@ -362,7 +362,7 @@ def test_explain_tells_prediction_and_truth(runner, replicas):
     runner.run(run())
 
 
-def test_an_engine_is_told_how_much_of_a_prompt_it_should_hold(runner, replicas, monkeypatch):
+def test_a_request_carries_its_predicted_cached_tokens(runner, replicas, monkeypatch):
     """It starts the shortest first, by what is left to compute, and reports that as queued."""
     taken = []
     for replica in replicas:
@@ -386,7 +386,7 @@ def test_an_engine_is_told_how_much_of_a_prompt_it_should_hold(runner, replicas,
     runner.run(run())
 
 
-def test_every_decision_is_remembered_with_what_came_of_it(runner, replicas):
+def test_every_decision_is_kept_with_its_outcome(runner, replicas):
     async def run() -> None:
         async with stack_of(replicas) as stack:
             answer = await stack.answer(request_id="asked", n=1, max_tokens=2)
@@ -439,7 +439,7 @@ def test_no_replica_is_unavailable_for_now(runner):
     runner.run(run())
 
 
-def test_a_full_queue_is_told_with_a_time_to_retry(runner, patch):
+def test_a_full_queue_is_refused_with_a_time_to_retry(runner, patch):
     async def run() -> None:
         limits = LIMITS | dict(max_running_requests=1, max_waiting_requests=1)
         replica = await start_replica("small", patch, **limits)
@@ -896,7 +896,7 @@ def test_a_request_finishes_on_a_draining_replica_which_is_then_left(runner, rep
     runner.run(run())
 
 
-def test_what_a_draining_replica_does_not_finish_in_time_moves_free_of_charge(
+def test_unfinished_requests_of_a_draining_replica_migrate_outside_the_budget(
     runner, replicas, reference
 ):
     """Nothing is wrong with the request, so the move counts as none; the replica is idle and may go."""
@@ -992,7 +992,7 @@ def hang(stack: Stack) -> None:
             task.cancel()
 
 
-def test_what_a_silent_router_left_ends_with_its_lease(runner, replicas, reference, short_leases):
+def test_requests_of_a_silent_router_end_with_its_lease(runner, replicas, reference, short_leases):
     """It hangs: its calls and its attach streams stay open. The other router's streams go on."""
 
     async def run() -> None:
@@ -1054,7 +1054,7 @@ def test_a_stream_that_its_living_router_forgot_ends_with_its_lease(
     runner.run(run())
 
 
-def test_a_draining_replica_finishes_what_it_has_though_no_renewal_reaches_it(
+def test_a_draining_replica_finishes_its_requests_without_renewals(
     runner, replicas, reference, short_leases, monkeypatch
 ):
     async def run() -> None:

@@ -266,7 +266,7 @@ def check_language(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
-def test_the_answer_is_in_the_language_whatever_the_model_would_say(
+def test_the_answer_is_in_the_language_for_any_model(
     transport, name: str, temperature: float
 ) -> None:
     """Also among strangers, over migrations, and cut off by max_tokens only."""

@@ -153,7 +153,7 @@ def test_random_chats_are_encoded_as_without_the_cache():
     asyncio.run(run())
 
 
-def test_of_the_next_turn_only_what_is_new_is_encoded(monkeypatch):
+def test_only_the_new_pieces_of_the_next_turn_are_encoded(monkeypatch):
     encoded: list[str] = []
     encode_pieces = EMBEDDED.encode_pieces
 
