@@ -1,4 +1,4 @@
-"""The bounds of a router's queue, and the gate that keeps them."""
+"""The limits of a router's queue, and the gate that applies them."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_before_anybody_has_waited_the_rate_is_that_of_little():
 
 
 class Fleet:
-    """Replicas whose queues the test sets, and what was sent to them."""
+    """Replicas with queues that the test sets; records the requests that were sent."""
 
     def __init__(self, *queued_tokens: float):
         self.rows = [self.row(tokens) for tokens in queued_tokens]
@@ -227,7 +227,7 @@ def test_requests_wait_until_a_replica_is_open_and_then_go_by_turns(full):
 
 
 def test_without_free_rows_the_wait_is_for_requests_to_end():
-    """Short prompts with long answers: by the prefill that waits, everybody's turn would come at once."""
+    """Short prompts with long answers: by the waiting prefill alone, every request could start at once."""
 
     async def run() -> None:
         fleet = Fleet()
@@ -251,7 +251,7 @@ def test_without_free_rows_the_wait_is_for_requests_to_end():
 
             tasks.append(asyncio.create_task(enter()))
 
-        for second in range(40):  # 2 come each second, one of them goes
+        for second in range(40):  # Two arrive each second, and one is sent.
             fleet.now_s = float(second)
             for _ in range(2):
                 arrive()
@@ -508,7 +508,7 @@ def test_new_limits_apply_to_new_requests_and_to_the_order_of_sending():
         gate.reconfigure(AdmissionLimits(max_wait_s=1.0), max_away_s=30)
         with pytest.raises(Overloaded, match=r"1 s \(router.max_wait_s\)"):
             await gate.enter(fleet.arrival("late"))
-        assert len(gate.queue) == 3 and not fleet.sent, "who waits is not thrown out"
+        assert len(gate.queue) == 3 and not fleet.sent, "a waiting request was removed"
         gate.reconfigure(AdmissionLimits(dispatch_window_s=5.0), max_away_s=30)
         await asyncio.gather(*waiting)
         assert fleet.sent == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""What requests say about how their text becomes tokens, from the HTTP body to the prompt that a real engine gets."""
+"""Options of tokenisation, from the HTTP body to the prompt that a real engine gets."""
 
 from __future__ import annotations
 

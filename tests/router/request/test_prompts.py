@@ -322,7 +322,7 @@ def test_all_prompts_are_admitted_or_none(run, transport, stream, monkeypatch):
 
 
 class Part:
-    """The stream of one prompt that counts what is read of it."""
+    """The stream of one prompt; counts the deltas that are read."""
 
     request_id, model, origin = "r", "m", None
 

@@ -1,4 +1,4 @@
-"""A router is ready when some replica is idle or gets on with its work."""
+"""A router is ready when some replica is idle or finishes steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.router.text.tokenizer import AsyncTokenizer, TextTokenizer
 
 
 def ready(*stalled_s: float) -> tuple[bool, int, str]:
-    """Readiness over replicas whose last reports say this."""
+    """Return the readiness over replicas with these values in their last reports."""
     table = ReplicaTable(PrefixIndex())
     for i, seconds in enumerate(stalled_s):
         table.add(f"r{i}", "e")

@@ -1,6 +1,6 @@
-"""A client that lost its router goes on at another one with the next token, over HTTP and gRPC.
+"""A client that lost its router continues at another router with the next token, over HTTP and gRPC.
 
-One engine, and a router made anew for every connection: nothing of the first one is left but the event ids.
+One engine, and a new router for every connection: only the event ids remain of the first router.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEMA = {
     "required": ["name", "age"],
     "x-guidance": {"whitespace_flexible": False},
 }
-BODIES = {  # none of them gives a seed
+BODIES = {  # Without seeds.
     "sampled": {**PROMPT, **FREE},
     "chat": {**CHAT, "max_tokens": 14},
     "greedy, token ids": {**PROMPT, **FREE, "temperature": 0, "return_token_ids": True},
@@ -164,8 +164,7 @@ async def ask(
 
 
 def by_choice(events: list[tuple[str, dict]]) -> dict[Any, list[dict]]:
-    """Without what the second run of a request may say differently: how much of it was cached, and in which
-    order choices come."""
+    """Group events by choice, without cached tokens: they, and the order of choices, may differ in a second run."""
     told: dict[Any, list[dict]] = {}
     for _, data in events:
         if data.get("usage"):
@@ -184,7 +183,7 @@ def test_a_stream_goes_on_after_any_event_as_if_nothing_had_happened(transport, 
             whole = await ask(client, body)
         assert len(whole) > 8
         n = body.get("n", 1)
-        # All of a few, the ends of which are the interesting ones: first event, last, beyond the last token.
+        # First events, the middle, and the last ones, beyond the last token.
         cuts = [0, 1, 2, len(whole) // 2, len(whole) - 3, len(whole) - 2]
         async with router(transport) as other:
             for cut in cuts:
@@ -266,7 +265,7 @@ def test_an_id_of_another_request_is_a_clear_400(transport, change):
 
 
 def test_an_answer_shorter_than_the_id_says_is_a_clear_400(transport):
-    # One that ends long before max_tokens whatever is drawn: past that bound an id is refused for another reason.
+    # It ends long before max_tokens with any seed: beyond max_tokens an id is refused for another reason.
     body = {
         **PROMPT,
         "max_tokens": 80,

@@ -130,7 +130,7 @@ def test_prompt_scores_are_complete_with_the_first_token_also_after_a_loss(trans
         assert all(len(s.top) == 2 and s.rank >= 1 > s.token.logprob for s in expected[1:])
         asked_of = [submit.params.prompt_logprobs for submit in transport.submits]
         assert asked_of == [2] + [None] * (n - 1)
-        for tokens in (0, 3):  # lost as soon as the prompt is told, and later
+        for tokens in (0, 3):  # Lost when the prompt has been sent, and later.
             transport.submits.clear()
             transport.lose_after = [tokens]
             stream, _ = await answers(service, asked)
@@ -242,7 +242,9 @@ SCHEMA = {
     },
     "required": ["name", "pages", "kind"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # a small model may write white space for ever
+    "x-guidance": {
+        "whitespace_flexible": False
+    },  # A small model may write white space without end.
 }
 LARK = 'start: item ("," item)*\nitem: /[a-f]{2}/'
 GRAMMARS = {

@@ -1,4 +1,4 @@
-"""What a replica's calls give: whole messages, and a replica's end told from our own cancellation."""
+"""Replies of a replica: whole messages, and the end of a replica is not taken for a cancellation in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credit: nobody runs further ahead than allowed, nobody who reads waits for ever; and readers that are slow."""
+"""Credit: no request runs further ahead than allowed, and a client that reads never waits; slow clients."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def assert_idle_soon(cluster: LocalCluster) -> None:
 
 
 def ahead_bytes(stream: RequestStream) -> int:
-    """What the stream still holds of tokens that nobody reads."""
+    """Return the tokens in the stream that the client has not read."""
     return sum(
         4 * len(getattr(event, "token_ids", [])) for event in stream.attempts.current._events
     )

@@ -1,4 +1,4 @@
-"""An attempt's events: two ways by which its end is told, in either order."""
+"""An attempt's events: its end arrives in two ways, in either order."""
 
 from __future__ import annotations
 
