@@ -1,7 +1,7 @@
-"""The router's compiled library (`native/`), if the installation had a C compiler.
+"""The router's compiled library (`native/`), if it could be compiled at installation.
 
-Without it the router does the same in numpy, which takes longer: see `router/README.md`. A call takes some microseconds
-and keeps the GIL: releasing it would cost the event loop more than that.
+Without it the router does the same in numpy, more slowly: see `router/README.md`. The functions keep the interpreter's
+lock (`PyDLL`): they run for a few microseconds, and releasing the lock costs an event loop more than that.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def address(array: np.ndarray) -> int:
-    """Return the address of a contiguous array. For a writeable one it takes a third of the time of `ctypes.data`."""
+    """Return the address of a contiguous array. A writable one takes a third of the time of `array.ctypes.data`."""
     if array.flags.writeable:
         return ctypes.addressof(_AnyBuffer.from_buffer(array))
     return int(array.__array_interface__["data"][0])

@@ -186,7 +186,7 @@ def test_prompt_or_messages_and_not_both():
         check(GenerationRequest(request_id="r"))
 
 
-def test_what_the_client_leaves_open_comes_from_the_defaults():
+def test_missing_values_come_from_the_defaults():
     assert resolved(seed=1) == SamplingParams(max_tokens=ROOM, seed=1)
     defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=16)
     params = resolved(defaults, seed=1)
@@ -214,7 +214,7 @@ def test_min_tokens_is_bounded_by_max_tokens():
         resolved(min_tokens=6, max_tokens=5)
 
 
-def test_a_drawn_seed_cannot_be_foretold_and_can_be_given_back(monkeypatch):
+def test_a_drawn_seed_is_unpredictable_and_can_be_sent_back(monkeypatch):
     seeds = set()
     for _ in range(50):
         random.seed(0)  # no generator of this process decides
