@@ -642,7 +642,7 @@ def test_the_time_in_which_nothing_runs_is_no_gap(harness):
 
     def ask_later(loop, delta) -> None:
         if delta.key == 0 and delta.finish_reason is not None:
-            while runners[0].queued._done is not None:  # until the loop has fallen idle
+            while runners[0].steps._done is not None:  # until the loop has fallen idle
                 loop.call(lambda scheduler: None).result(60)
             late = Request(1, prompt(5, 1), SamplingParams(max_tokens=4, ignore_eos=True))
             loop.post(lambda scheduler: scheduler.add(late))
