@@ -337,7 +337,8 @@ def test_the_environment_is_read_by_the_configuration_only(module: str):
 
 DEVICE_NAMES = {"cpu", "cuda", "triton"}
 DEVICE_FLAGS = {"is_immediate", "is_cuda", "is_cpu", "is_on_gpu", "is_available"}
-# Each chooses an object once, but for the last three. Modules named `cpu_`, `cuda_` and `gpu_` serve one kind of device.
+# Each chooses an object once, but for the last three. Modules named `cpu_`, `cuda_` and `gpu_` serve one kind of
+# device.
 DEVICE_CHECKS = {
     "quire.replica.device.open_device": 2,  # the device, and memory of the KV pool on it
     "quire.replica.runner.model_kernels": 2,  # the kernels
@@ -345,7 +346,6 @@ DEVICE_CHECKS = {
     "quire.replica.startup.runtime": 1,  # whether memory is measured
     "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
     "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory
-    "quire.replica.model.transformers_models": 1,  # transformers loads Triton only where there is a GPU
     "quire.replica.machine": 1,  # free memory of the GPU or of the host
     "quire.replica.engine": 1,  # routers are told the threads of a CPU
 }
