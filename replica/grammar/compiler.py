@@ -99,7 +99,7 @@ class GrammarCompiler:
     eos_token_ids
         May come where the output is complete.
     json_white_space
-        One of `config.JSON_WHITE_SPACE`.
+        One of `config.JsonWhiteSpace`.
     """
 
     def __init__(
