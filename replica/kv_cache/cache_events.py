@@ -8,7 +8,7 @@
 
 A hash is in one tier at a time: in `gpu` while anything holds it there, else in `host`. A router that replays the
 batches in order has exactly the hashes that this replica had in each tier at the last flush; `digest`
-(`wire.tier_digest`) lets it check that without sending them.
+(`routing_hash.tier_digest`) lets it check that without sending them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents, tier_digest, xor_hashes
+from quire.protos.routing_hash import tier_digest, xor_hashes
+from quire.protos.wire import CacheEvents
 
 _NO_HASHES = np.empty(0, np.uint64)
 

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.protos.wire import (
+from quire.protos.routing_hash import (
     ROUTING_BLOCK_TOKENS,
     RoutingHasher,
     routing_block_sums,

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, Frame, Load
+from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
+from quire.protos.wire import Frame, Load
 from quire.router.fleet.demand import HORIZON_S, DemandMeter, Followers
 from quire.router.fleet.event_replay import Replay
 from quire.router.fleet.speeds import MeasuredSpeed, believed

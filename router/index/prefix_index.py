@@ -1,6 +1,6 @@
 """Which replica holds which prefix: an exact replay of the replicas' cache events, plus bookings.
 
-A prompt is a chain of routing hashes (`quire.protos.wire.RoutingHasher`), one for each 64-token
+A prompt is a chain of routing hashes (`quire.protos.routing_hash.RoutingHasher`), one for each 64-token
 prefix. The index maps a hash to the replicas that hold it, as the bits of an int:
 
     confirmed   hash -> mask    what the replicas' own events say, in whichever tier
@@ -29,7 +29,8 @@ from itertools import repeat
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents, tier_digest
+from quire.protos.routing_hash import tier_digest
+from quire.protos.wire import CacheEvents
 from quire.router import compiled_router
 from quire.router.index.bookings import BookedBlocks, Counts
 from quire.router.index.holder_map import HolderMap

@@ -33,13 +33,8 @@ from quire.protos.errors import (
     UnsupportedField,
     model_not_found,
 )
-from quire.protos.wire import (
-    Hello,
-    PromptLogprobs,
-    RoutingHasher,
-    SamplingParams,
-    TokenLogprob,
-)
+from quire.protos.routing_hash import RoutingHasher
+from quire.protos.wire import Hello, PromptLogprobs, SamplingParams, TokenLogprob
 from quire.router.admission.gate import AdmissionGate
 from quire.router.admission.wait_bounds import AdmissionLimits
 from quire.router.explain.decision_log import DecisionLog
