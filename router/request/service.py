@@ -33,6 +33,7 @@ from quire.protos.errors import (
     UnsupportedField,
     model_not_found,
 )
+from quire.protos.field_checks import check_ids
 from quire.protos.routing_hash import RoutingHasher
 from quire.protos.wire import Hello, PromptLogprobs, SamplingParams, TokenLogprob
 from quire.router.admission.gate import AdmissionGate
@@ -412,7 +413,7 @@ class RouterService:
             try:
                 ids = np.asarray(request.prompt, dtype=np.int32)
             except OverflowError:
-                params.check_prompt_ids(request.prompt, hello.vocab_size)
+                check_ids("prompt", request.prompt, hello.vocab_size)
                 raise
             await _turn(ids)
             return ids

@@ -24,10 +24,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import SecurityError
 
 from quire.protos.errors import InvalidRequest, shown
+from quire.protos.field_checks import utf8_len
 from quire.router.refused_fields import OF_MESSAGES, content_type, unknown
 from quire.router.text.special_tokens import GUARD, SpecialTokens
 from quire.router.text.template_sandbox import BoundedEnvironment, OutOfWork, Work, check_pattern
-from quire.router.text.tokenizer import load_special_tokens, read_json_object, utf8_len
+from quire.router.text.tokenizer import load_special_tokens, read_json_object
 
 _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 _MADE_PER_OUTPUT = 16  # characters of all texts that a template may make on its way to its output
