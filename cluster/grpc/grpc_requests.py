@@ -19,8 +19,9 @@ from quire.cluster.api_common.front_end import (
 from quire.protos import control_pb2 as control
 from quire.protos import generation_pb2 as generation
 from quire.protos.errors import InvalidRequest
+from quire.protos.field_checks import at_most
+from quire.protos.sampling_bounds import MAX_ALLOWED_TOKEN_IDS
 from quire.protos.wire import Grammar
-from quire.router.request import params
 from quire.router.request.params import DEFAULT_LIMITS
 from quire.router.text.template_kwargs import parse_template_kwargs
 from quire.router.types import GenerationRequest
@@ -86,7 +87,7 @@ def _bounded(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
 
     The router has smaller bounds for most fields.
     """
-    params.at_most(name, len(values), DEFAULT_LIMITS.max_allowed_token_ids, "values")
+    at_most(name, len(values), MAX_ALLOWED_TOKEN_IDS, "values")
     return tuple(values)
 
 
@@ -106,11 +107,11 @@ def _input(request: generation.GenerateRequest) -> dict[str, Any]:
         return {"prompt": request.prompt}
     if kind == "token_ids":
         ids = request.token_ids.ids
-        params.at_most("token_ids", len(ids), DEFAULT_LIMITS.max_prompt_ids, "token ids")
+        at_most("token_ids", len(ids), DEFAULT_LIMITS.max_prompt_ids, "token ids")
         return {"prompt": tuple(ids)}
     if kind == "messages":
         num_messages = len(request.messages.messages)
-        params.at_most("messages", num_messages, DEFAULT_LIMITS.max_messages, "messages")
+        at_most("messages", num_messages, DEFAULT_LIMITS.max_messages, "messages")
         turns = tuple(map(_turn, range(1 << 31), request.messages.messages))
         return {"messages": turns, **_template_options(request.messages)}
     raise InvalidRequest("input is required: one of prompt, token_ids and messages", field="input")

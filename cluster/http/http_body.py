@@ -17,8 +17,8 @@ from quire.cluster.http.http_chats import ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_schema import IGNORED_FIELDS, GenerationBody
 from quire.protos.errors import InvalidRequest, UnsupportedField, described
+from quire.protos.field_checks import at_most
 from quire.router import refused_fields
-from quire.router.request import params
 
 BODIES: tuple[type[GenerationBody], ...] = (CompletionRequest, ChatCompletionRequest)
 # Most entries of a list or an object in the body, lists of token ids aside. pydantic takes at most 20 ms for this many,
@@ -47,7 +47,7 @@ def parse_body(model: type[_Body], body: Any) -> _Body:
             name == "prompt" and isinstance(value, list) and value[:1] and type(value[0]) is int
         )
         if isinstance(value, (dict, list)) and not is_prompt_ids:
-            params.at_most(name, len(value), MAX_ENTRIES, "entries")
+            at_most(name, len(value), MAX_ENTRIES, "entries")
     try:
         parsed = model.model_validate(served)
     except ValidationError as error:

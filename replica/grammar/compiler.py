@@ -103,7 +103,7 @@ class GrammarCompiler:
     eos_token_ids
         Allowed where the output is complete.
     json_white_space
-        One of `config.JSON_WHITE_SPACE`.
+        One of `config.JsonWhiteSpace`.
     """
 
     def __init__(

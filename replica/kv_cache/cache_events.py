@@ -8,7 +8,7 @@
 
 A hash is in one tier at a time: in `gpu` while any entry holds it there, else in `host`. A router that replays the
 batches in order knows exactly which hashes this replica had in each tier at the last flush. It can check this with
-`digest` (`wire.tier_digest`), without receiving the hashes again.
+`digest` (`routing_hash.tier_digest`), without receiving the hashes again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents, tier_digest, xor_hashes
+from quire.protos.routing_hash import tier_digest, xor_hashes
+from quire.protos.wire import CacheEvents
 
 _NO_HASHES = np.empty(0, np.uint64)
 

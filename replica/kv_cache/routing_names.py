@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from quire.protos.wire import (
+from quire.protos.routing_hash import (
     ROUTING_BLOCK_TOKENS,
     RoutingHasher,
     routing_block_sums,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, Frame, Load
+from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
+from quire.protos.wire import Frame, Load
 from quire.router.fleet.demand import DemandMeter, Followers
 from quire.router.fleet.event_replay import EventReplay
 from quire.router.fleet.prefill_speeds import FleetSpeeds

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.protos.wire import (
+from quire.protos.routing_hash import (
     MIN_ROUTING_WEIGHTS,
     ROUTING_BLOCK_TOKENS,
     RoutingHasher,

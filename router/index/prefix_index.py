@@ -1,6 +1,6 @@
 """Which replica holds which prefix: an exact replay of the replicas' cache events, plus bookings.
 
-A prompt is a chain of routing hashes (`quire.protos.wire.RoutingHasher`), one for each 64-token prefix. The index maps
+A prompt is a chain of routing hashes (`quire.protos.routing_hash.RoutingHasher`), one for each 64-token prefix. The index maps
 a hash to the replicas that hold it, as the bits of an int:
 
     confirmed   hash -> mask    blocks in any tier, by the replicas' own events
@@ -25,7 +25,8 @@ from itertools import repeat
 
 import numpy as np
 
-from quire.protos.wire import CacheEvents, tier_digest
+from quire.protos.routing_hash import tier_digest
+from quire.protos.wire import CacheEvents
 from quire.router import compiled_router
 from quire.router.index.booked_blocks import BookedBlocks
 from quire.router.index.holder_map import HolderMap

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from quire.protos.errors import ContextLengthExceeded, InvalidRequest, UnsupportedField
-from quire.protos.wire import Hello, RoutingHasher
+from quire.protos.field_checks import check_ids
+from quire.protos.routing_hash import RoutingHasher
+from quire.protos.wire import Hello
 from quire.router.index.prefix_hashes import prefix_hashes
-from quire.router.request import params
 from quire.router.request.context import ModelFacts
 from quire.router.text.chat_messages import num_chars
 from quire.router.text.chat_template import ChatTemplate, TemplateOptions
@@ -172,7 +173,7 @@ async def _id_array(token_ids: Sequence[int], hello: Hello) -> np.ndarray:
     try:
         ids = np.asarray(token_ids, dtype=np.int32)
     except OverflowError:
-        params.check_prompt_ids(token_ids, hello.vocab_size)
+        check_ids("prompt", token_ids, hello.vocab_size)
         raise
     await _yield_if_long(ids)
     return ids

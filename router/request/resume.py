@@ -34,7 +34,8 @@ import msgpack
 import numpy as np
 
 from quire.protos.errors import InvalidRequest
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, Hello, SamplingParams
+from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
+from quire.protos.wire import Hello, SamplingParams
 from quire.router.types import Mark, Origin, OutputDelta, ResumePoint
 
 _ORIGIN = struct.Struct("<Q8s16sI")  # seed, fingerprint, answer's id, Unix seconds

@@ -18,11 +18,12 @@ import jinja2
 from jinja2.exceptions import SecurityError
 
 from quire.protos.errors import InvalidRequest
+from quire.protos.field_checks import utf8_len
 from quire.router.text.chat_messages import check_messages, num_chars
 from quire.router.text.special_tokens import SpecialTokens
 from quire.router.text.template_environment import iterates_content, make_environment
 from quire.router.text.template_sandbox import OutOfWork, Work
-from quire.router.text.tokenizer import load_special_tokens, read_json_object, utf8_len
+from quire.router.text.tokenizer import load_special_tokens, read_json_object
 
 # Characters that a template may make in all intermediate texts, for each character of its longest output.
 _MADE_PER_OUTPUT = 16

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from quire.protos.errors import ContextLengthExceeded, InvalidRequest, Overloaded, UnsupportedField
+from quire.protos.errors import ContextLengthExceeded, Overloaded, UnsupportedField
+from quire.protos.field_checks import utf8_len
 from quire.router.text.detokenizer import Detokenizer, DetokenizerFactory
 from quire.router.text.special_tokens import GUARD, SpecialTokens
 from quire.router.text.token_cache import TokenCache, cuts_at_words, piece_pattern, split
@@ -408,20 +409,6 @@ def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)
-
-
-def utf8_len(text: str, field: str) -> int:
-    """Return the bytes of a text in UTF-8; raise `InvalidRequest` for a lone surrogate, which JSON can contain."""
-    if text.isascii():
-        return len(text)
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            f"{field} is not valid Unicode: lone surrogate {text[error.start]!r} at character"
-            f" {error.start}",
-            field=field,
-        ) from error
 
 
 def load_special_tokens(folder: str | Path) -> dict[str, str]:

@@ -38,7 +38,8 @@ from unittest import mock
 import numpy as np
 
 from quire.cluster.bench.results.report import RESULTS, Bar, write
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load, RoutingHasher
+from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS, RoutingHasher
+from quire.protos.wire import CacheEvents, Frame, Load
 from quire.router import compiled_router
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.fleet.request_bookings import RequestBooking

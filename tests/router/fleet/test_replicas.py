@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load
+from quire.protos.routing_hash import ROUTING_BLOCK_TOKENS
+from quire.protos.wire import CacheEvents, Frame, Load
 from quire.router.fleet.event_replay import SNAPSHOT
 from quire.router.fleet.replicas import ReplicaTable
 from quire.router.fleet.tracked_replica import ReplicaState

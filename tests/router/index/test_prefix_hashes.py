@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
 from quire.kernels.library_loader import NativeLibraryError
-from quire.protos.wire import RoutingHasher
+from quire.protos.routing_hash import RoutingHasher
 from quire.router import compiled_router
 from quire.router.index.prefix_hashes import _weights, prefix_hashes
 

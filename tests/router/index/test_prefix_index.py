@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.wire import CacheEvents, tier_digest
+from quire.protos.routing_hash import tier_digest
+from quire.protos.wire import CacheEvents
 from quire.router import compiled_router
 from quire.router.index.prefix_index import PrefixIndex
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_fleets import FLEETS, fleet_of, idle
 
-from quire.cluster.config.app_config import RouterArgs
+from quire.cluster.config.router_section import RouterArgs
 from quire.router.policy.by_name import POLICIES, POLICY_NAMES, make_policy
 from quire.router.policy.cost import CostPolicy
 from quire.router.policy.policy import MAX_RANKED, RouteRequest, ranked_rows
