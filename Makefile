@@ -109,7 +109,7 @@ gpu-1 gpu-2 gpu-3:
 
 # pytest's exit status 5, nothing collected, stays a failure.
 gpu:
-	@$(WITH_QUIRE) $(GPU_PYTHON) -m pytest -m gpu -p tests.perf.gpu_worker -p no:cacheprovider \
+	@$(WITH_QUIRE) $(GPU_PYTHON) -m pytest -m gpu -p tests.perf.gpu.gpu_worker -p no:cacheprovider \
 		tests/kernels tests/replica $(ARGS)
 
 gpu-kernels gpu-engine:
@@ -118,7 +118,7 @@ gpu-kernels gpu-engine:
 gpu-rehearse: $(GPU_VENV)/.installed
 	@$(WITH_QUIRE) $(GPU_VENV)/bin/python -m tests.perf gpu-rehearse $(ARGS)
 
-$(GPU_VENV)/.installed: tests/perf/gpu_requirements.txt
+$(GPU_VENV)/.installed: tests/perf/gpu/gpu_requirements.txt
 	@if ! [ -x $(GPU_VENV)/bin/python ] && ! "$(PYTHON312)" -c '' 2>/dev/null; then \
 		echo "The environment needs Python 3.12. Choose one with: make PYTHON312=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 		exit 1; \

@@ -24,7 +24,11 @@ import numpy as np
 
 WIRE_VERSION = 4
 MAX_LOGPROBS = 20
-PROBATION_TOKENS = 4  # that a request with `Submit.alone` generates in steps of its own
+# Tokens that a request with `Submit.alone` generates in steps without any other request.
+ISOLATED_TOKENS = 4
+# Below this temperature the most likely token is taken: for logits that differ by more than float32 rounding, the
+# distribution is a single token.
+GREEDY_TEMPERATURE = 1e-5
 LEASE_S = 10.0  # a stream that its router has not named for so long ends at the replica
 
 

@@ -89,7 +89,7 @@ class Engine:
         scheduler = Scheduler(self.config)
         self.epoch: str = scheduler.events.epoch
         self._copies = scheduler.copies  # counters are read from any thread
-        self._tiers = (scheduler.blocks, scheduler.host.blocks)
+        self._tiers = (scheduler.memory.blocks, scheduler.memory.host.blocks)
         self._offline = None if on_output is not None else OfflineFront(self)
         self.recorder: FlightRecorder | None = None
         if flight_path is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.kernels.compiled import open_library
+from quire.kernels.library_loader import open_library
 
 _ABI = 5  # QUIRE_ROUTER_ABI
 _Anything = ctypes.c_char * 0
@@ -79,15 +79,6 @@ def load() -> ctypes.PyDLL | None:
     library.quire_match.argtypes = [
         *(pointer, pointer, integer, ctypes.c_double, ctypes.c_double, pointer, integer, pointer)
     ]
-    library.quire_price.restype = integer
-    library.quire_price.argtypes = [
-        *(pointer, integer, pointer, integer, ctypes.c_double, ctypes.c_double),
-        *(pointer, pointer, pointer),
-    ]
-    library.quire_terms.restype = None
-    library.quire_terms.argtypes = [*(pointer,) * 4, integer, pointer]
-    library.quire_smallest.restype = integer
-    library.quire_smallest.argtypes = [pointer, integer, integer, pointer]
     return library
 
 

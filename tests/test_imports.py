@@ -67,6 +67,9 @@ LAYERS = (
     "cluster.proxies",
     "cluster.config",
     "cluster.local",
+    "cluster.bench.load",
+    "cluster.bench.engines",
+    "cluster.bench.results",
     "cluster.bench",
     "cluster",
 )
@@ -264,7 +267,7 @@ UNSAFE_CALLS = {
 # Ray's own settings, for the process that `quire serve` starts and for its REST API.
 # report reads the commit of a copy without git.
 MAY_READ_ENVIRONMENT = {
-    "quire.cluster.bench.report",
+    "quire.cluster.bench.results.report",
     "quire.cluster.local.local_serve",
     "quire.cluster.local.serve_api",
     "quire.cluster.proxies.ray_proxies",  # `controller_options` has nothing but variables

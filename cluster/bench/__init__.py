@@ -1,1 +1,1 @@
-"""`quire bench`: load, offline batches, comparisons."""
+"""The commands of `quire bench`: serve, offline, compare."""

@@ -8,11 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from quire.cluster.bench import compare, plots, report
-from quire.cluster.bench.checkpoints import SHAPES, VOCAB_SIZE, build
-from quire.cluster.bench.engine_process import EngineSpec
+from quire.cluster.bench.engines import compare
+from quire.cluster.bench.engines.checkpoints import SHAPES, VOCAB_SIZE, build
+from quire.cluster.bench.engines.engine_process import EngineSpec
+from quire.cluster.bench.load.workloads import batches
 from quire.cluster.bench.offline_command import shape_of
-from quire.cluster.bench.workloads import batches
+from quire.cluster.bench.results import plots, report
 
 
 def main(options: argparse.Namespace) -> int:

@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench import plots, report, step_times
-from quire.cluster.bench.checkpoints import SHAPES, build
-from quire.cluster.bench.engine_client import EngineClient
-from quire.cluster.bench.floor import ModelShape, best_of, floor_of, measure_rates
-from quire.cluster.bench.load import Run, closed_loop
-from quire.cluster.bench.measures import Slo, summarise
-from quire.cluster.bench.workloads import TimedRequest, Workload, batches
+from quire.cluster.bench.engines import step_times
+from quire.cluster.bench.engines.checkpoints import SHAPES, build
+from quire.cluster.bench.engines.floor import ModelShape, best_of, floor_of, measure_rates
+from quire.cluster.bench.load.engine_client import EngineClient
+from quire.cluster.bench.load.load_generator import Run, closed_loop
+from quire.cluster.bench.load.workloads import TimedRequest, Workload, batches
+from quire.cluster.bench.results import plots, report
+from quire.cluster.bench.results.measures import Slo, summarise
 
 
 async def run_batch(

@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench import plots, report
-from quire.cluster.bench.cache_watch import CacheSample, watching
-from quire.cluster.bench.clients import Client, connect, served_model
-from quire.cluster.bench.floor import ModelShape, Rates, measure_rates
-from quire.cluster.bench.load import Progress, Run, closed_loop, open_loop, session_loop
-from quire.cluster.bench.measures import Slo, max_in_flight, summarise
-from quire.cluster.bench.workloads import (
+from quire.cluster.bench.engines.floor import ModelShape, Rates, measure_rates
+from quire.cluster.bench.load.cache_watch import CacheSample, watching
+from quire.cluster.bench.load.clients import Client, connect, served_model
+from quire.cluster.bench.load.load_generator import (
+    Progress,
+    Run,
+    closed_loop,
+    open_loop,
+    session_loop,
+)
+from quire.cluster.bench.load.workloads import (
     Lengths,
     PrefixMix,
     TimedRequest,
@@ -26,6 +30,8 @@ from quire.cluster.bench.workloads import (
     read_trace,
     sessions,
 )
+from quire.cluster.bench.results import plots, report
+from quire.cluster.bench.results.measures import Slo, max_in_flight, summarise
 
 _SETTINGS = (
     "model prompt_tokens output_tokens prefixes prefix_tokens rate concurrency duration_s requests_per_user "

@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from quire.protos.errors import InvalidRequest
+from quire.router.policy.by_name import PolicyName
 from quire.router.text.template_kwargs import check_template_kwargs
 
 EMBEDDED_MODEL = "embedded"
@@ -414,9 +415,7 @@ class EngineArgs(_Section):
 class RouterArgs(_Section):
     """One router: how it places requests, what it accepts from clients and how long it waits."""
 
-    policy: Literal[
-        "slo", "e2e", "round_robin", "least_loaded", "power_of_two", "prefix_affinity"
-    ] = Field(
+    policy: PolicyName = Field(
         "slo",
         description="How a replica is chosen. slo: the smallest cost in seconds, for time to first "
         "token; e2e: the same, for the whole answer; the others are what they say, for comparison.",

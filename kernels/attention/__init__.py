@@ -1,1 +1,1 @@
-"""Paged attention: work lists, decode, prefill."""
+"""Paged attention: the plan of a step's work, and the decode and prefill kernels that follow it."""

@@ -1,4 +1,11 @@
-"""One call of an attention kernel: its operands and options, checked, in the form in which the kernels take them."""
+"""Checks an attention call and prepares its launch arguments, for decode and prefill alike.
+
+::
+
+    decode_attention ──┐                                      ┌─▶ operands (FP8 caches viewed as bytes where needed)
+                       ├─▶ prepare_call ─▶ checks, memoised ──┤
+    prefill_attention ─┘                   by TensorMeta      └─▶ strides, compile-time constants
+"""
 
 from __future__ import annotations
 
@@ -9,14 +16,15 @@ from typing import TypedDict
 import torch
 import triton
 
-from quire.kernels import checks
-from quire.kernels.attention.attention_math import FP8_BITS, fp8_form, score_scale
-from quire.kernels.rows.forms import KEPT_FORMS, Form, form_of
+from quire.kernels import argument_checks
+from quire.kernels.attention import attention_checks
+from quire.kernels.attention.attention_math import FP8_BITS, fp8_mode, score_scale
+from quire.kernels.tensor_meta import CACHED_CHECKS, TensorMeta, meta_of
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads, and which keys a query sees: what a plan and the call that uses it agree on.
+    """Heads of the layers, and the keys that a query sees. A plan and its attention calls share it.
 
     Raises
     ------
@@ -27,12 +35,12 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    window: int | None = None  # keys that a query sees, itself included
-    chunk: int | None = None  # size of local attention's chunks
+    window: int | None = None  # keys that a query sees, its own included
+    chunk: int | None = None  # tokens of a chunk of chunked local attention
 
     def __post_init__(self) -> None:
-        checks.check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
-        checks.check_local(self.window, self.chunk)
+        argument_checks.check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        attention_checks.check_local(self.window, self.chunk)
 
     @property
     def group(self) -> int:
@@ -67,18 +75,18 @@ class AttentionOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchForm:
-    """What a call's forms fix of its launch."""
+class LaunchArguments:
+    """The launch arguments that depend on shapes, strides and dtypes alone."""
 
-    strides: tuple[
-        int, ...
-    ]  # of q, out, the block tables, and a block and a head of the caches, in elements
+    # In elements: between tokens of q and of out, between rows of the block tables, between blocks and between heads
+    # of the caches.
+    strides: tuple[int, ...]
     constants: dict[str, int | float]  # compile-time arguments of the decode and prefill kernels
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Operands of one launch; `prepare_call` makes it."""
+    """Checked operands of one launch, made by `prepare_call`."""
 
     out: torch.Tensor  # [tokens, heads, head_dim]
     q: torch.Tensor  # [tokens, heads, head_dim]
@@ -89,7 +97,7 @@ class AttentionCall:
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     qk_scale: float  # `quire.kernels.attention.attention_math.score_scale`
-    form: LaunchForm
+    launch: LaunchArguments
 
 
 def prepare_call(
@@ -107,58 +115,58 @@ def prepare_call(
     v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> AttentionCall:
-    """Check a call against the plan it was made for.
+    """Check an attention call against its plan and prepare the launch.
 
     Parameters
     ----------
     q
         [tokens, heads, head_dim] bfloat16, float16 or float32; tokens may be strided.
     k_cache, v_cache
-        [num_blocks, kv_heads, block_size, head_dim] in the dtype of q or float8_e4m3fn, pages contiguous. The
-        keys of this step are already written. Slots that hold no key may hold anything.
+        [num_blocks, kv_heads, block_size, head_dim] in the dtype of q or float8_e4m3fn. The tokens of one block and
+        head are contiguous. The keys of this step are already written. Slots without a key may hold any value.
     block_tables
-        [>= rows, max_blocks] int32; entries without a key that the row sees are not read.
+        [>= rows, max_blocks] int32. Only entries of blocks with a key that the row sees are read.
     scale
         Factor on q.k, > 0.
     shape, kv_len
-        Of the plan; kv_len [rows] int32.
+        The plan's; kv_len [rows] int32.
     softcap, sinks, k_scale, v_scale, out
-        `AttentionOptions`.
+        See `AttentionOptions`.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride, device or option that does not fit, with its bound.
+        A shape, dtype, stride, device or option is not supported; the message has the bound.
     """
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     operands = (q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale, out, kv_len)
-    form = _checked(shape, scale, softcap, *map(form_of, operands))
-    if form.constants["FP8"] == FP8_BITS:
+    launch = _checked(shape, scale, softcap, *map(meta_of, operands))
+    if launch.constants["FP8"] == FP8_BITS:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     qk_scale = score_scale(scale, softcap)
     return AttentionCall(
-        out, q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale, qk_scale, form
+        out, q, k_cache, v_cache, block_tables, sinks, k_scale, v_scale, qk_scale, launch
     )
 
 
-@functools.lru_cache(KEPT_FORMS)
+@functools.lru_cache(CACHED_CHECKS)
 def _checked(
     shape: AttentionShape,
     scale: float,
     softcap: float | None,
-    q: Form,
-    k_cache: Form,
-    v_cache: Form,
-    block_tables: Form,
-    sinks: Form | None,
-    k_scale: Form | None,
-    v_scale: Form | None,
-    out: Form,
-    kv_len: Form,
-) -> LaunchForm:
-    """Check the operands' forms against the plan's shape."""
-    checks.check_attention(
+    q: TensorMeta,
+    k_cache: TensorMeta,
+    v_cache: TensorMeta,
+    block_tables: TensorMeta,
+    sinks: TensorMeta | None,
+    k_scale: TensorMeta | None,
+    v_scale: TensorMeta | None,
+    out: TensorMeta,
+    kv_len: TensorMeta,
+) -> LaunchArguments:
+    """Check the operands against the plan's shape; return the launch arguments that follow from them."""
+    attention_checks.check_attention(
         q,
         k_cache,
         v_cache,
@@ -168,13 +176,13 @@ def _checked(
         shape.num_kv_heads,
         shape.head_dim,
     )
-    checks.check_options(q, k_cache, scale, softcap, sinks, k_scale, v_scale)
-    checks.check_device("plan", kv_len, q.device)
-    checks.check_out(out, q)
+    attention_checks.check_options(q, k_cache, scale, softcap, sinks, k_scale, v_scale)
+    argument_checks.check_device("plan", kv_len, q.device)
+    attention_checks.check_out(out, q)
     strides = (*(x.stride(0) for x in (q, out, block_tables)), *k_cache.strides[:2])
     own = dict(
         BLOCK_SIZE=k_cache.shape[2],
         SOFTCAP=softcap or 0.0,
-        FP8=fp8_form(k_cache.dtype, k_cache.device),
+        FP8=fp8_mode(k_cache.dtype, k_cache.device),
     )
-    return LaunchForm(strides, shape.constants() | own)
+    return LaunchArguments(strides, shape.constants() | own)

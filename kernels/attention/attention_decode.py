@@ -1,37 +1,37 @@
-"""Paged decode attention: one query token a row, keys and values read once at the speed of the memory.
+"""Paged decode attention: one query token for each row; the time is that of reading the keys and values once.
 
 For row r with n keys, query head h of KV head g (``group`` heads each), f = scale * log2(e)::
 
     o_h = sum_j 2^(f q_h.k_gj - m_h) v_gj / sum_j 2^(f q_h.k_gj - m_h)          j in the keys that r sees
 
-Work. Keys are cut into splits of a fixed number of tokens from position 0. An item is (rows, split); the list
-lies on the device (`quire.kernels.attention.decode_plan`) and a persistent grid walks it for each KV head, so there is
-no host heuristic, no step at some batch size, and one CUDA graph fits every length. The heads of a group are the rows
-of one 16-row matrix tile. A second small kernel merges a row's partial results::
+Work. Keys are cut into splits of a fixed number of tokens, counted from position 0. A work item is (rows, split). The
+list of items is on the device (`quire.kernels.attention.decode_plan`), and a persistent grid processes it for each KV
+head. So the host needs no heuristic, no batch size is a special case, and one CUDA graph serves every length. The query
+heads of a KV group are the rows of one 16-row matrix tile. A second, small kernel merges a row's partial results::
 
     item list   r0 s0 | r0 s1 | r0 s2 | r1 s0 | r2 s0 | ...      x KV heads, walked by num_programs programs
                   |       |       |       |
     partials    slot 0  slot 1  slot 2    out    (a single split is finished in place)
                   +---m0, l0, o0 -> merge -> out
 
-The merge is a tree of two levels that the row's number of splits alone fixes: `MERGE_SPLITS` splits in order make a
-partial result, and these in order the row's::
+The merge is a tree of two levels, fixed by the row's number of splits. Level 1 merges each run of `MERGE_SPLITS` splits
+in order; level 2 merges these results in order::
 
     splits      0 1 2 ... 31 | 32 33 ... 63 | 64 ... 70
     level 1     in order       in order       in order       of one head, side by side in one program
     level 2     +--------------+--------------+---> out
 
-A row's bits depend on its own keys only: not on the batch, the grid, the order of completion or the slots.
+A row's bits depend on its own keys only, not on the batch, the grid, the order of completion or the slots.
 
-Shared prefixes (cascade). Rows whose tables begin with the same blocks share the items of the splits there: up to
-16 // group rows fill the tile that one row leaves empty, and the keys are loaded once for all of them. A lane of the
-tile does the same arithmetic whatever the others hold, and the partial results go to the same slots: equal bits.
+Shared prefixes (cascade). Rows whose block tables begin with the same blocks share the items of these splits. One row
+uses `group` of the tile's 16 lanes, so up to 16 // group rows fit, and the keys are loaded once for all. A lane's
+arithmetic does not depend on the other lanes, and partial results go to the same slots, so the bits are the same.
 
-Layout. q, out [tokens, heads, head_dim]; pages [num_blocks, kv_heads, block_size, head_dim], any block stride.
+Layout. q, out [tokens, heads, head_dim]; cache [num_blocks, kv_heads, block_size, head_dim], any block stride.
 
-Bytes: 2 n kv_heads head_dim itemsize a row (shared splits: once for 16 // group rows, and these reads come from L2
-where the shared part fits it), plus 8 (head_dim + 2) heads for each split of a row that has several: 1.6% of the KV
-bytes at split 256, group 4, bf16. Flops: 4 n heads head_dim a row (16 / group times as many in the padded tiles).
+Bytes: 2 n kv_heads head_dim itemsize for each row. A shared split is read once for 16 // group rows, from L2 where the
+shared part fits. A row with several splits adds 8 (head_dim + 2) heads for each split: 1.6% of the KV bytes at split
+256, group 4, bf16. Flops: 4 n heads head_dim for each row (16 / group times as many in the padded tiles).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from quire.kernels.attention.decode_plan import DecodePlan
 from quire.kernels.tuning import launch_options
 
 SUBTILE = tl.constexpr(16)  # rows of the smallest matrix instruction
-MERGE_ELEMENTS = 1024  # of the accumulators in one program of the merge: 8 a thread
+MERGE_ELEMENTS = 1024  # accumulator elements of one merge program: 8 for each thread
 MERGE_WARPS = 4
 
 
@@ -73,7 +73,7 @@ def _decode_kernel(
     SPLIT: tl.constexpr, TILE: tl.constexpr, MERGE_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Walk the items: lane i of a tile holds head i % GROUP_PAD of the item's i // GROUP_PAD-th row."""
+    """Process the work items: lane i of a tile has head i % GROUP_PAD of row i // GROUP_PAD of the item."""
     LOCAL: tl.constexpr = WINDOW > 0 or CHUNK > 0
     ITEM_WIDTH: tl.constexpr = 2 + SUBTILE // GROUP_PAD
     lane = tl.arange(0, SUBTILE)
@@ -85,7 +85,7 @@ def _decode_kernel(
         item_ptr = items_ptr + index // KV_HEADS * ITEM_WIDTH
         first_split = tl.load(item_ptr)
         end_split = tl.load(item_ptr + 1)
-        # Where there are several rows, they share every key of the item: any of them leads.
+        # All rows of an item see the same keys, so the first row's length and block table serve all.
         lead = tl.load(item_ptr + 2)
         row = tl.load(item_ptr + 2 + lane // GROUP_PAD)
         valid = row >= 0
@@ -156,7 +156,7 @@ def _decode_kernel(
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(m, l, acc) of no key."""
+    """(m, l, acc) before the first key."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     return m, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
 
@@ -166,13 +166,13 @@ def _merge_slots(
     partial_acc_ptr, partial_ml_ptr, slot, step, count, most, head, dim,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr, DIMS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Merge in order the partial results of `head` in slots slot, slot + step, ...
+    """Merge, in order, `count` partial results of `head` in slots slot, slot + step, ...
 
-    `slot`, `count` (at most `most`) and `head` are [LANES] each: the lanes have nothing to do with each other.
+    `slot`, `count` (at most `most`) and `head` are [LANES] each; lanes are independent.
     """
     m, l, acc = _nothing(LANES, DIMS)
     for begin in range(0, most, UNROLL):
-        # All loads of a round before its first merge: they are in flight together.
+        # Issue all loads of a round before its first merge, so that they overlap.
         m_next = ()
         l_next = ()
         acc_next = ()
@@ -196,10 +196,11 @@ def _merge_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, LANES: tl.constexpr, DIMS: tl.constexpr,
     SPLIT: tl.constexpr, MERGE_SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Merge partial results; rows without keys get zeros.
+    """Merge the rows' partial results; a row without keys gets zeros.
 
-    The list begins with the long rows, of more than MERGE_SPLITS splits. A long row has a program for each head, whose
-    lanes do level 1 for LANES runs of splits at a time; of other rows a program has LANES heads.
+    Long rows, those with more than MERGE_SPLITS splits, come first in the list. A long row has one program for each
+    head, in which LANES lanes do level 1 for LANES runs of splits at a time. Of a short row, a program merges LANES
+    heads.
     """
     lane = tl.arange(0, LANES)
     dim = tl.arange(0, DIMS)
@@ -210,7 +211,7 @@ def _merge_kernel(
         is_long = index < num_long * HEADS
         short = index - num_long * HEADS
         row = tl.load(merge_rows_ptr + tl.where(is_long, index // HEADS, num_long + short // parts))
-        # Lanes of a long row all have its head in level 1, and lane 0 alone goes on with level 2.
+        # Long row: all lanes have the same head in level 1; only lane 0 does level 2.
         head = tl.where(is_long, index % HEADS, short % parts * LANES + lane)
         used = tl.where(is_long, lane < 1, head < HEADS)
         slot = tl.load(row_slot_ptr + row)
@@ -226,7 +227,7 @@ def _merge_kernel(
                     partial_acc_ptr, partial_ml_ptr, slot + first, 1, own, MERGE_SPLITS, head, dim,
                     HEADS, HEAD_DIM, LANES, DIMS, UNROLL,
                 )  # fmt: skip
-                # The result takes the place of its first split, which other threads may still have to load.
+                # The result overwrites its first split, which other threads may not have loaded yet.
                 tl.debug_barrier()
                 at = (slot + first).to(tl.int64) * HEADS + head
                 held = (own > 0)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -260,7 +261,7 @@ def decode_attention(
     plan: DecodePlan,
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
-    """Attention of the rows with one query token; the output of other tokens is left as it is.
+    """Compute attention for rows with one query token; the output of other rows is not written.
 
     Parameters
     ----------
@@ -273,12 +274,12 @@ def decode_attention(
 
     Returns
     -------
-    `out`. The bits of a row depend on that row's keys only.
+    `out`. A row's bits depend on that row's keys only.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride, device or option that does not fit, with its bound.
+        A shape, dtype, stride, device or option is not supported; the message has the bound.
     """
     ws = plan.workspace
     call = prepare_call(q, k_cache, v_cache, block_tables, scale, ws.shape, plan.kv_len, **options)
@@ -290,9 +291,9 @@ def decode_attention(
         call.out, ws.partial_acc, ws.partial_ml,
         call.q, call.k_cache, call.v_cache, call.block_tables, plan.cu_q, plan.kv_len,
         ws.items, ws.counts, ws.row_slot, call.sinks, call.k_scale, call.v_scale,
-        call.qk_scale, *call.form.strides,
+        call.qk_scale, *call.launch.strides,
         GROUP_PAD=shape.group_pad, SPLIT=config.split_tokens, TILE=config.tile_tokens,
-        MERGE_SPLITS=config.merge_splits, **call.form.constants,
+        MERGE_SPLITS=config.merge_splits, **call.launch.constants,
         **launch_options(ws.arch, config.num_warps, config.num_stages, config.programs_per_processor),
     )
     _merge_kernel[(ws.num_merge_programs,)](
@@ -309,6 +310,6 @@ def decode_attention(
 
 
 def merge_layout(head_dim: int) -> dict[str, int]:
-    """The merge kernel's accumulators: lanes and their dimensions."""
+    """Compile-time shape of the merge kernel's accumulators: number of lanes and dimensions of each."""
     dims = 1 << (head_dim - 1).bit_length()
     return dict(LANES=MERGE_ELEMENTS // dims, DIMS=dims)

@@ -1,4 +1,4 @@
-"""Tile arithmetic that decode, shared-prefix decode and prefill attention have in common.
+"""Tile arithmetic that the decode and prefill kernels share.
 
 Online softmax over tiles of keys in base 2, f = scale * log2(e)::
 
@@ -6,14 +6,14 @@ Online softmax over tiles of keys in base 2, f = scale * log2(e)::
     p_j = 2^(s_j - m')       l' = a * l + sum_j p_j         o' = a * o + sum_j p_j v_j
 
 Soft-cap replaces f * q.k by log2(e) * c * tanh(scale * q.k / c). A sink is one more logit whose value vector is
-zero: it joins l when the row is finished, o = o' / l'.
+zero: it is added to l once, at the end of the row; the output is o = o' / l'.
 
-Every multiply-add whose rounding could depend on the compiler is an explicit `fma`, and the kernels are
-compiled without fusion of others. A key that a query does not see adds an exact zero, so a row's bits
-depend on neither the other rows of its tile nor how far the loop runs beyond the row's own keys.
+Every multiply-add whose rounding the compiler could choose is an explicit `fma`; the kernels are compiled without
+fusion of any other. A key that a query does not see adds an exact zero. So a row's bits depend neither on the other
+rows of its tile nor on how far the loop runs beyond the row's own keys.
 
-Keys and values lie in pages, [num_blocks, kv_heads, block_size, head_dim], a page of one head contiguous. With
-TILE <= BLOCK_SIZE a tile is one contiguous run: one scalar load of a block id, then affine addresses.
+Keys and values lie in blocks, [num_blocks, kv_heads, block_size, head_dim]; the tokens of one block and head are
+contiguous. With TILE <= BLOCK_SIZE a tile is one contiguous run: one scalar load of a block id, then affine addresses.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from quire.kernels.tuning import has_fp8_conversion
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# How a KV element becomes an operand of the products (argument FP8).
-FP8_NONE = tl.constexpr(0)  # it already has the type of q
+# How a KV element becomes an operand of the products (the kernels' argument FP8).
+FP8_NONE = tl.constexpr(0)  # the cache has the dtype of q: no conversion
 FP8_NATIVE = tl.constexpr(1)  # float8_e4m3fn, converted by the hardware
 FP8_BITS = tl.constexpr(2)  # the same bytes as uint8, for devices without the conversion
 
 
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Position of the first key that a query at `position` sees; 0 for both options: no limit."""
+    """Position of the first key that a query at `position` sees. WINDOW and CHUNK are 0 where there is no limit."""
     if WINDOW > 0:
         first = tl.maximum(position - (WINDOW - 1), 0)
     elif CHUNK > 0:
@@ -46,14 +46,14 @@ def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def split_range(kv_len, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """First split and number of splits that the last token of `kv_len` tokens sees; none of an empty row."""
+    """First split and number of splits that the last of `kv_len` tokens sees; an empty row has 0 splits."""
     begin = first_key(tl.maximum(kv_len - 1, 0), WINDOW, CHUNK) // SPLIT
     return begin, (kv_len + SPLIT - 1) // SPLIT - begin
 
 
 @triton.jit
 def position_seen(position, begin, end, LOCAL: tl.constexpr):
-    """Whether a position lies in [begin, end); without LOCAL begin is 0 and costs no comparison."""
+    """Whether a position lies in [begin, end). Without LOCAL begin is 0, and the comparison is left out."""
     seen = position < end
     if LOCAL:
         seen = seen & (position >= begin)
@@ -66,9 +66,9 @@ def tile_offsets(
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """Where tokens [start, start + TILE) lie: (int64 scalar, [TILE] offsets), in elements from the head's page 0.
+    """Addresses of tokens [start, start + TILE) in elements from block 0 of the head: int64 base, [TILE] offsets.
 
-    Of a MASKED tile, which may reach beyond [begin, end), only the entries of tokens inside are read.
+    A MASKED tile may extend beyond [begin, end); table entries of tokens outside are not read.
     """
     token = tl.arange(0, TILE)
     if TILE <= BLOCK_SIZE:
@@ -93,7 +93,10 @@ def load_tile(
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, FP8: tl.constexpr,
     MASKED: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    """[TILE, HEAD_PAD] keys or values as `dtype`; zero outside [begin, end) (0 * NaN would be NaN) and the padding."""
+    """Load [TILE, HEAD_PAD] keys or values as `dtype`.
+
+    Elements outside [begin, end) and of the padding are zero: weights of 0 would not cancel a NaN there.
+    """
     dim = tl.arange(0, HEAD_PAD)
     offsets = rows[:, None] + dim[None, :]
     if MASKED:
@@ -106,7 +109,8 @@ def load_tile(
     else:
         x = tl.load(ptr + base + offsets)
     if FP8 == FP8_BITS:
-        # e4m3 and float16 differ by 8 in the exponent's bias: shifted into place, the value is 2^-8 of the true one.
+        # The exponent bias is 7 in e4m3 and 15 in float16: moved to float16's bit positions, the value is 2^-8 of the
+        # true one.
         bits = x.to(tl.uint16)
         bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         x = bits.to(tl.float16, bitcast=True) * 256.0
@@ -117,14 +121,14 @@ def load_tile(
 def attend_tile(
     q, k, v, m, l, acc, seen, qk_scale, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """One step of the online softmax.
+    """Add one tile of keys to the online softmax (m, l, acc).
 
-    q [M, D], k and v [TILE, D], m and l [M], acc [M, D], all but q, k, v float32; `seen` [M, TILE] is read where
-    MASKED. `qk_scale` is f, or with SOFTCAP 2 * log2(e) * scale / SOFTCAP.
+    Shapes: q [M, D], k and v [TILE, D]; m and l [M], acc [M, D] float32. `seen` [M, TILE] is used where MASKED.
+    `qk_scale` is f, or with SOFTCAP 2 * log2(e) * scale / SOFTCAP.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP > 0.0:
-        # tanh(x) = 1 - 2 / (1 + e^2x): right at both infinities, where libdevice would cost a branch.
+        # tanh(x) = 1 - 2 / (1 + e^2x): correct at both infinities without the branch of libdevice's tanh.
         s = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(s * qk_scale)))
         factor = 1.0
     else:
@@ -133,7 +137,8 @@ def attend_tile(
         s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * factor)
     if MASKED:
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # no key seen so far
+        # m_new is -inf where no key has been seen so far.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     else:
         shift = m_new
     p = tl.exp2(tl.fma(s, tl.zeros_like(s) + factor, tl.broadcast_to(-shift[:, None], s.shape)))
@@ -145,7 +150,7 @@ def attend_tile(
 
 @triton.jit
 def merge(m, l, acc, m_next, l_next, acc_next):
-    """Join two partial results; (-inf, 0, 0) on either side leaves the other's bits as they are."""
+    """Merge two partial results; merging with (-inf, 0, 0) leaves the other's bits unchanged."""
     m_new = tl.maximum(m, m_next)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     a = tl.exp2(m - shift)
@@ -157,7 +162,7 @@ def merge(m, l, acc, m_next, l_next, acc_next):
 
 @triton.jit
 def finish(m, l, acc, sink, v_scale):
-    """[M, D] output: the sink (logit [M], or None) joins the denominator; a row without any key gives zeros."""
+    """Return the output [M, D]. The sink (logits [M], or None) is added to the denominator; no keys give zeros."""
     if sink is not None:
         sink = sink * LOG2E
         m_new = tl.maximum(m, sink)
@@ -170,7 +175,7 @@ def finish(m, l, acc, sink, v_scale):
 
 @triton.jit
 def head_scales(k_scale_ptr, v_scale_ptr, head, qk_scale):
-    """(qk_scale with the head's K scale, V scale); both pointers None: no quantisation."""
+    """Return (qk_scale times the head's K scale, V scale); the pointers are None for a cache without scales."""
     v_scale = 1.0
     if k_scale_ptr is not None:
         qk_scale = qk_scale * tl.load(k_scale_ptr + head)
@@ -179,15 +184,15 @@ def head_scales(k_scale_ptr, v_scale_ptr, head, qk_scale):
     return qk_scale, v_scale
 
 
-def fp8_form(dtype: torch.dtype, device: torch.device) -> int:
-    """The kernels' argument FP8 for a cache: how they read it on its device."""
+def fp8_mode(dtype: torch.dtype, device: torch.device) -> int:
+    """Value of the kernels' argument FP8 for a cache of `dtype` on `device`."""
     if dtype != torch.float8_e4m3fn:
         return FP8_NONE.value
     return (FP8_NATIVE if has_fp8_conversion(device) else FP8_BITS).value
 
 
 def score_scale(scale: float, softcap: float | None) -> float:
-    """The argument `qk_scale` of `attend_tile`."""
+    """Value of `attend_tile`'s argument `qk_scale`."""
     if softcap is None:
         return scale * LOG2E.value
     return 2.0 * LOG2E.value * scale / softcap

@@ -1,24 +1,25 @@
-"""Paged prefill attention: ragged new tokens over the keys of earlier chunks and their own, causal.
+"""Paged prefill attention, causal: the new tokens of each row of a ragged batch attend to all keys up to their own.
 
-Query tokens at positions p = kv_len - q_len ... kv_len - 1 of row r, keys 0 ... p of the same row, heads as in
-`quire.kernels.attention.attention_decode`. A work item is (query tile, KV head): BLOCK_M = queries x heads of the KV
-group packed into the rows of one matrix tile (64 rows and more: Hopper's wgmma), so the keys of a KV head are loaded
-once for its whole group. The loop over tiles of keys has three parts, so that masks are paid at the edges only::
+Query tokens at positions p = kv_len - q_len ... kv_len - 1 of row r attend to keys 0 ... p of the same row; the formula
+is that of `quire.kernels.attention.attention_decode`. A work item is (query tile, KV head). The rows of its matrix tile
+are BLOCK_M pairs of a query and a head of the KV group (64 rows and more: Hopper's wgmma), so the keys of a KV head are
+loaded once for its whole group. The loop over tiles of keys has three parts, and only the edges are masked::
 
     keys      0 ...        [ edge | full | full | full | edge ]      ... kv_len
               not visited   window         unmasked       diagonal
 
-Without a window the first part does not exist; with one (or with chunked attention) the loop starts at the first
-tile that any query of the item sees. Tiles lie at absolute multiples of `tile_tokens` and a key that a query does not
-see adds an exact zero, so the bits of a token depend neither on the chunk it came in nor on the batch.
+The first part exists only with a window or with chunked attention: the loop then starts at the first tile that any
+query of the item sees. Tiles begin at absolute multiples of `tile_tokens`, and a key that a query does not see adds an
+exact zero. So a token's bits depend neither on the prefill chunk that it arrived in nor on the batch.
 
-Items are listed on the device (`plan_prefill`), within a row the last tile, which has most keys, first; KV heads
-are the fastest index, so all heads' long items start first.
+The items are listed on the device (`plan_prefill`). Within a row the last query tile, which has the most keys, comes
+first. KV heads are the fastest index, so the long items of all heads start first.
 
-Layout. q, out [tokens, heads, head_dim]; pages [num_blocks, kv_heads, block_size, head_dim], any block stride.
+Layout. q, out [tokens, heads, head_dim]; cache [num_blocks, kv_heads, block_size, head_dim], any block stride.
 
-Flops: 4 heads head_dim (q_len kv_len - q_len (q_len - 1) / 2) a row, plus at most one tile a query tile at each edge.
-Bytes: q and out once; K and V once a query tile, from L2 where the items of a KV head run together.
+Flops: 4 heads head_dim (q_len kv_len - q_len (q_len - 1) / 2) for each row, plus at most one tile of keys at each edge
+of a query tile. Bytes: q and out once; K and V once for each query tile, from L2 where the items of a KV head run
+together.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _walk_keys(
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [low, high); any query of the item sees keys in [begin, end) only."""
+    """Add the key tiles in [low, high). No query of the item sees a key outside [begin, end)."""
     LOCAL: tl.constexpr = WINDOW > 0 or CHUNK > 0
     for start in range(low, high, TILE):
         base, rows = tile_offsets(
@@ -80,7 +81,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of one KV head; programs beyond the list do nothing."""
+    """Compute one query tile of one KV head; programs beyond the end of the list do nothing."""
     index = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     if index < tl.load(num_tiles_ptr):
@@ -96,7 +97,7 @@ def _prefill_kernel(
         end_query = tl.minimum(first_query + queries, q_len)
         query = first_query + lane // GROUP
         valid = (lane < queries * GROUP) & (query < q_len)
-        # Lanes without a query repeat the last one: they see keys, and are not stored.
+        # Lanes without a query repeat the last query, so that they see keys; their results are not stored.
         query = tl.minimum(query, end_query - 1)
         position = context + query
         heads = head * GROUP + lane % GROUP
@@ -112,7 +113,8 @@ def _prefill_kernel(
         last = context + end_query - 1
         begin = first_key(first, WINDOW, CHUNK)
         end = last + 1
-        # Every query sees [full_low, full_high); chunks: none of it where the tile spans two of them.
+        # All queries see every key of [full_low, full_high). With chunked attention this range is empty for a query
+        # tile that spans two chunks.
         low = begin // TILE * TILE
         full_high = (first + 1) // TILE * TILE
         full_low = low
@@ -158,7 +160,7 @@ def prefill_attention(
     plan: PrefillPlan,
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
-    """Causal attention of the rows that the plan lists; the output of other tokens is left as it is.
+    """Compute causal attention for the rows that the plan lists; the output of other rows is not written.
 
     Parameters
     ----------
@@ -171,12 +173,12 @@ def prefill_attention(
 
     Returns
     -------
-    `out`. The bits of a token depend on its row's keys only, not on the chunk or the batch.
+    `out`. A token's bits depend on its row's keys only, not on the prefill chunk or the batch.
 
     Raises
     ------
     ValueError
-        A shape, dtype, stride, device or option that does not fit, with its bound.
+        A shape, dtype, stride, device or option is not supported; the message has the bound.
     """
     shape, config = plan.shape, plan.config
     call = prepare_call(q, k_cache, v_cache, block_tables, scale, shape, plan.kv_len, **options)
@@ -187,8 +189,8 @@ def prefill_attention(
     _prefill_kernel[(max_tiles * shape.num_kv_heads,)](
         call.out, call.q, call.k_cache, call.v_cache, call.block_tables,
         plan.cu_q, plan.kv_len, plan.tiles, plan.num_tiles, call.sinks, call.k_scale, call.v_scale,
-        call.qk_scale, *call.form.strides, BLOCK_M=config.block_m, TILE=config.tile_tokens,
-        **call.form.constants,
+        call.qk_scale, *call.launch.strides, BLOCK_M=config.block_m, TILE=config.tile_tokens,
+        **call.launch.constants,
         **launch_options(device_arch(q.device), config.num_warps, config.num_stages),
     )
     # fmt: on

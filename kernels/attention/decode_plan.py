@@ -1,29 +1,29 @@
-"""Work lists of decode attention, built on the device: no host synchronisation, fit for CUDA graphs.
+"""Work lists of decode attention, built on the device: no host synchronisation, usable in CUDA graphs.
 
-One launch a step serves all layers with the same window. A row is a *decode* row if it has one query token
-(``cu_q[i + 1] - cu_q[i] == 1``); others are left to `quire.kernels.attention.prefill_plan`. Keys are cut at absolute
-multiples of SPLIT tokens, so a row's splits, and with them its bits, depend on nothing but the row::
+One launch per step serves all layers with the same window. A *decode* row has one query token
+(``cu_q[i + 1] - cu_q[i] == 1``); `quire.kernels.attention.prefill_plan` lists the others. Keys are cut at absolute
+multiples of SPLIT tokens, so a row's splits, and its bits, depend on the row alone::
 
     kv_len      700                  200            1300, window 400      (SPLIT 256)
     splits      0 | 1 | 2            0              3 | 4 | 5
     items       (0,0) (0,1) (0,2)    (1,0..0)       (2,3) (2,4) (2,5)      (row, split)
     partials    slots 0  1  2        none           slots 3  4  5
 
-A row with one split is finished where it is computed. So is a row for whose splits no slot is left: one program
-walks them with the same arithmetic as the merge. The workspace can therefore be bounded without a bound on the lengths.
-Such rows come first in the list: the longest items start first.
+A row with one split needs no merge: its item writes the output. If too few slots are left for a row's splits, one
+program computes them all, with the same arithmetic as the merge. So the workspace has a bound although lengths have
+none. Such rows come first in the list, because their items take longest.
 
-Shared prefixes. Rows are of one class at a split if their tables name the same blocks up to its end. A split of a
-class is read once for each run of up to `item_rows` of its rows. The first row of a run lists its items, so each row
-finds by itself what it lists: no groups are formed, and a class may branch at every split::
+Shared prefixes. Two rows are of one class at a split if their block tables are equal up to the end of that split. Each
+run of up to `item_rows` rows of a class reads the split once. The first row of a run, its leader, lists the item. Each
+row's program finds the items that its row leads from the tables alone, and a class may branch at every split::
 
     tables    r0  a b c d . .        splits    0         1         2       (two blocks a split, 2 rows an item)
               r1  a b c d . .        items     (r0,r1)   (r0,r1)   (r0) (r1)
               r2  a b e f . .                  (r2,r3)   (r2)      (r2)
               r3  a b g .                                (r3)
 
-Bytes: 8 an item and 4 a row that it may hold, read once; each program of the planners reads the lengths of all rows
-(8 B a row, from L2) and, to find what is shared, one table entry of each row that may share the next split.
+Bytes: 8 for each item and 4 for each row that it may hold, read once. Each planner program reads the lengths of all
+rows (8 B each, from L2) and, to find shared splits, one table entry of each row that may share the next split.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import checks
+from quire.kernels import argument_checks
+from quire.kernels.attention import attention_checks
 from quire.kernels.attention.attention_call import AttentionShape
 from quire.kernels.attention.attention_math import split_range
 from quire.kernels.tuning import DecodeConfig, decode_config, device_arch, launch_options
 
-MAX_ROWS = 4096  # one program of the planner holds the lengths of all rows
+MAX_ROWS = 4096  # each planner program holds the lengths of all rows
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _decode_rows(
     cu_q_ptr, kv_len_ptr, num_rows, max_slots,
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For all rows [BLOCK_ROWS]: first split, splits, first slot, has slots, is an empty decode row."""
+    """For all rows [BLOCK_ROWS]: first split, number of splits, first slot, has slots, is an empty decode row."""
     row = tl.arange(0, BLOCK_ROWS)
     valid = row < num_rows
     q_len = tl.load(cu_q_ptr + row + 1, mask=valid, other=0) - tl.load(
@@ -72,10 +73,10 @@ def _find_runs_kernel(
     cu_q_ptr, kv_len_ptr, tables_ptr, num_rows, max_slots, stride_table,
     ITEM_ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program i follows the splits that row i shares, and writes the runs that it leads.
+    """Find the splits that row i = program_id shares with other rows, and write the runs that it leads.
 
-    `num_shared` of row i: splits that it shares; `num_led`: those of them whose run it leads. A run lies in the place
-    of its leader's slot, [ITEM_ROWS] rows, -1 for none; the first is -1 where another row leads.
+    Writes `num_shared` (splits that row i shares), `num_led` (shared splits of which row i leads the run) and, at each
+    of its slots, [ITEM_ROWS] rows of the run, -1 for none. The first entry is -1 where another row is the leader.
     """
     BLOCKS: tl.constexpr = (SPLIT + BLOCK_SIZE - 1) // BLOCK_SIZE
     here = tl.program_id(0)
@@ -89,14 +90,15 @@ def _find_runs_kernel(
     table_ptr = tables_ptr + tl.cast(here, tl.int64) * stride_table
     row_table_ptr = tables_ptr + row.to(tl.int64) * stride_table
     place = tl.arange(0, ITEM_ROWS)
-    same = has_slots.to(tl.int32)  # rows of one class with row i so far
+    # 1 for each row that is of one class with row i at the splits before `depth`.
+    same = has_slots.to(tl.int32)
     num_same = tl.sum(same, 0)
     depth = 0
     led = 0
-    # A row writes to its last split: that is its own.
+    # The last split is never shared: the row still appends keys to it.
     while (num_same > 1) & (depth + 1 < my_splits):
         block = depth * SPLIT // BLOCK_SIZE
-        # The last block first: where nothing is shared, no other is read.
+        # Compare the last block first: where nothing is shared, no other entry is read.
         longer = (same > 0) & (splits > depth + 1)
         other = tl.load(row_table_ptr + block + (BLOCKS - 1), mask=longer, other=0)
         candidates = longer & (other == tl.load(table_ptr + block + (BLOCKS - 1)))
@@ -128,7 +130,7 @@ def _plan_rows_kernel(
     ITEM_ROWS: tl.constexpr, SPLIT: tl.constexpr, MERGE_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program i lists the items of row i; program 0 also writes the counts. `runs_ptr` None: nothing is shared."""
+    """List the items of row i = program_id. Program 0 also writes the counts. `runs_ptr` is None without sharing."""
     here = tl.program_id(0)
     row = tl.arange(0, BLOCK_ROWS)
     first, splits, base, has_slots, empty = _decode_rows(
@@ -164,7 +166,7 @@ def _plan_rows_kernel(
     step = tl.where(my_slots > 0, 1, my_end - my_first)
     tl.store(row_slot_ptr + here, tl.where(my_slots > 0, my_base, -1))
     if tl.sum(tl.where(mine, merges, 0), 0) > 0:
-        # Long rows first.
+        # In the list of rows to merge, long rows come first.
         before = tl.where(row < here, merges, 0)
         place = tl.sum(tl.where(long > 0, before, 0), 0)
         if tl.sum(tl.where(mine, long, 0), 0) == 0:
@@ -196,7 +198,7 @@ def _plan_rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SharedRuns:
-    """Rows that read a split together, found once a step: `_find_runs_kernel` says what lies where."""
+    """Runs of rows that read a split together, found once per step; `_find_runs_kernel` describes the contents."""
 
     runs: torch.Tensor  # [max_slots, item_rows] int32
     num_shared: torch.Tensor  # [max_rows] int32
@@ -205,33 +207,33 @@ class SharedRuns:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Device buffers of decode attention; layers of one window share it, kernels of one stream only."""
+    """Device buffers of decode attention, shared by the layers of one window. Use them on one stream only."""
 
     config: DecodeConfig
     shape: AttentionShape
     max_rows: int
-    max_slots: int  # partial results; rows for whose splits none is left are walked by one program
+    # Partial results. If too few are left for a row's splits, one program computes the whole row.
+    max_slots: int
     arch: str  # key of the tuning tables
-    num_programs: int  # persistent grid of the walk
-    num_merge_programs: int  # of the merge
-    items: (
-        torch.Tensor
-    )  # [max_slots + max_rows, 2 + item_rows] int32: first split, end of splits, rows (-1: none)
-    counts: torch.Tensor  # [3] int32: items, rows to merge, long rows among them
-    merge_counts: torch.Tensor  # [2], the last two of them
+    num_programs: int  # persistent grid of the decode kernel
+    num_merge_programs: int  # persistent grid of the merge kernel
+    # [max_slots + max_rows, 2 + item_rows] int32: first split, end of the splits, rows (-1: none)
+    items: torch.Tensor
+    counts: torch.Tensor  # [3] int32: items, rows to merge, long rows
+    merge_counts: torch.Tensor  # [2] int32, view of `counts`: rows to merge, long rows
     row_slot: torch.Tensor  # [max_rows] int32, slot of a row's first split, -1: none
-    merge_rows: torch.Tensor  # [max_rows] int32, those of more than merge_splits splits first
+    merge_rows: torch.Tensor  # [max_rows] int32, long rows (more than merge_splits splits) first
     partial_acc: torch.Tensor  # [max_slots, heads, head_dim] float32
     partial_ml: torch.Tensor  # [max_slots, heads, 2] float32, maximum (base 2) and sum
     shared: SharedRuns | None  # None: each row reads its own keys
 
     @property
     def item_rows(self) -> int:
-        """Rows that one item serves at most."""
+        """Most rows of one item."""
         return item_rows(self.shape)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Its device memory, by name."""
+        """The device tensors by name."""
         owners = (self,) if self.shared is None else (self, self.shared)
         held = {
             field.name: getattr(owner, field.name) for owner in owners for field in fields(owner)
@@ -240,7 +242,7 @@ class DecodeWorkspace:
 
 
 def item_rows(shape: AttentionShape) -> int:
-    """Rows whose heads of a KV group fit one decode tile."""
+    """Rows that fit one decode tile of 16 lanes, with the query heads of one KV group each."""
     return 16 // shape.group_pad
 
 
@@ -259,35 +261,39 @@ def allocate_decode_workspace(
     config: DecodeConfig | None = None,
     num_programs: int | None = None,
 ) -> DecodeWorkspace:
-    """Allocate what `plan_decode` and `decode_attention` need; nothing is allocated afterwards.
+    """Allocate the memory of `plan_decode` and `decode_attention`, which allocate nothing themselves.
 
     Parameters
     ----------
     max_rows
         Most rows of a batch, at most 4096.
     max_slots
-        Partial results to keep, num_heads * (head_dim + 2) * 4 bytes each. Enough for every row to be
-        split: the sum of ceil(kv_len / split_tokens). With fewer the results are the same, slower.
+        Partial results, num_heads * (head_dim + 2) * 4 bytes each. For every row to be split, a batch needs the sum
+        of ceil(kv_len / split_tokens). With fewer the results are the same, but slower.
+    num_heads, num_kv_heads, head_dim
+        As in `AttentionShape`.
+    device
+        Of all buffers.
     dtype
-        Of q: float32 takes another configuration than the 16-bit types.
+        Dtype of q. float32 has another configuration than the 16-bit types.
     window, chunk
-        Keys a query sees, itself included, or the size of local attention's chunks; at most one of them.
+        Keys that a query sees, its own included, or tokens of a chunk of local attention; at most one of the two.
     share_prefixes
-        Rows whose tables begin with the same blocks read them together. The bits are the same. Without effect where
-        the heads of one row fill a tile: at more than 8 a KV head.
+        Let rows whose block tables begin with the same blocks read them together, with the same bits. Has no effect
+        with more than 8 query heads for each KV head, where one row fills a tile.
     config
-        Instead of the one from `quire.kernels.tuning`.
+        Replaces the configuration from `quire.kernels.tuning`.
     num_programs
-        Size of the persistent grid; None for what fills the device.
+        Size of the persistent grid; None fills the device.
 
     Raises
     ------
     ValueError
-        A number outside its bounds, or `share_prefixes` with a window or chunk.
+        A number is outside its bounds, or `share_prefixes` is given with a window or chunk.
     """
     device = torch.device(device)
-    checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
-    checks.check_bounds("max_slots", max_slots, 1, 2**24)
+    argument_checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
+    argument_checks.check_bounds("max_slots", max_slots, 1, 2**24)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, chunk)
     if share_prefixes and (window is not None or chunk is not None):
         raise ValueError(
@@ -296,9 +302,9 @@ def allocate_decode_workspace(
     arch = device_arch(device)
     if config is None:
         config = decode_config(arch, head_dim, dtype)
-    checks.check_decode_config(config)
+    attention_checks.check_decode_config(config)
     if num_programs is not None:
-        checks.check_bounds("num_programs", num_programs, 1, 2**20)
+        argument_checks.check_bounds("num_programs", num_programs, 1, 2**20)
     processors = _num_processors(device)
 
     def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -330,7 +336,7 @@ def allocate_decode_workspace(
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What `decode_attention` works off: a filled workspace and the tensors that it was filled from."""
+    """The work of one `decode_attention` call: the filled workspace and the tensors from which it was filled."""
 
     workspace: DecodeWorkspace
     cu_q: torch.Tensor  # [rows + 1] int32
@@ -344,27 +350,30 @@ def plan_decode(
     block_tables: torch.Tensor,
     block_size: int,
 ) -> DecodePlan:
-    """Fill the workspace's lists for one batch; once a step, before its first layer.
+    """Fill the workspace's lists for one batch, once per step before the first layer.
 
     Parameters
     ----------
+    workspace
+        Its lists are overwritten.
     cu_q
-        [rows + 1] int32; only rows with one query token are listed.
+        [rows + 1] int32, first query token of each row; only rows with one query token are listed.
     kv_len
-        [rows] int32, tokens in the cache, this step's included. 0 for a row that only pads the batch: its
-        output is zero.
+        [rows] int32, tokens in the cache, this step's included. A padding row has 0; its output is zero.
     block_tables
-        [>= rows, max_blocks] int32, of blocks of `block_size` tokens. Read where the workspace shares prefixes.
+        [>= rows, max_blocks] int32. Read only if the workspace shares prefixes.
+    block_size
+        Tokens of a block.
 
     Raises
     ------
     ValueError
-        Shapes or dtypes that do not fit, or more rows than the workspace has.
+        A shape or dtype is wrong, or the batch has more rows than the workspace.
     """
-    num_rows = checks.check_rows(cu_q, kv_len, workspace.items.device)
-    checks.check_bounds("rows of kv_len", num_rows, 1, workspace.max_rows)
-    checks.check_tables(block_tables, num_rows, cu_q.device)
-    checks.check_block_size(block_size)
+    num_rows = attention_checks.check_rows(cu_q, kv_len, workspace.items.device)
+    argument_checks.check_bounds("rows of kv_len", num_rows, 1, workspace.max_rows)
+    attention_checks.check_tables(block_tables, num_rows, cu_q.device)
+    argument_checks.check_block_size(block_size)
     config, shape, shared = workspace.config, workspace.shape, workspace.shared
     rows = dict(
         ITEM_ROWS=workspace.item_rows,
@@ -390,12 +399,12 @@ def plan_decode(
 
 
 def block_rows(max_rows: int) -> int:
-    """Size of a planner's vectors: one for all batches of an engine, so that one kernel is compiled."""
+    """Vector size of the planners: a power of two that depends on `max_rows`, so that one kernel serves all batches."""
     return max(triton.next_power_of_2(max_rows), 64)
 
 
 def _num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 1 where the interpreter runs."""
+    """Streaming multiprocessors of a GPU; 1 for Triton's interpreter on the CPU."""
     if device.type == "cpu":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

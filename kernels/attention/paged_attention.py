@@ -1,14 +1,14 @@
-"""Paged attention where the cache lies: the Triton kernels on a GPU, `cpu_attention` on the CPU.
+"""Paged attention on the device of the cache: the Triton kernels on a GPU, `cpu_attention` on the CPU.
 
-One `PagedAttention` for the layers that share heads, head size, window or chunk; one plan a step for all of them::
+Layers with the same heads, head size and window or chunk share one `PagedAttention` and one plan per step::
 
     attention = PagedAttention(k_cache, num_heads, max_rows=256)        # once
     plan = attention.plan(cu_q, kv_len, block_tables)                   # once a step, numpy arrays
     attention(q, k_cache, v_cache, scale, plan, out=out)                # each layer
 
-On a GPU rows of one query token go through the decode kernel and the others through the prefill kernel, into the
-same output. With `uniform` all go through the prefill kernel: then a token has the same bits whether it was decoded
-or prefilled again, for which the decode kernel's splits are given up.
+On a GPU the decode kernel computes rows with one query token and the prefill kernel the others, into the same output.
+With `uniform` the prefill kernel computes all rows: a token then has the same bits whether it is decoded or prefilled
+again. The price is that long decode rows are not split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from quire.kernels.attention.decode_slots import decode_slots
+from quire.kernels.attention.decode_workspace_size import num_partial_slots
 from quire.kernels.cpu import cpu_attention
 
 if TYPE_CHECKING:  # a CPU needs no Triton
@@ -31,10 +31,10 @@ Backend = Literal["cpu", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """Work of one step on a GPU."""
+    """The work of one step on a GPU."""
 
-    decode: DecodePlan | None  # None: no row has exactly one query token
-    prefill: PrefillPlan | None  # None: no row has more
+    decode: DecodePlan | None  # None: the decode kernel has no rows
+    prefill: PrefillPlan | None  # None: the prefill kernel has no rows
     block_tables: torch.Tensor  # [rows, max blocks] int32
 
 
@@ -47,32 +47,32 @@ class PagedAttention:
     Parameters
     ----------
     k_cache
-        [blocks, kv_heads, block_size, head_dim] of one of the layers; only its shape, strides, dtype and device
-        are read.
+        [blocks, kv_heads, block_size, head_dim] of any of the layers. Only its shape, strides, dtype and device are
+        used.
     num_heads
         Query heads, a multiple of the KV heads.
     max_rows
         Most rows of a batch.
     max_len
-        Most tokens of a row; None for what the cache holds.
+        Most tokens of a row; None: as many as the cache holds.
     window, chunk
-        Keys a query sees, itself included, or the size of local attention's chunks; None for all.
+        Keys that a query sees, its own included, or tokens of a chunk of local attention; None: all keys.
     share_prefixes
-        On a GPU, without window and chunk: decode rows whose tables begin with the same blocks read them together.
-        On the CPU they always do. The bits are the same.
+        On a GPU, without window and chunk: decode rows whose block tables begin with the same blocks read them
+        together, with the same bits. On the CPU they always do.
     uniform
-        On a GPU: the same bits for decoded and prefilled tokens. On the CPU they always are.
+        On a GPU: give decoded and prefilled tokens the same bits. On the CPU they always have.
     query_tokens
         For the CPU without the compiled library, see `cpu_attention.plan_attention`.
     dtype
-        Of q; None for the cache's. Another than the cache's only where that is float8_e4m3fn, which Triton serves.
+        Dtype of q; None: the cache's. It may differ only for a float8_e4m3fn cache, which needs Triton.
     backend
         "triton" on a GPU, and in its interpreter; "cpu" on the CPU. None chooses by the cache's device.
 
     Raises
     ------
     ValueError
-        The kernels do not serve such heads or such a cache; the message says what they do.
+        The kernels do not support these heads or this cache; the message has what they support.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class PagedAttention:
         self._uniform = uniform
         self._query_tokens = query_tokens
         self._workspace = None
-        self._last: cpu_attention.AttentionPlan | None = None  # on the CPU
+        # On the CPU: the plan of the previous step, whose memory the next one reuses.
+        self._last: cpu_attention.AttentionPlan | None = None
         if self.backend == "triton" and not uniform:
             from quire.kernels.attention.decode_plan import allocate_decode_workspace
 
@@ -119,7 +120,7 @@ class PagedAttention:
             cache_tokens = num_blocks * block_size
             self._workspace = allocate_decode_workspace(
                 max_rows,
-                decode_slots(cache_tokens, max_rows, max_len or cache_tokens, **kind),
+                num_partial_slots(cache_tokens, max_rows, max_len or cache_tokens, **kind),
                 num_heads,
                 num_kv_heads,
                 head_dim,
@@ -129,7 +130,7 @@ class PagedAttention:
             )
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Device memory of its own, by name; it stays where it is."""
+        """The workspace's device tensors by name; their addresses never change."""
         return {} if self._workspace is None else self._workspace.buffers()
 
     def plan(
@@ -139,19 +140,25 @@ class PagedAttention:
         block_tables: np.ndarray | torch.Tensor,
         num_query: np.ndarray | None = None,
     ) -> Plan:
-        """Lay out the work of a ragged batch. On the CPU plans work in the same memory, one call at a time.
+        """Plan the work of a ragged batch.
+
+        On the CPU all plans of one object share memory: a plan must not be made while another is in use.
 
         Parameters
         ----------
         cu_q
-            [rows + 1] int, row i owns the query tokens [cu_q[i], cu_q[i + 1]).
+            [rows + 1] int, row i has the query tokens [cu_q[i], cu_q[i + 1]).
         kv_len
-            [rows] int, tokens in the cache, those of this step included; the queries are the last ones.
+            [rows] int, tokens in the cache, this step's included; the queries are the last ones.
         block_tables
-            [rows, max blocks] int, entries that hold no key of a query's are not read.
+            [rows, max blocks] int; only entries of blocks with a key that the row sees are read.
         num_query
-            [rows] query tokens of each row; needed where the others are int32 tensors, which for Triton they may
-            be: then nothing is copied to the device.
+            [rows] int, query tokens of each row, on the host. With "triton" the other arguments may be int32 device
+            tensors, which are not copied; then this one is required.
+
+        Returns
+        -------
+        A plan for `__call__`.
         """
         if self.backend == "cpu":
             self._last = cpu_attention.plan_attention(
@@ -228,7 +235,7 @@ class PagedAttention:
         v_scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute attention of one layer.
 
         Parameters
         ----------
@@ -239,17 +246,19 @@ class PagedAttention:
         scale
             Factor on q . k.
         plan
-            `plan` of this batch.
+            The plan of this batch.
         softcap
-            s becomes softcap * tanh(s / softcap).
+            Replaces each score s by softcap * tanh(s / softcap).
         sinks
-            [heads] logits that join the denominator only.
+            [heads] logits that are added to the denominator only.
         k_scale, v_scale
             [kv_heads] float32 factors of a float8_e4m3fn cache.
+        out
+            [tokens, heads, head_dim] for the result; None allocates it.
 
         Returns
         -------
-        [tokens, heads, head_dim], in `out` if it is given.
+        [tokens, heads, head_dim] in the dtype of q: `out` if it is given.
         """
         if not isinstance(plan, TritonPlan):
             return cpu_attention.paged_attention(

@@ -1,15 +1,15 @@
-"""Work lists of prefill attention, built on the device: no host synchronisation, fit for CUDA graphs.
+"""Work lists of prefill attention, built on the device: no host synchronisation, usable in CUDA graphs.
 
-One launch a step serves all layers with the same window. An item is a tile of query tokens of one row; the heads of
-a KV group share it, so it covers ``block_m // group`` tokens::
+One launch per step serves all layers with the same window. An item is a tile of query tokens of one row. The heads of
+a KV group share the tile's `block_m` rows, so it covers ``block_m // group`` tokens::
 
     q_len    70                          1        40               (block_m 128, group 4: 32 tokens a tile)
     tiles    (0,64) (0,32) (0,0)         none     (2,32) (2,0)     (row, first query token)
 
-Rows with fewer than `min_query_tokens` are left to decode. Within a row the last tile, which sees most keys, is
-listed first.
+Rows with fewer than `min_query_tokens` query tokens are not listed: decode attention computes them. Within a row the
+last tile, which sees the most keys, is listed first.
 
-Bytes: 8 a tile; each program of the planner reads the lengths of all rows (4 B a row, from L2).
+Bytes: 8 for each tile; each planner program reads the lengths of all rows (4 B each, from L2).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import checks
+from quire.kernels import argument_checks
+from quire.kernels.attention import attention_checks
 from quire.kernels.attention.attention_call import AttentionShape
 from quire.kernels.attention.decode_plan import MAX_ROWS, block_rows
 from quire.kernels.tuning import PrefillConfig, device_arch, launch_options, prefill_config
@@ -34,7 +35,7 @@ def _plan_prefill_kernel(
     tiles_ptr, num_tiles_ptr, cu_q_ptr, num_rows, min_query_tokens,
     TILE_QUERIES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program i lists the query tiles of row i, the last one (which sees most keys) first."""
+    """List the query tiles of row i = program_id, the last one (which sees the most keys) first."""
     here = tl.program_id(0)
     row = tl.arange(0, BLOCK_ROWS)
     valid = row < num_rows
@@ -82,39 +83,46 @@ def plan_prefill(
     config: PrefillConfig | None = None,
     tiles: torch.Tensor | None = None,
 ) -> PrefillPlan:
-    """List the query tiles of one batch; once a step, before its first layer.
+    """List the query tiles of one batch, once per step before the first layer.
 
     Parameters
     ----------
     cu_q
-        [rows + 1] int32.
+        [rows + 1] int32, first query token of each row.
     kv_len
         [rows] int32, tokens in the cache, this step's included.
     num_tokens
-        Query tokens of the batch, rows of q.
+        Query tokens of the batch: the first dimension of q.
+    num_heads, num_kv_heads, head_dim, window, chunk
+        As in `AttentionShape`.
+    dtype
+        Dtype of q. float32 has another configuration than the 16-bit types.
     min_query_tokens
-        Rows with fewer query tokens are left out: 2 leaves decode rows to `decode_attention`; 1 serves them
-        here too, so that a token's bits are the same whether it was decoded or prefilled again.
+        Rows with fewer query tokens are not listed. 2 leaves decode rows to `decode_attention`. 1 lists them here, so
+        that a token's bits are the same whether it is decoded or prefilled again.
     max_rows
-        Most rows of any batch, at most 4096: batches of one bound use one compiled planner. None: as many as here.
+        Most rows of any batch, at most 4096. Batches with the same bound use the same compiled planner. None: the rows
+        of this batch.
+    config
+        Replaces the configuration from `quire.kernels.tuning`.
     tiles
-        [tokens // tokens of a tile + rows + 1, 2] int32 buffer; None allocates it.
+        [num_tokens // tokens of a tile + rows + 1, 2] int32 buffer; None allocates it.
 
     Raises
     ------
     ValueError
-        A shape, dtype or number that does not fit.
+        A shape, dtype or number is outside its bounds.
     """
-    num_rows = checks.check_rows(cu_q, kv_len, cu_q.device)
+    num_rows = attention_checks.check_rows(cu_q, kv_len, cu_q.device)
     max_rows = num_rows if max_rows is None else max_rows
-    checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
-    checks.check_bounds("rows of kv_len", num_rows, 1, max_rows)
-    checks.check_bounds("num_tokens", num_tokens, 0, 2**24)
+    argument_checks.check_bounds("max_rows", max_rows, 1, MAX_ROWS)
+    argument_checks.check_bounds("rows of kv_len", num_rows, 1, max_rows)
+    argument_checks.check_bounds("num_tokens", num_tokens, 0, 2**24)
     shape = AttentionShape(num_heads, num_kv_heads, head_dim, window, chunk)
-    checks.check_bounds("min_query_tokens", min_query_tokens, 1, 2**24)
+    argument_checks.check_bounds("min_query_tokens", min_query_tokens, 1, 2**24)
     if config is None:
         config = prefill_config(device_arch(cu_q.device), head_dim, dtype)
-    checks.check_prefill_config(config)
+    attention_checks.check_prefill_config(config)
     tile_queries = config.block_m // shape.group
     max_tiles = num_tokens // tile_queries + num_rows
     if tiles is None:

@@ -1,7 +1,7 @@
 """Paged attention on the CPU in C, in place: the plan, the call, and what it can do.
 
 The mathematics, the layout and why a row's bits do not depend on the batch are in `native/attention_tile.h`; how the
-work is cut, in `cpu_attention_tiles.py`.
+work is cut, in `cpu_attention_work.py`.
 
 Bytes: K and V once for each query tile, those of a trunk once for all its branches. Scratch: 200 KiB a thread,
 and 7 KiB for each element of head_dim.
@@ -17,7 +17,7 @@ import torch
 
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.attention_span import first_key, query_rows
-from quire.kernels.cpu.cpu_attention_tiles import (
+from quire.kernels.cpu.cpu_attention_work import (
     SPLIT_TOKENS,
     check_blocks,
     find_trunks,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels.compiled import open_library
+from quire.kernels.library_loader import open_library
 
 ABI = 16  # QUIRE_ABI of native/attention.h
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")  # enum isa of native/attention.c

@@ -22,9 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.checks import check_bounds
-from quire.kernels.rows.forms import KEPT_FORMS, Form, form_of
-from quire.kernels.rows.row_checks import FLOATS, check_matrix
+from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix
+from quire.kernels.tensor_meta import CACHED_CHECKS, TensorMeta, meta_of
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -79,7 +78,7 @@ def gelu_tanh_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> 
 
 
 def _gated(gate_up: torch.Tensor, out: torch.Tensor | None, gelu: bool) -> torch.Tensor:
-    rows, size, strides = _checked(form_of(gate_up), form_of(out))
+    rows, size, strides = _checked(meta_of(gate_up), meta_of(out))
     out = gate_up.new_empty(rows, size) if out is None else out
     if rows:
         _gated_kernel[(rows, triton.cdiv(size, BLOCK))](
@@ -95,8 +94,8 @@ def _gated(gate_up: torch.Tensor, out: torch.Tensor | None, gelu: bool) -> torch
     return out
 
 
-@functools.lru_cache(KEPT_FORMS)
-def _checked(gate_up: Form, out: Form | None) -> tuple[int, int, tuple[int, int]]:
+@functools.lru_cache(CACHED_CHECKS)
+def _checked(gate_up: TensorMeta, out: TensorMeta | None) -> tuple[int, int, tuple[int, int]]:
     """Check the operands' forms; rows and n, and the strides of out and gate_up."""
     check_matrix("gate_up", gate_up, (None, None), FLOATS, gate_up.device)
     rows, columns = gate_up.shape

@@ -27,8 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.checks import check_block_size, check_bounds
-from quire.kernels.rows.row_checks import check_matrix, check_vector
+from quire.kernels.argument_checks import check_block_size, check_bounds, check_matrix, check_vector
 
 BLOCK = 256
 _INT32 = (torch.int32,)

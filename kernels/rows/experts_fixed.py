@@ -30,9 +30,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels import tuning
-from quire.kernels.checks import check_bounds
+from quire.kernels.argument_checks import FLOATS, check_bounds, check_dtype, check_matrix
 from quire.kernels.rows.matmul_fixed import add_tiles, matmul_config
-from quire.kernels.rows.row_checks import FLOATS, check_dtype, check_matrix
 
 PLAN_BLOCK = 1024
 PLAN_WARPS = 4

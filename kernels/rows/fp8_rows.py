@@ -21,9 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.checks import check_bounds
+from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix
 from quire.kernels.rows.kv_write import e4m3_bits
-from quire.kernels.rows.row_checks import FLOATS, check_matrix
 
 MAX_BLOCK = 8192  # numbers at a time: 32 a thread of 8 warps
 MAX_COLUMNS = 1 << 20

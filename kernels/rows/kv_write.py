@@ -31,16 +31,19 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.checks import (
+from quire.kernels.argument_checks import (
+    FLOATS,
     check_block_size,
     check_bounds,
     check_device,
+    check_dtype,
     check_heads,
+    check_matrix,
     check_shape,
+    check_vector,
 )
-from quire.kernels.rows.forms import KEPT_FORMS, Form, form_of
 from quire.kernels.rows.norm import inverse_rms, scale_normed
-from quire.kernels.rows.row_checks import FLOATS, check_dtype, check_matrix, check_vector
+from quire.kernels.tensor_meta import CACHED_CHECKS, TensorMeta, meta_of
 
 HEAD_BLOCK = 8  # heads of a program: 16 bytes a thread and load at head size 128
 NUM_WARPS = 4
@@ -259,7 +262,7 @@ def write_kv(
         *(q, k, v, k_cache, v_cache, slots, positions, cos, sin),
         *(q_norm, k_norm, k_scale, v_scale, q_out),
     )
-    grid, numbers, constants = _checked(eps, gemma, *map(form_of, operands))
+    grid, numbers, constants = _checked(eps, gemma, *map(meta_of, operands))
     if grid[0]:
         if constants["FP8"]:
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
@@ -270,24 +273,24 @@ def write_kv(
     return q_out
 
 
-@functools.lru_cache(KEPT_FORMS)
+@functools.lru_cache(CACHED_CHECKS)
 def _checked(
     eps: float,
     gemma: bool,
-    q: Form,
-    k: Form,
-    v: Form,
-    k_cache: Form,
-    v_cache: Form,
-    slots: Form,
-    positions: Form | None,
-    cos: Form | None,
-    sin: Form | None,
-    q_norm: Form | None,
-    k_norm: Form | None,
-    k_scale: Form | None,
-    v_scale: Form | None,
-    q_out: Form,
+    q: TensorMeta,
+    k: TensorMeta,
+    v: TensorMeta,
+    k_cache: TensorMeta,
+    v_cache: TensorMeta,
+    slots: TensorMeta,
+    positions: TensorMeta | None,
+    cos: TensorMeta | None,
+    sin: TensorMeta | None,
+    q_norm: TensorMeta | None,
+    k_norm: TensorMeta | None,
+    k_scale: TensorMeta | None,
+    v_scale: TensorMeta | None,
+    q_out: TensorMeta,
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int | bool]]:
     """Check the operands' forms; the grid, the numbers after eps, and the compile-time arguments."""
     _check_heads_of_tokens(q, k, v, q_out)
@@ -329,7 +332,7 @@ def head_layout(head_dim: int, rotary: int) -> dict[str, int]:
     )
 
 
-def _check_heads_of_tokens(q: Form, k: Form, v: Form, q_out: Form) -> None:
+def _check_heads_of_tokens(q: TensorMeta, k: TensorMeta, v: TensorMeta, q_out: TensorMeta) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 3:
             raise ValueError(f"{name}: must be [tokens, heads, head_dim], got {list(x.shape)}")
@@ -346,7 +349,7 @@ def _check_heads_of_tokens(q: Form, k: Form, v: Form, q_out: Form) -> None:
             )
 
 
-def _check_cache(q: Form, k_cache: Form, v_cache: Form, kv_heads: int) -> None:
+def _check_cache(q: TensorMeta, k_cache: TensorMeta, v_cache: TensorMeta, kv_heads: int) -> None:
     if k_cache.dim() != 4 or tuple(k_cache.shape[1::2]) != (kv_heads, q.shape[2]):
         raise ValueError(
             f"k_cache: must be [blocks, {kv_heads}, block_size, {q.shape[2]}], got {list(k_cache.shape)}"
@@ -359,15 +362,15 @@ def _check_cache(q: Form, k_cache: Form, v_cache: Form, kv_heads: int) -> None:
         check_device(name, cache, q.device)
         if cache.stride()[2:] != (q.shape[2], 1) or cache.stride() != k_cache.stride():
             raise ValueError(
-                f"{name}: pages must be contiguous, with equal strides for k and v, got strides {cache.stride()}"
+                f"{name}: blocks must be contiguous, with equal strides for k and v, got strides {cache.stride()}"
             )
 
 
 def _check_tables(
-    q: Form,
-    positions: Form | None,
-    cos: Form | None,
-    sin: Form | None,
+    q: TensorMeta,
+    positions: TensorMeta | None,
+    cos: TensorMeta | None,
+    sin: TensorMeta | None,
 ) -> int:
     """Check the rotation's arguments; returns its number of dimensions, 0 for none."""
     given = [x is not None for x in (positions, cos, sin)]
@@ -388,10 +391,10 @@ def _check_tables(
 
 
 def _check_factors(
-    q: Form,
-    k_cache: Form,
-    norms: tuple[Form | None, Form | None],
-    scales: tuple[Form | None, Form | None],
+    q: TensorMeta,
+    k_cache: TensorMeta,
+    norms: tuple[TensorMeta | None, TensorMeta | None],
+    scales: tuple[TensorMeta | None, TensorMeta | None],
     eps: float,
 ) -> None:
     """Check the norms' weights and the cache's scales."""

@@ -48,8 +48,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import tuning
-from quire.kernels.checks import check_bounds
-from quire.kernels.rows.row_checks import FLOATS, check_matrix, check_vector
+from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix, check_vector
 
 Form = Literal["whole", "apart", "in turn"]
 

@@ -24,9 +24,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels import tuning
-from quire.kernels.checks import check_bounds
-from quire.kernels.rows.forms import KEPT_FORMS, Form, form_of
-from quire.kernels.rows.row_checks import FLOATS, check_matrix, check_vector
+from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix, check_vector
+from quire.kernels.tensor_meta import CACHED_CHECKS, TensorMeta, meta_of
 
 MAX_HIDDEN = 1 << 15  # 32 numbers a thread of the largest program
 
@@ -116,7 +115,7 @@ def rms_norm(
     if residual is not None and residual_out is None:
         residual_out = torch.empty_like(residual, memory_format=torch.contiguous_format)
     operands = (x, weight, residual, out, residual_out)
-    rows, strides, constants = _checked(eps, gemma, *map(form_of, operands))
+    rows, strides, constants = _checked(eps, gemma, *map(meta_of, operands))
     if rows:
         _rms_norm_kernel[(rows,)](
             out, residual_out, x, residual, weight, eps, *strides, **constants
@@ -124,15 +123,15 @@ def rms_norm(
     return out if residual is None else (out, residual_out)
 
 
-@functools.lru_cache(KEPT_FORMS)
+@functools.lru_cache(CACHED_CHECKS)
 def _checked(
     eps: float,
     gemma: bool,
-    x: Form,
-    weight: Form,
-    residual: Form | None,
-    out: Form,
-    residual_out: Form | None,
+    x: TensorMeta,
+    weight: TensorMeta,
+    residual: TensorMeta | None,
+    out: TensorMeta,
+    residual_out: TensorMeta | None,
 ) -> tuple[int, tuple[int, ...], dict[str, int | bool]]:
     """Check the operands' forms; rows, strides of out, residual_out, x, residual, and the launch's constants."""
     check_matrix("x", x, (None, None), FLOATS, x.device)

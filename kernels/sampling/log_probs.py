@@ -17,8 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.checks import check_bounds
-from quire.kernels.rows.row_checks import FLOATS, check_matrix, check_vector
+from quire.kernels.argument_checks import FLOATS, check_bounds, check_matrix, check_vector
 from quire.kernels.sampling.row_survey import (
     DEFAULT_CONFIG,
     MAX_VOCAB,

@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.rows.row_checks import check_matrix
+from quire.kernels.argument_checks import check_matrix
 from quire.kernels.sampling.sampling_tile import (
     FLOAT_MAX,
     LEAST_SHARE,

@@ -14,7 +14,7 @@ from quire.protos.wire import MAX_LOGPROBS, SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.sampling_checks import check_int, is_real, refuse, validate_distribution
 from quire.replica.core.step_plan import RequestDelta
-from quire.replica.kv_cache.prefix import ContentChain, Entry
+from quire.replica.kv_cache.prefix_entries import ContentChain, Entry
 
 if TYPE_CHECKING:
     from quire.replica.grammar.state import GrammarState
@@ -99,7 +99,7 @@ class Request:
     credit_tokens
         Tokens that it may generate before `Scheduler.grant` allows more; then it pauses. None: all.
     alone
-        Its first `PROBATION_TOKENS` new tokens come in steps without any other request.
+        Its first `ISOLATED_TOKENS` new tokens come in steps without any other request.
     num_expected_cached
         Of its tokens, those that are likely to be cached when its turn comes: an estimate, for what waits.
     fork_of
@@ -153,7 +153,7 @@ class Request:
         self.num_cached_tokens = 0  # of the prompt, at first admission
         self.num_host_cached_tokens = 0  # of these, those copied back from the host tier
         self.parked: Parked | None = None  # its blocks, while OFFLOADED
-        self.is_victim = False  # gave its blocks up and waits to return
+        self.is_preempted = False  # gave its blocks up and waits to return
         self.is_paused = False
         self.grammar: GrammarState | None = None  # compiled before the scheduler sees the request
         self.first_scheduled_s: float | None = None

@@ -197,10 +197,3 @@ class RequestDelta:
     logprobs: list[TokenLogprob] | None = None  # one for each token, when asked for
     prompt_logprobs: PromptLogprobs | None = None  # of what the step computed of the prompt
     num_host_cached_tokens: int = 0  # of `num_cached_tokens`, those copied back from the host tier
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """Everything one turn of the loop sends out."""
-
-    deltas: list[RequestDelta] = field(default_factory=list)

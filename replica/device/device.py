@@ -61,7 +61,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """What `CpuDevice` and `CudaDevice` offer."""
+    """The interface of `CpuDevice` and `CudaDevice`."""
 
     torch_device: torch.device
     # Whether work runs when it is queued: then a step in flight is one that has run.
@@ -176,73 +176,3 @@ class Device(Protocol):
     def mark(self, name: str) -> AbstractContextManager[None]:
         """A range of the host's time for a profiler, if there is one."""
         ...
-
-
-class _Done:
-    """An event of a device that runs work when it is queued."""
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-class CpuDevice:
-    """The CPU: work runs when it is queued, so every event is done when it is recorded."""
-
-    torch_device = torch.device("cpu")
-    is_immediate = True
-    no_graphs_because = "the CPU has no graphs"
-
-    def __init__(self) -> None:
-        self._done = _Done()
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def free_bytes(self) -> int:
-        raise RuntimeError("the CPU's memory is the host's")
-
-    def trim(self) -> None:
-        pass
-
-    @torch.inference_mode()
-    def run(
-        self, stream: Stream, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()
-    ) -> None:
-        work()
-
-    @torch.inference_mode()
-    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
-        target.copy_(source)
-
-    def record(self, stream: Stream, name: str, *, timed: bool = False) -> Event:
-        return self._done
-
-    def seconds_between(self, first: Event, second: Event) -> float:
-        return 0.0
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        pass
-
-    def rehearse(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> None:
-        raise RuntimeError(f"{name} cannot be rehearsed: {self.no_graphs_because}")
-
-    def capture(self, work: Work, *, name: str, reads: Tensors = (), writes: Tensors = ()) -> Graph:
-        raise RuntimeError(f"{name} cannot be captured: {self.no_graphs_because}")
-
-    def replay(self, graph: Graph) -> None:
-        raise RuntimeError(f"{graph.name} cannot be replayed: {self.no_graphs_because}")
-
-    def release(self, graph: Graph) -> None:
-        raise RuntimeError(f"{graph.name} cannot be freed: {self.no_graphs_because}")
-
-    def synchronize(self) -> None:
-        pass
-
-    def mark(self, name: str) -> AbstractContextManager[None]:
-        return NO_MARK

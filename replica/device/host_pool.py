@@ -13,8 +13,6 @@ that steps read.
 
 from __future__ import annotations
 
-import mmap
-import time
 from collections import deque
 from typing import NamedTuple
 
@@ -22,7 +20,8 @@ import numpy as np
 import torch
 
 from quire.replica.config import SizingError
-from quire.replica.device.device import CpuDevice, Device, Event, Stream
+from quire.replica.device.cpu_device import CpuDevice
+from quire.replica.device.device import Device, Event, Stream
 from quire.replica.device.kv_pool import KVPool
 
 NONE = np.empty((0, 2), np.int64)
@@ -71,16 +70,11 @@ class HostPool:
         self._saving: deque[tuple[np.ndarray, Event]] = deque()  # device blocks, behind their save
         self._restoring: deque[_Restore] = deque()
         self._newest_step = 0
-        self._measured: list[tuple[int, float]] = []
         self.num_saved = 0  # blocks
         self.num_restored = 0  # blocks, as far as they were measured
         self.restore_s = 0.0
         shape, dtype = (num_blocks, pool.data.shape[1]), pool.data.dtype
-        if pool.data.device.type != "cpu" or num_blocks == 0:
-            self.data = self._pinned(shape, dtype)
-        else:
-            memory = mmap.mmap(-1, shape[0] * shape[1] * dtype.itemsize)
-            self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
+        self.data = self._pinned(shape, dtype)
 
     def _pinned(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -177,26 +171,22 @@ class HostPool:
 
     def _restore(self, pairs: np.ndarray) -> None:
         device, tier, pool = self._device, self.data, self._pool.data
-        began_s = time.perf_counter()
         begun = device.record(Stream.OFFLOAD, "restore begins", timed=True)
         for host_block, block in pairs.tolist():
             device.copy(Stream.OFFLOAD, pool[block], tier[host_block], "restore")
         ended = device.record(Stream.OFFLOAD, "blocks restored", timed=True)
-        if device.is_immediate:
-            self._measured.append((len(pairs), time.perf_counter() - began_s))
-        else:
-            self._restoring.append(_Restore(self._newest_step, len(pairs), begun, ended))
+        self._restoring.append(_Restore(self._newest_step, len(pairs), begun, ended))
 
     def take_measured(self) -> tuple[tuple[int, float], ...]:
         """(blocks, seconds) of the restores that have ended since the last call."""
+        measured: list[tuple[int, float]] = []
         while self._restoring and self._restoring[0].ended.is_done():
             ended = self._restoring.popleft()
             seconds = self._device.seconds_between(ended.begun, ended.ended)
-            self._measured.append((ended.num_blocks, seconds))
-        measured, self._measured = tuple(self._measured), []
+            measured.append((ended.num_blocks, seconds))
         self.num_restored += sum(count for count, _ in measured)
         self.restore_s += sum(seconds for _, seconds in measured)
-        return measured
+        return tuple(measured)
 
     @property
     def restored_step(self) -> int:

@@ -20,15 +20,13 @@ pool is made. Copies to another tier are copies of bytes.
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from quire.kernels.cpu.cpu_scatter import scatter_rows
-from quire.kernels.huge_pages import ask_for_huge_pages, back_with_memory
 from quire.kernels.rows.fp8_linear import MAX_E4M3
+from quire.replica.device.open_device import allocate_zeros
 from quire.replica.kv_cache.groups import LayerGroup
 
 
@@ -74,47 +72,14 @@ class KVPool:
         self.block_size = block_size
         self.trash_block = num_blocks
         self.groups = tuple(groups)
-        self._num_backed = 0  # blocks from the first on that need no first write
         shape = (num_blocks + 1, block_elements(groups, block_size))
-        if device == "cpu":
-            # torch.zeros would write every page; the mapping lives as long as the tensor refers to it.
-            memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE)
-            self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
-            ask_for_huge_pages(self.data)
-        else:
-            memory = torch.zeros(
-                math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device
-            )
-            self.data = memory.view(dtype).view(shape)
+        self.data = allocate_zeros(shape, dtype, device)
         self._views = [self._view(group) for group in self.groups]
         self._places = {
             layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
         }
         self.is_scaled = dtype == torch.float8_e4m3fn
         self._scales = self._fixed_scales(scales or {}) if self.is_scaled else {}
-
-    def back_next(self, num_bytes: int) -> None:
-        """On the CPU, have more blocks backed by memory before their first write, in the order in which they are taken.
-
-        Parameters
-        ----------
-        num_bytes
-            About so many of them, at least a block.
-        """
-        if not self.unbacked_bytes:
-            return
-        block_bytes = self.data.stride(0) * self.data.element_size()
-        end = min(self._num_backed + max(num_bytes // block_bytes, 1), len(self.data))
-        done = back_with_memory(self.data[self._num_backed : end])
-        self._num_backed = end if done else len(self.data)
-
-    @property
-    def unbacked_bytes(self) -> int:
-        """What `back_next` has left; 0 also where the system does not do that."""
-        if self.data.device.type != "cpu":
-            return 0
-        left = len(self.data) - self._num_backed
-        return left * self.data.stride(0) * self.data.element_size()
 
     def _fixed_scales(
         self, given: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
@@ -177,10 +142,6 @@ class KVPool:
         """
         group, block_size = self.groups[g], self.block_size
         block_rows = self.data.shape[1] // group.head_dim
-        if slots.device.type == "cpu":  # numpy takes a third of the time for a few tokens
-            blocks, offsets = np.divmod(slots.numpy(), block_size)
-            heads = np.arange(group.num_kv_heads) * block_size
-            return torch.from_numpy(np.add.outer(blocks * block_rows + offsets, heads).ravel())
         first = slots // block_size * block_rows + slots % block_size
         heads = torch.arange(group.num_kv_heads, device=slots.device) * block_size
         return (first[:, None] + heads).view(-1)

@@ -4,7 +4,7 @@
  engine ──socket──▶ this process: llguidance and the tokenizer are loaded once
                         │ fork, one at a time
                         ▼
-                    a child with limits: compile, sampled masks ──pipe──▶ verdict
+                    a child with limits: compile, sampled masks ──pipe──▶ result
 ```
 
 A grammar can only hurt the forked child: it ends by its own limits (processor time, address space, stack, wall clock),
@@ -61,7 +61,7 @@ def main() -> None:
     used_bytes = address_space_bytes()
     for line in connection.makefile("rb"):
         job = json.loads(line)
-        _send(connection, _judge_in_child(connection, tokenizer, job, used_bytes))
+        _send(connection, _check_in_child(connection, tokenizer, job, used_bytes))
 
 
 def address_space_bytes() -> int:
@@ -86,19 +86,20 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _judge_in_child(
+def _check_in_child(
     connection: socket.socket, tokenizer: LLTokenizer, job: dict[str, Any], used_bytes: int
 ) -> dict[str, Any]:
-    """Fork, and wait for the verdict, the child's end, its wall clock or the engine's end."""
+    """Fork, and wait for the result, the child's end, its wall clock or the engine's end."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
         os.close(reader)
         os.close(connection.fileno())
-        _child(tokenizer, job, used_bytes, writer)
+        _run_child(tokenizer, job, used_bytes, writer)
     os.close(writer)
     try:
-        ready, _, _ = select.select([reader, connection], [], [], job["wall_s"])
+        sources: list[Any] = [reader, connection]
+        ready, _, _ = select.select(sources, [], [], job["wall_s"])
         if reader not in ready:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
@@ -106,16 +107,16 @@ def _judge_in_child(
             sys.exit(0)  # the engine has gone
         if not ready:
             return {"outcome": "late"}
-        verdict = b""
+        result = b""
         while part := os.read(reader, 1 << 16):
-            verdict += part
+            result += part
     finally:
         os.close(reader)
-    return json.loads(verdict) if verdict else _outcome_of(status)
+    return json.loads(result) if result else _outcome_of(status)
 
 
 def _outcome_of(status: int) -> dict[str, Any]:
-    """Why a child ended without a verdict."""
+    """Why a child ended without a result."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if number in (signal.SIGPROF, signal.SIGXCPU):
         return {"outcome": "slow"}
@@ -126,19 +127,19 @@ def _outcome_of(status: int) -> dict[str, Any]:
     return {"outcome": "crash", "message": f"signal {number}" if number else f"status {status}"}
 
 
-def _child(tokenizer: LLTokenizer, job: dict[str, Any], used_bytes: int, writer: int) -> None:
+def _run_child(tokenizer: LLTokenizer, job: dict[str, Any], used_bytes: int, writer: int) -> None:
     """Judge one grammar, within limits, and end."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)  # a failed allocation prints a message
         _limit(job["cpu_s"], job["wall_s"], used_bytes + (MAX_MEMORY_MIB << 20))
-        verdict = _judge(tokenizer, job)
+        result = _check(tokenizer, job)
     except MemoryError:
-        verdict = {"outcome": "large"}
+        result = {"outcome": "large"}
     except BaseException as error:  # what a forked copy of the loop must not catch itself
-        verdict = {"outcome": "crash", "message": message_of(f"{type(error).__name__}: {error}")}
-    os.write(writer, json.dumps(verdict).encode())
+        result = {"outcome": "crash", "message": message_of(f"{type(error).__name__}: {error}")}
+    os.write(writer, json.dumps(result).encode())
     os._exit(0)
 
 
@@ -159,12 +160,12 @@ def _limit(cpu_s: float, wall_s: float, memory_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, wall_s + 1)
 
 
-def _judge(tokenizer: LLTokenizer, job: dict[str, Any]) -> dict[str, Any]:
+def _check(tokenizer: LLTokenizer, job: dict[str, Any]) -> dict[str, Any]:
     try:
         source = to_source(job["kind"], job["text"], job["json_white_space"])
     except ValueError as error:
         return {"outcome": "invalid", "message": message_of(str(error))}
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits(of_judge=True))
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits(for_check=True))
     if matcher.is_error():
         return {"outcome": "invalid", "message": message_of(matcher.get_error())}
     until_s = time.process_time() + _WALKS_CPU_S

@@ -60,7 +60,7 @@ class GrammarQueue(Generic[W]):
         Overloaded
             Too many grammars wait, of all tenants or of this one, unless `is_bounded` is false.
         """
-        own = self._tenants.get(tenant, {})
+        own = self._tenants.get(tenant, OrderedDict())
         if key not in own:
             if is_bounded:
                 self._check_room(len(own))

@@ -19,7 +19,7 @@ class GrammarCheckThread(Generic[W]):
 
     Parameters
     ----------
-    judge
+    checker
         For `handle`, which alone uses it. Owned: closed with the lane.
     handle
         Called in the lane's thread with a tenant and its grammar; must not raise.
@@ -30,11 +30,11 @@ class GrammarCheckThread(Generic[W]):
     def __init__(
         self,
         name: str,
-        judge: GrammarChecker,
+        checker: GrammarChecker,
         handle: Callable[[GrammarCheckThread[W], str, WaitingGrammar[W]], None],
         on_expired: Callable[[W], None],
     ):
-        self.judge = judge
+        self.checker = checker
         self._name = name
         self._handle = handle
         self._on_expired = on_expired
@@ -62,7 +62,7 @@ class GrammarCheckThread(Generic[W]):
             self._is_closed = True
             self._queue.clear()
             self._changed.notify()
-        self.judge.close()
+        self.checker.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 

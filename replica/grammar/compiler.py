@@ -40,12 +40,13 @@ from quire.protos.wire import Grammar
 from quire.replica.grammar import grammar_source
 from quire.replica.grammar.check_queue import WaitingGrammar
 from quire.replica.grammar.check_thread import GrammarCheckThread
-from quire.replica.grammar.grammar_check import Budget, GrammarChecker, Outcome, Verdict
+from quire.replica.grammar.grammar_check import Budget, CheckResult, GrammarChecker, Outcome
 from quire.replica.grammar.state import CompiledGrammar, GrammarState
 
 try:
     from llguidance import LLMatcher, LLTokenizer
-except ModuleNotFoundError:  # an environment that only measures: grammars are refused
+except ModuleNotFoundError:
+    # A machine that only runs GPU measurements; grammars are refused there.
     pass
 
 # Of a judgement. Grammars in use need 0.02 to 0.15 s, most of it for masks of a large vocabulary.
@@ -54,7 +55,7 @@ SLOW = Budget(cpu_s=2.0, wall_s=8.0, nice=5)
 MAX_WAIT_S = 10.0
 # A request that comes from another replica has begun its answer, and many may come at once.
 MAX_MOVED_WAIT_S = 60.0
-MAX_VERDICTS = 4096  # texts whose verdict is remembered
+MAX_REFUSALS = 4096  # texts whose result is remembered
 # Compiled grammars that are kept without a request: at most 20 MB each, see `grammar_source.MAX_LEXER_STATES`.
 MAX_RECENT = 4
 _MAX_INLINE_REPLAY = 256  # tokens; takes less than a millisecond
@@ -123,8 +124,8 @@ class GrammarCompiler:
             weakref.WeakValueDictionary()
         )
         self._recent: OrderedDict[tuple[str, bytes], CompiledGrammar] = OrderedDict()
-        self._quick = self._lane("quire-grammar-quick", QUICK)
-        self._slow = self._lane("quire-grammar-slow", SLOW)
+        self._quick = self._check_thread("quire-grammar-quick", QUICK)
+        self._slow = self._check_thread("quire-grammar-slow", SLOW)
         # A thread that the interpreter's end stops inside the library would end the process with SIGABRT.
         self._at_exit = weakref.finalize(self, _close_all, (self._quick, self._slow))
 
@@ -163,19 +164,19 @@ class GrammarCompiler:
         """End threads and processes; requests that wait hear nothing."""
         self._at_exit()
 
-    def _lane(self, name: str, budget: Budget) -> GrammarCheckThread[_Waiter]:
-        judge = GrammarChecker(
+    def _check_thread(self, name: str, budget: Budget) -> GrammarCheckThread[_Waiter]:
+        checker = GrammarChecker(
             self._path, self._vocab_size, self._eos_token_ids, self._json_white_space, budget
         )
-        return GrammarCheckThread(name, judge, self._on_turn, _expire)
+        return GrammarCheckThread(name, checker, self._on_turn, _expire)
 
     def _on_turn(
-        self, lane: GrammarCheckThread[_Waiter], tenant: str, waiting: WaitingGrammar[_Waiter]
+        self, thread: GrammarCheckThread[_Waiter], tenant: str, waiting: WaitingGrammar[_Waiter]
     ) -> None:
         """Answer all who wait for a grammar, or pass them on to the slow lane."""
         waiters = [waiter for _, waiter in waiting.waiters]
         try:
-            refusal = self._refusal(lane, waiting.key, waiters[0].grammar)
+            refusal = self._refusal(thread, waiting.key, waiters[0].grammar)
             if refusal is None:
                 is_bounded = not any(waiter.is_moved for waiter in waiters)
                 self._slow.push(tenant, waiting.key, waiting.waiters, is_bounded=is_bounded)
@@ -184,13 +185,13 @@ class GrammarCompiler:
             outcomes = [self._outcome(compiled, refusal, waiter) for waiter in waiters]
         except Exception as error:  # a lost answer would be a request that hangs
             if not isinstance(error, QuireError):
-                error = QuireError(f"the grammar could not be judged: {error}")
+                error = QuireError(f"the grammar could not be checked: {error}")
             outcomes = [error] * len(waiters)
         for waiter, outcome in zip(waiters, outcomes, strict=True):
             waiter.answer(outcome)
 
     def _refusal(
-        self, lane: GrammarCheckThread[_Waiter], key: bytes, grammar: Grammar
+        self, thread: GrammarCheckThread[_Waiter], key: bytes, grammar: Grammar
     ) -> str | None:
         """Why a grammar is refused, empty when it is not; None: to say it takes more than the quick lane gives.
 
@@ -203,21 +204,21 @@ class GrammarCompiler:
         with self._lock:
             if key in self._refusals:
                 return self._refusals[key]
-        verdict = lane.judge.judge(grammar.kind, grammar.text)
-        match verdict.outcome:
-            case Outcome.SLOW | Outcome.LATE if lane is self._quick:
+        result = thread.checker.check(grammar.kind, grammar.text)
+        match result.outcome:
+            case Outcome.SLOW | Outcome.LATE if thread is self._quick:
                 return None
             case Outcome.LATE:
                 raise Overloaded(
-                    "the machine is too busy to judge the grammar; "
+                    "the machine is too busy to check the grammar; "
                     f"{grammar.field}: at most {SLOW.wall_s:g} s, got more",
                     field=grammar.field,
                     retry_after_s=SLOW.wall_s,
                 )
             case Outcome.UNUSABLE:
-                raise _unsupported(grammar, f"the tokenizer cannot be used: {verdict.message}")
-        self._remember_refusal(key, _refusal_of(verdict))
-        return _refusal_of(verdict)
+                raise _unsupported(grammar, f"the tokenizer cannot be used: {result.message}")
+        self._remember_refusal(key, _refusal_of(result))
+        return _refusal_of(result)
 
     def _compile(self, tenant: str, key: bytes, grammar: Grammar) -> CompiledGrammar:
         """Compile a grammar that has passed; once for all of a tenant's requests that overlap."""
@@ -240,8 +241,9 @@ class GrammarCompiler:
         self, compiled: CompiledGrammar | None, refusal: str, waiter: _Waiter
     ) -> GrammarState | QuireError:
         field = waiter.grammar.field
-        refusal = refusal or compiled.error
-        if refusal:
+        if compiled is not None:
+            refusal = refusal or compiled.error
+        if refusal or compiled is None:
             return InvalidRequest(
                 f"the grammar is not valid or too complex; {field}: {refusal}", field=field
             )
@@ -262,7 +264,7 @@ class GrammarCompiler:
     def _remember_refusal(self, key: bytes, refusal: str) -> None:
         with self._lock:
             self._refusals[key] = refusal
-            while len(self._refusals) > MAX_VERDICTS:
+            while len(self._refusals) > MAX_REFUSALS:
                 self._refusals.popitem(last=False)
 
     def _load(self, grammar: Grammar) -> LLTokenizer:
@@ -286,8 +288,8 @@ def _key(grammar: Grammar) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def _refusal_of(verdict: Verdict) -> str:
-    match verdict.outcome:
+def _refusal_of(result: CheckResult) -> str:
+    match result.outcome:
         case Outcome.GOOD:
             return ""
         case Outcome.SLOW:
@@ -295,9 +297,9 @@ def _refusal_of(verdict: Verdict) -> str:
         case Outcome.LARGE:
             return f"at most {grammar_source.MAX_MEMORY_MIB} MiB of memory to compile, got more"
         case Outcome.CRASH:
-            return f"the compiler crashes with it ({verdict.message})"
+            return f"the compiler crashes with it ({result.message})"
         case _:
-            return verdict.message or "no reason is given"
+            return result.message or "no reason is given"
 
 
 def _unsupported(grammar: Grammar, message: str) -> UnsupportedField:
@@ -317,6 +319,6 @@ def _expire(waiter: _Waiter) -> None:
     )
 
 
-def _close_all(lanes: Sequence[GrammarCheckThread]) -> None:
-    for lane in lanes:
-        lane.close()
+def _close_all(threads: Sequence[GrammarCheckThread]) -> None:
+    for thread in threads:
+        thread.close()

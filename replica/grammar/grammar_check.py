@@ -47,7 +47,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckResult:
     """The answer of a judge, and why."""
 
     outcome: Outcome
@@ -102,7 +102,7 @@ class GrammarChecker:
         process = self._process
         return None if process is None else process.popen.pid
 
-    def judge(self, kind: str, text: str) -> Verdict:
+    def check(self, kind: str, text: str) -> CheckResult:
         """Compile a grammar of `protos.wire` within the budget, and compute some masks.
 
         Raises
@@ -123,7 +123,7 @@ class GrammarChecker:
             except (OSError, ValueError) as error:
                 self._stop()
                 reason = error
-        raise EngineError(f"the process that judges grammars has died twice: {reason}")
+        raise EngineError(f"the process that checks grammars has died twice: {reason}")
 
     def close(self) -> None:
         """End the process; a judgement that runs raises."""
@@ -131,18 +131,18 @@ class GrammarChecker:
             self._is_closed = True
         self._stop()
 
-    def _ask(self, job: dict[str, Any]) -> Verdict:
+    def _ask(self, job: dict[str, Any]) -> CheckResult:
         process = self._process
         if process is None:
             process = self._start()
             ready = _receive(process, _START_S)
             if ready["outcome"] == Outcome.UNUSABLE:
                 self._stop()
-                return Verdict(Outcome.UNUSABLE, ready["message"])
+                return CheckResult(Outcome.UNUSABLE, ready["message"])
         process.connection.sendall(json.dumps(job).encode() + b"\n")
         answer = _receive(process, self._budget.wall_s + _ANSWER_MARGIN_S)
         answer["outcome"] = Outcome(answer["outcome"])
-        return Verdict(**answer)
+        return CheckResult(**answer)
 
     def _start(self) -> _Process:
         ours, theirs = socket.socketpair()
@@ -186,4 +186,5 @@ def _receive(process: _Process, timeout_s: float) -> dict[str, Any]:
     line = process.lines.readline()
     if not line:
         raise ConnectionError("its connection has ended")
-    return json.loads(line)
+    message: dict[str, Any] = json.loads(line)
+    return message

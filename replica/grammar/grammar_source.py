@@ -6,15 +6,18 @@ Imported by the engine and by the process that judges grammars, so both compile 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 try:
-    import llguidance
     from llguidance import LLMatcher, LLParserLimits
-except ModuleNotFoundError:  # an environment that only measures
-    llguidance = None
+except ModuleNotFoundError:
+    # A machine that only runs GPU measurements.
+    _IS_INSTALLED = False
+else:
+    _IS_INSTALLED = True
 
 # By `EngineArgs.json_white_space`. A regular expression for each separator.
-_JSON_OPTIONS = {
+_JSON_OPTIONS: dict[str, Any] = {
     "one_space": {
         "whitespace_flexible": False,
         "item_separator": ", ?",
@@ -32,19 +35,19 @@ STEP_LEXER_FUEL = 100_000
 # That compiling a grammar and its first masks may take; grammars in use need less than 15.
 MAX_MEMORY_MIB = 64
 # The judge allows half of it: a grammar that passes has room for states that the judge did not see.
-_JUDGE_SHARE = 0.5
+_CHECK_SHARE = 0.5
 _MAX_MESSAGE = 300
 _MARK = "<non-verbose/>"  # the library ends short messages with it
 
 
 def is_installed() -> bool:
     """Whether grammars can be compiled at all."""
-    return llguidance is not None
+    return _IS_INSTALLED
 
 
-def limits(*, of_judge: bool = False) -> LLParserLimits:
+def limits(*, for_check: bool = False) -> LLParserLimits:
     """Bounds of one matcher. Its messages quote neither the parser's state nor the whole grammar."""
-    share = _JUDGE_SHARE if of_judge else 1.0
+    share = _CHECK_SHARE if for_check else 1.0
     return LLParserLimits(
         max_lexer_states=int(MAX_LEXER_STATES * share),
         step_lexer_fuel=int(STEP_LEXER_FUEL * share),

@@ -26,8 +26,9 @@ from quire.replica.grammar.grammar_source import message_of
 try:
     import llguidance.numpy
     from llguidance import LLMatcher
-except ModuleNotFoundError:  # an environment that only measures: grammars are refused
-    llguidance = None
+except ModuleNotFoundError:
+    # A machine that only runs GPU measurements; grammars are refused there.
+    pass
 
 # A lexer that is full after fewer masks would be full again at once: its grammar exceeds the limits.
 MIN_MASKS_OF_A_LEXER = 16
@@ -118,7 +119,8 @@ class GrammarState:
             packed = self._fill()
         if self._matcher.is_error():
             packed[:] = 0
-        return packed[0]
+        row: np.ndarray = packed[0]
+        return row
 
     def advance(self, token_id: int) -> bool:
         """Take in a sampled token; returns whether the output is complete: nothing can follow it."""

@@ -15,16 +15,22 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 
 class LeastRecentlyUsed:
     """Cached blocks, the one released longest ago first. Every operation is O(1).
 
     A block is released after those that continue it, so it is the younger one and goes later.
+
+    Parameters
+    ----------
+    num_blocks
+        Blocks are numbered 0 to num_blocks - 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -121,3 +127,11 @@ class MostRecentlyReleased:
         """These blocks get new content: what was known of them is void."""
         for block in blocks:
             self._release[block] = self._NEVER
+
+
+EvictionOrder = LeastRecentlyUsed | MostRecentlyReleased
+
+# By `EngineConfig.demotion_order`; made from the number of blocks.
+EVICTION_ORDERS: Mapping[str, Callable[[int], EvictionOrder]] = MappingProxyType(
+    {"lru": LeastRecentlyUsed, "most_recent": MostRecentlyReleased}
+)

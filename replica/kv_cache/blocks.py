@@ -4,21 +4,21 @@
             allocate                     release (last owner)
    free ───────────────▶ in use ────────────────────────────────▶ free     content unknown
     ▲                      ▲  │
-    │ demote               │  │ release (last owner), content known
+    │ evict                │  │ release (last owner), content known
     │ (leaf first)         │  ▼
     └─────────────────── cached
                      retain
 ```
 
 free + cached + in use = total, always. A cached block has no owner but its content is in the prefix index, so
-a later request may take it; it is demoted only when the free blocks have run out.
+a later request may take it; it is evicted only when the free blocks have run out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from quire.replica.kv_cache.block_eviction import LeastRecentlyUsed, MostRecentlyReleased
+from quire.replica.kv_cache.block_eviction import EVICTION_ORDERS
 
 
 class IntegrityError(AssertionError):
@@ -29,29 +29,28 @@ class BlockManager:
     """Reference counts and the two pools of blocks without an owner. Every operation is O(1) per block.
 
     `release` takes a request's blocks leaf first, and a block never has more owners than the block before it in
-    its chain; so in either order of `block_eviction.py` a cached block is demoted before the blocks that it continues.
+    its chain; so in either order of `block_eviction.py` a cached block is evicted before the blocks that it continues.
 
     Parameters
     ----------
     num_blocks
         Blocks are numbered 0 to num_blocks - 1; a tier that is off has none.
-    on_demote
-        Called with each block whose content is about to be given up.
+    on_evict
+        Called with each block whose content is about to be evicted.
     order
-        Of demotion: "lru", or "most_recent", which is O(log n) per block.
+        One of `block_eviction.EVICTION_ORDERS`.
     """
 
-    def __init__(self, num_blocks: int, on_demote: Callable[[int], None], order: str = "lru"):
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None], order: str = "lru"):
         if num_blocks < 0:
             raise ValueError(f"num_blocks must be >= 0, got {num_blocks}")
         self.num_blocks = num_blocks
-        self._on_demote = on_demote
-        self.num_evictions = 0  # blocks whose content `allocate` gave up
+        self._on_evict = on_evict
+        self.num_evictions = 0  # blocks that `allocate` has evicted
         self._ref_count = [0] * num_blocks
         self._has_content = bytearray(num_blocks)  # 1: registered in the prefix index
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: warm memory first
-        most_recent = order == "most_recent"
-        self._cached = MostRecentlyReleased(num_blocks) if most_recent else LeastRecentlyUsed()
+        self._cached = EVICTION_ORDERS[order](num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -79,7 +78,7 @@ class BlockManager:
             return None
         while len(self._free) < count:
             block = self._cached.pop()
-            self._give_up(block)
+            self._evict(block)
             self._free.append(block)
             self.num_evictions += 1
         split = len(self._free) - count
@@ -140,8 +139,8 @@ class BlockManager:
             self._cached.remove(block)
             self._free.append(block)
 
-    def _give_up(self, block: int) -> None:
-        self._on_demote(block)
+    def _evict(self, block: int) -> None:
+        self._on_evict(block)
         self._has_content[block] = 0
 
     def has_content(self, block: int) -> bool:

@@ -30,40 +30,47 @@ class _Held:
 
 
 class DeferredFrees:
-    """Holds blocks for the steps in flight.
+    """Keeps blocks that are given back until the steps in flight have run.
 
     Parameters
     ----------
     blocks
-        Of the device's tier.
+        The block manager of the device.
     """
 
     def __init__(self, blocks: BlockManager):
         self._blocks = blocks
-        self._held: deque[_Held] = deque()  # by step
+        # In the order of their steps.
+        self._held: deque[_Held] = deque()
+        # Number of the newest step in flight; None: no step is in flight.
+        self._newest_step: int | None = None
 
     @property
     def num_references(self) -> int:
         """References held; a block may have been given back by several requests."""
         return sum(len(held.blocks) for held in self._held)
 
-    def give_back(self, blocks: Iterable[int], step: int | None, *, passed: bool = False) -> None:
-        """Release blocks once a step has run.
+    def launch(self, step: int) -> None:
+        """Count this step as in flight."""
+        self._newest_step = step
+
+    def give_back(self, blocks: Iterable[int], *, passed: bool = False) -> None:
+        """Release blocks: now if no step is in flight, else when the newest step in flight has run.
 
         Parameters
         ----------
         blocks, passed
-            As of `BlockManager.release`.
-        step
-            The newest step in flight; None: there is none, they are released now.
+            See `BlockManager.release`.
         """
-        if step is None:
+        if self._newest_step is None:
             self._blocks.release(blocks, passed=passed)
         elif held := list(blocks):
-            self._held.append(_Held(step, held, passed))
+            self._held.append(_Held(self._newest_step, held, passed))
 
     def land(self, step: int) -> bool:
-        """This step and those before it have run; returns whether that released anything."""
+        """Release what waits for this step and those before it; returns whether that was anything."""
+        if self._newest_step is not None and self._newest_step <= step:
+            self._newest_step = None
         released = False
         while self._held and self._held[0].step <= step:
             held = self._held.popleft()
@@ -72,6 +79,6 @@ class DeferredFrees:
         return released
 
     def num_owners(self) -> np.ndarray:
-        """[num_blocks] int64, how often each block is held."""
+        """[num_blocks] int64, how many times each block is held."""
         blocks = [block for held in self._held for block in held.blocks]
         return np.bincount(np.array(blocks, np.int64), minlength=self._blocks.num_blocks)

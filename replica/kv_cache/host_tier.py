@@ -1,11 +1,11 @@
 """The host tier: blocks of KV in the host's memory, and the copies between it and the device that wait for a step.
 
 ```
- device    in use ──release──▶ cached ──demote──▶ free            in use ◀── allocate
+ device    in use ──release──▶ cached ──evict───▶ free            in use ◀── allocate
                                   │ save                            ▲ restore
                                   ▼                                 │
  host                          cached ───────────taken by───────▶ in use (until the step has run)
-                                  │ demote (leaf first, LRU)
+                                  │ evict (leaf first, LRU)
                                   ▼
                                 free ──▶ in use by an offloaded request
 ```
@@ -57,12 +57,12 @@ class HostTier:
     """
 
     def __init__(self, num_blocks: int, prefix: PrefixCache):
-        self.blocks = BlockManager(num_blocks, on_demote=prefix.forget_host)
+        self.blocks = BlockManager(num_blocks, on_evict=prefix.forget_host)
         self._prefix = prefix
         self._planned = Transfers()
         self._in_flight: list[Transfers] = []  # by step
 
-    def demote(self, block: int) -> None:
+    def take_evicted(self, block: int) -> None:
         """A cached block leaves the device: its content stays here if there is room."""
         entry, g = self._prefix.place_of(block)
         copy = entry.host_blocks[g]

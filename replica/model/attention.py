@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from quire.kernels.attention.paged_attention import PagedAttention, Plan
-from quire.kernels.cpu.cpu_sequence import LayerStep, Selection, Workspace
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.transformers_models import AttentionInterface
 
 ATTENTION_NAME = "quire_paged"
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, T, rotary]
+# Hidden states, of which it takes the dtype, and positions [1, T] to tables
+Rotation = Callable[[torch.Tensor, torch.Tensor], Tables]
 
 # Layer, q [T, heads, head_dim], scaling, softcap, sinks
 OnAttend = Callable[[int, torch.Tensor, float, float | None, torch.Tensor | None], None]
@@ -57,26 +58,6 @@ class RanAhead:
         self.layers = self.layers[1:]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRotation:
-    """cos and sin of a step's tokens as `quire.kernels.rows.kv_write` reads them: one row for each token."""
-
-    rows: torch.Tensor  # [T] int64: 0, 1, 2, ...
-    cos: torch.Tensor  # [T, rotary] float32
-    sin: torch.Tensor  # [T, rotary] float32
-
-    @classmethod
-    def of(cls, tables: Tables, repeats: int, rows: torch.Tensor | None) -> TokenRotation:
-        """From the model's tables, of any dtype and strides; `rows` if they are known."""
-        cos, sin = (table[0].float() for table in tables)  # [T, part of rotary]
-        if repeats > 1:
-            cos, sin = (torch.cat([table] * repeats, dim=1) for table in (cos, sin))
-        cos, sin = cos.contiguous(), sin.contiguous()
-        if rows is None:
-            rows = torch.arange(len(cos), device=cos.device)
-        return cls(rows, cos, sin)
-
-
 @dataclass(slots=True)
 class StepContext:
     """What every layer of one step needs to know."""
@@ -89,16 +70,11 @@ class StepContext:
     block_tables: np.ndarray | torch.Tensor  # [G, rows, max blocks]
     slots: torch.Tensor  # [G, T] int64, block id * block_size + offset
     num_query: np.ndarray | None = None  # [rows] query tokens of each; needed beside tensors
-    workspace: Workspace | None = None  # on the CPU: of layers that run as one call
-    # [S] int64, tokens whose hidden states are read after the last layer; None: all
-    selected: np.ndarray | None = None
     on_attend: OnAttend | None = None  # told what each layer's attention is called with
-    # On the CPU: layers that have run with the one before them, and are still to be called for what they have made
+    # Layers that have run with the one before them, and are still to be called for what they have made
     ran_ahead: RanAhead | None = None
     _plans: dict[int, Plan] = field(default_factory=dict)
     _write_rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    _rotations: list[tuple[Tables, int, TokenRotation]] = field(default_factory=list)
-    _layer_steps: dict[int, tuple[Tables, LayerStep]] = field(default_factory=dict)
 
     def plan(self, g: int) -> Plan:
         """The attention plan of all layers of a group; laid out when the first of them asks."""
@@ -109,44 +85,10 @@ class StepContext:
         return self._plans[g]
 
     def write_rows(self, g: int) -> torch.Tensor:
-        """[T * kv_heads] int64, `KVPool.rows_of` the step's slots; computed when the first layer of a group asks.
-
-        A GPU's kernels find the rows themselves, so a step of fused layers never computes them there.
-        """
+        """[T * kv_heads] int64, `KVPool.rows_of` the step's slots; computed when the first layer of a group asks."""
         if g not in self._write_rows:
             self._write_rows[g] = self.pool.rows_of(g, self.slots[g])
         return self._write_rows[g]
-
-    def rotation(self, tables: Tables, repeats: int) -> TokenRotation:
-        """The model's tables, `repeats` times side by side, for `kernels.rows.kv_write`; made for the first layer."""
-        for known, known_repeats, made in self._rotations:
-            if known is tables and known_repeats == repeats:
-                return made
-        rows = self._rotations[0][2].rows if self._rotations else None
-        made = TokenRotation.of(tables, repeats, rows)
-        self._rotations.append((tables, repeats, made))
-        return made
-
-    def layer_step(self, g: int, tables: Tables) -> LayerStep:
-        """What layers of a group that run as one call are told; made when the first of them asks."""
-        made = self._layer_steps.get(g)
-        if made is None or made[0] is not tables:
-            cos, sin = (table.reshape(-1, table.shape[-1]) for table in tables)
-            made = tables, LayerStep.of(self.plan(g), self.write_rows(g), cos, sin)
-            self._layer_steps[g] = made
-        return made[1]
-
-    def selection(self, g: int) -> Selection:
-        """The selected tokens, as a layer of a group that runs as one call is told of them."""
-        tokens = self.selected
-        row = np.searchsorted(self.cu_q, tokens, side="right") - 1
-        # Each as a row of its own, that ends with it.
-        plan = self.attentions[g].plan(
-            np.arange(len(tokens) + 1),
-            self.kv_len[row] - (self.cu_q[row + 1] - 1 - tokens),
-            self.block_tables[g][row],
-        )
-        return Selection(torch.from_numpy(tokens), plan)
 
     def attend(
         self,
@@ -160,9 +102,6 @@ class StepContext:
         if self.on_attend is not None:
             self.on_attend(layer, q, scaling, softcap, sinks)
         g = self.pool.group_of(layer)
-        if self.attentions[g].backend == "triton" and q.stride()[1:] != (q.shape[2], 1):
-            # transformers' [heads, T, head_dim], in that order where the model rotates by `chunk` and `cat`.
-            q = q.contiguous()
         k_scale, v_scale = self.pool.scales(layer)
         return self.attentions[g](
             q,

@@ -37,7 +37,7 @@ class DecodeRows:
     sources: np.ndarray  # [D] int32
     stream_ids: np.ndarray  # [D] int64
     num_prompt_tokens: np.ndarray  # [D] int32
-    max_length: np.ndarray  # [D] int32
+    run_length: np.ndarray  # [D] int32
     temperature: np.ndarray  # [D] float32
     top_k: np.ndarray  # [D] int32
     top_p: np.ndarray  # [D] float32
@@ -59,7 +59,7 @@ class DecodeRows:
     filling: np.ndarray = field(default_factory=lambda: _NONE)
     begun_index: np.ndarray = field(default_factory=lambda: _NONE)  # [n] int32, of that block
     num_blocks: int = 0  # of the longest row, with it
-    num_left: int = 0  # tokens until the first row reaches its max_length; after that 0 or less
+    num_left: int = 0  # tokens until the first row reaches its run_length; after that 0 or less
     # [G, D] int64, where the KV of the token before it was written; None: not known
     slots: np.ndarray | None = None
 
@@ -77,13 +77,14 @@ class DecodeRows:
         self.begun_index = block_index[self.begun]
         self.filling = (self.offset == self.block_size - 1).nonzero()[0]
         self.num_blocks = int(block_index.max(initial=-1)) + 1
-        self.num_left = int((self.max_length - self.length).min(initial=_MANY))
+        self.num_left = int((self.run_length - self.length).min(initial=_MANY))
         self.slots = None
         self.is_located = True
 
     def block_index(self, rows: np.ndarray) -> np.ndarray:
         """[n] int32, in the rows' tables the block of the next token; [n] integers in [0, D)."""
-        return self.position[rows] // self.block_size
+        index: np.ndarray = self.position[rows] // self.block_size
+        return index
 
     def fills(self) -> tuple[np.ndarray, np.ndarray]:
         """[n] int64 rows whose next token fills its block, and [n] int32, of which block in their tables."""
@@ -103,7 +104,7 @@ class DecodeRows:
         """
         if self.slots is None:
             index = self.table_begin + self.position // self.block_size
-            slots = tables.take(index, axis=1).astype(np.int64)
+            slots: np.ndarray = tables.take(index, axis=1).astype(np.int64)
             slots *= self.block_size
             slots += self.offset
         else:

@@ -5,7 +5,7 @@ every step is a numpy operation over columns; Python runs for a row only when a 
 Those that decode are handed out as `DecodeRows`: nothing of them is looked up anew while no row comes or goes.
 
 ```
- position of a row      0 ........ num_tokens ...... length        max_length
+ position of a row      0 ........ num_tokens ...... length        run_length
                         └ Request.token_ids ┘└ tail ┘
                         0 ... num_computed (KV written once the planned step has run)
 ```
@@ -24,10 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.replica.core.request import FinishReason, Phase, Request
-from quire.replica.core.step_plan import PromptTargets, SamplingBatch, StepPlan
+from quire.replica.core.request import FinishReason, Request
 from quire.replica.core.table_changes import TableJournal
-from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.request_table.planned_tables import PlannedTables
@@ -79,7 +77,7 @@ class RowTable:
         self.length = np.zeros(max_rows, dtype=np.int32)  # [R] tokens of prompt and output
         self.num_computed = np.zeros(max_rows, dtype=np.int32)  # [R] tokens with KV or planned to
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)  # [R] the client's prompt
-        self.max_length = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.run_length`
+        self.run_length = np.zeros(max_rows, dtype=np.int32)  # [R] `Request.run_length`
         self.min_length = np.zeros(max_rows, dtype=np.int32)  # [R] EOS and stop ids masked below it
         self.last_token = np.zeros(max_rows, dtype=np.int32)  # [R]
         self.stop_ids = np.empty(max_rows, dtype=object)  # [R] tuples, sorted
@@ -89,14 +87,16 @@ class RowTable:
         self.num_blocks = np.zeros((num_groups, max_rows), dtype=np.int32)  # [G, R]
         # [G, R + 1, max_blocks]; the last row has no request: on a device it pads steps
         self.block_tables = np.zeros((num_groups, max_rows + 1, max_blocks), dtype=np.int32)
-        self._flat_tables = self.block_tables.reshape(num_groups, -1)  # the same memory
+        # [G, (R + 1) * max_blocks], the same memory
+        self.flat_tables = self.block_tables.reshape(num_groups, -1)
         self._tail = np.zeros((max_rows, block_size), dtype=np.int32)  # [R, block_size] by position
         self._flat_tail = self._tail.reshape(-1)
         self._num_enders = np.zeros(vocab_size, dtype=np.int32)  # [vocab] rows that end on this id
         self._free = list(range(max_rows - 1, -1, -1))
         self._decode_rows: DecodeRows | None = None  # None: a row came or went
-        self._planned = PlannedTables(self.block_tables)
-        self._journal = TableJournal()
+        # Read by `PlanWriter`: tables of the last plans, and what has changed since.
+        self.planned = PlannedTables(self.block_tables)
+        self.journal = TableJournal()
         self.num_decode_tokens = 0  # KV of the decoding rows
         self.num_missing_tokens = 0  # that the prefilling rows still have to compute
 
@@ -132,7 +132,7 @@ class RowTable:
         self.length[row] = request.num_tokens
         self.num_computed[row] = num_computed
         self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.max_length[row] = request.run_length
+        self.run_length[row] = request.run_length
         self.min_length[row] = request.num_prompt_tokens + params.min_tokens
         self.sampling.claim(row, request)
         self.stop_ids[row] = tuple(sorted(request.stop_ids))
@@ -143,7 +143,7 @@ class RowTable:
             self.num_blocks[g, row] = first + len(own)
             self.block_tables[g, row, first : first + len(own)] = own
             self._journal_span(g, row, first, first + len(own))
-        self._journal.claim(row)
+        self.journal.claim(row)
         full = request.num_tokens - request.num_tokens % self.block_size
         self._tail[row, : request.num_tokens - full] = request.token_ids[full:]
         self.num_missing_tokens += request.num_tokens - num_computed
@@ -157,7 +157,7 @@ class RowTable:
 
     def set_run_length(self, row: int, run_length: int) -> None:
         """The row may have so many tokens from now on."""
-        self.max_length[row] = run_length
+        self.run_length[row] = run_length
         self._decode_rows = None
 
     def set_paused(self, row: int, paused: bool) -> None:
@@ -171,7 +171,7 @@ class RowTable:
         Returns
         -------
         The row's blocks in the order of the sequence, those of full attention before the others of the same
-        tokens: released from the end, no block is demoted after one without which it cannot be found.
+        tokens: released from the end, no block is evicted after one without which it cannot be found.
         """
         self.flush(row)
         request = self.request(row)
@@ -203,11 +203,13 @@ class RowTable:
         """The blocks that the row owns, in the order of `vacate`."""
         if len(self.groups) == 1:
             first, end = self.first_block[0, row], self.num_blocks[0, row]
-            return self.block_tables[0, row, first:end].tolist()
+            blocks: list[int] = self.block_tables[0, row, first:end].tolist()
+            return blocks
         end = int(self.num_blocks[:, row].max())
         index = np.arange(end)[:, None]
         owned = (index >= self.first_block[:, row]) & (index < self.num_blocks[:, row])
-        return self.block_tables[:, row, :end].T[owned].tolist()
+        blocks = self.block_tables[:, row, :end].T[owned].tolist()
+        return blocks
 
     def flush(self, row: int) -> None:
         """Hand the row's newest tokens to its request. They never span two blocks: a full block is flushed
@@ -260,7 +262,7 @@ class RowTable:
             sources=self.sources[ids],
             stream_ids=self.stream_ids[ids],
             num_prompt_tokens=num_prompt_tokens,
-            max_length=self.max_length[ids],
+            run_length=self.run_length[ids],
             temperature=self.sampling.temperature[ids],
             top_k=self.sampling.top_k[ids],
             top_p=self.sampling.top_p[ids],
@@ -275,8 +277,13 @@ class RowTable:
     def _decodes(self, rows: Any) -> Any:
         """Whether the next step decodes these rows: not if they have all their tokens once the step in flight is
         over."""
-        is_short = self.num_computed[rows] + 1 < self.max_length[rows]
+        is_short = self.num_computed[rows] + 1 < self.run_length[rows]
         return self.decoding[rows] & ~self.paused[rows] & is_short
+
+    @property
+    def current_decodes(self) -> DecodeRows | None:
+        """What `decode_rows` has handed out; None: a row has come or gone since."""
+        return self._decode_rows
 
     def are_unchanged(self, decodes: DecodeRows) -> bool:
         """Whether no decoding row has come or gone since `decodes` was handed out."""
@@ -334,13 +341,13 @@ class RowTable:
         index = decodes.begun_index if lacking is decodes.begun else decodes.block_index(lacking)
         own = np.array(blocks, np.int32).reshape(len(self.groups), len(lacking))
         at = decodes.table_begin[lacking] + index
-        self._flat_tables[:, at] = own
-        self._journal.write(at, own)
+        self.flat_tables[:, at] = own
+        self.journal.write(at, own)
         self.num_blocks[:, decodes.ids[lacking]] = index + 1
         if decodes is self._decode_rows:
-            self._planned.append(lacking, index, own)
+            self.planned.append(lacking, index, own)
         else:
-            self._planned.mark_changed(decodes.ids[lacking])
+            self.planned.mark_changed(decodes.ids[lacking])
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append equally many blocks to each sliding group's table of a row."""
@@ -361,9 +368,11 @@ class RowTable:
             Row to an earlier position, whose query is to come too: a fork's.
         """
         freed: list[int] = []
-        rows = np.flatnonzero(self.active) if self.sliding else []
+        if not self.sliding:
+            return freed
+        rows = np.flatnonzero(self.active)
         position = self.num_computed[rows]
-        if held and self.sliding:
+        if held:
             position = np.minimum(position, [held.get(row, _MAX_INT32) for row in rows.tolist()])
         for g in self.sliding:
             first = self.groups[g].first_key(position) // self.block_size
@@ -373,7 +382,7 @@ class RowTable:
                 freed += table.tolist()
                 table[:] = 0
                 self.first_block[g, row] = end
-            self._planned.mark_changed(rows[stale][self._decodes(rows[stale])])
+            self.planned.mark_changed(rows[stale][self._decodes(rows[stale])])
         return freed
 
     def replace_block(self, g: int, row: int, i: int, block: int) -> None:
@@ -381,7 +390,7 @@ class RowTable:
         self.block_tables[g, row, i] = block
         self._journal_span(g, row, i, i + 1)
         if self._decodes(row):
-            self._planned.mark_changed(np.array([row]))
+            self.planned.mark_changed(np.array([row]))
             if self._decode_rows is not None:
                 self._decode_rows.slots = None  # it may be the block of the next token
 
@@ -389,156 +398,34 @@ class RowTable:
         """These entries of the row's table of group g have changed."""
         first = row * self.block_tables.shape[2]
         blocks = self.block_tables[g, row, begin:end].copy()
-        self._journal.write(np.arange(first + begin, first + end), blocks, g)
+        self.journal.write(np.arange(first + begin, first + end), blocks, g)
 
-    def tell_again(self) -> None:
+    def report_again(self) -> None:
         """A plan has not arrived: the next one tells all of the rows in use."""
         for row in np.flatnonzero(self.active).tolist():
             for g in range(len(self.groups)):
                 self._journal_span(
                     g, row, int(self.first_block[g, row]), int(self.num_blocks[g, row])
                 )
-            self._journal.claim(row)
+            self.journal.claim(row)
 
-    def build(
-        self,
-        step: int,
-        decodes: DecodeRows,
-        chunks: Sequence[tuple[int, int]],
-        copies: Sequence[tuple[int, int]] = (),
-    ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
-        """Write a step down and count its tokens as computed.
-
-        The block tables of a plan may be overwritten by the second plan after it.
+    def count_computed(
+        self, rows: np.ndarray, kv_len: np.ndarray, num_decode_rows: int, num_chunk_tokens: int
+    ) -> None:
+        """Count the tokens of a step that has just been planned as computed.
 
         Parameters
         ----------
-        decodes
-            Rows that compute their last token: as `decode_rows` has just returned them.
-        chunks
-            (row, tokens) of each prefill.
-        copies
-            (from, to) blocks to copy first; only with chunks.
-
-        Returns
-        -------
-        The plan, [n] its rows, and [S] the rows of them that sample.
+        rows, kv_len
+            [n] the step's rows, and [n] int32, their tokens in the cache once it has run.
+        num_decode_rows, num_chunk_tokens
+            Tokens of decoding rows, and of prefill chunks.
         """
-        if chunks:
-            if self._decode_rows is not None:
-                self._decode_rows.is_located = False
-            return self._build_mixed(step, decodes.ids, chunks, copies)
-        rows, kv_len = decodes.ids, decodes.length
-        if decodes.is_plain:
-            sampling = SamplingBatch(
-                token_index=decodes.cu_q[:-1],
-                temperature=decodes.temperature,
-                top_k=decodes.top_k,
-                top_p=decodes.top_p,
-                seed=decodes.seed,
-                choice=decodes.choice,
-                position=kv_len.astype(np.int64),
-                rows=rows,
-            )
-        else:
-            sampling = self.sampling.batch(self, rows, decodes.cu_q[:-1], kv_len)
-        plan = StepPlan(
-            step=step,
-            num_decode_rows=len(rows),
-            token_ids=self.last_token[rows],
-            positions=decodes.position,
-            cu_q=decodes.cu_q,
-            kv_len=kv_len,
-            block_tables=self._planned.take(rows, decodes.num_blocks, decodes),
-            slots=decodes.take_slots(self._flat_tables),
-            sampling=sampling,
-            decode_rows=rows,
-            rows=rows,
-            changes=self._journal.take(self.sampling.claimed),
-        )
         self.num_computed[rows] = kv_len
-        self.num_decode_tokens += len(rows)
+        self.num_decode_tokens += num_decode_rows
+        self.num_missing_tokens -= num_chunk_tokens
         if self._decode_rows is not None:
-            self._decode_rows.is_located = False  # unless it is `decodes`
-        decodes.advance()
-        return plan, rows, rows
-
-    def _build_mixed(
-        self,
-        step: int,
-        decode_rows: np.ndarray,
-        chunks: Sequence[tuple[int, int]],
-        copies: Sequence[tuple[int, int]],
-    ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
-        rows = np.concatenate([decode_rows, np.array([row for row, _ in chunks], np.int64)])
-        num_q = np.ones(len(rows), np.int32)
-        num_q[len(decode_rows) :] = [count for _, count in chunks]
-        cu_q = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(num_q, out=cu_q[1:])
-        start = self.num_computed[rows]
-        kv_len = start + num_q
-        positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(cu_q[:-1] - start, num_q)
-        # A decoding row's newest token may not be known here yet, so its length says nothing.
-        samples = np.ones(len(rows), bool)
-        chunked = slice(len(decode_rows), None)
-        samples[chunked] = kv_len[chunked] == self.length[rows[chunked]]
-        samples = np.flatnonzero(samples)
-        sample_rows = rows[samples]
-        block_size = self.block_size
-        block_index = positions // block_size
-        slots = self.block_tables[:, np.repeat(rows, num_q), block_index].astype(
-            np.int64, order="C"
-        )
-        slots *= block_size
-        slots += positions - block_index * block_size
-        plan = StepPlan(
-            step=step,
-            num_decode_rows=len(decode_rows),
-            token_ids=self._chunk_tokens(decode_rows, chunks, cu_q),
-            positions=positions,
-            cu_q=cu_q,
-            kv_len=kv_len,
-            block_tables=self._planned.take(rows, -(-int(kv_len.max()) // block_size)),
-            slots=slots,
-            sampling=self.sampling.batch(self, sample_rows, cu_q[samples + 1] - 1, kv_len[samples]),
-            copies=tuple(copies),
-            prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
-            decode_rows=decode_rows,
-            rows=rows,
-            changes=self._journal.take(self.sampling.claimed),
-        )
-        self.num_computed[rows] = kv_len
-        self.num_decode_tokens += len(decode_rows)
-        self.num_missing_tokens -= int(cu_q[-1]) - len(decode_rows)
-        return plan, rows, sample_rows
-
-    def _prompt_targets(
-        self, chunks: Sequence[tuple[int, int]], begins: Sequence[int]
-    ) -> tuple[PromptTargets, ...]:
-        """What the chunks compute of the prompts whose log-probabilities are asked for."""
-        targets = []
-        for (row, count), begin in zip(chunks, begins[:-1], strict=True):
-            request = self.request(row)
-            start = int(self.num_computed[row])
-            first = max(start, request.num_scored)
-            end = min(start + count, request.num_to_score)
-            if first < end:
-                ids = request.token_ids[first + 1 : end + 1].astype(np.int64)
-                num_top = request.params.prompt_logprobs
-                targets.append(PromptTargets(row, begin + first - start, first + 1, ids, num_top))
-        return tuple(targets)
-
-    def _chunk_tokens(
-        self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray
-    ) -> np.ndarray:
-        token_ids = np.empty(cu_q[-1], np.int32)
-        token_ids[: len(decode_rows)] = self.last_token[decode_rows]
-        begin = len(decode_rows)
-        for row, count in chunks:
-            start = int(self.num_computed[row])
-            token_ids[begin : begin + count] = self.request(row).token_ids[start : start + count]
-            begin += count
-        return token_ids
+            self._decode_rows.is_located = False
 
     # -- after the step ----------------------------------------------------------------------------------
 
@@ -557,7 +444,7 @@ class RowTable:
         position = self.length[rows]
         self._flat_tail[rows * self.block_size + position % self.block_size] = token_ids
         self.last_token[rows] = token_ids
-        length = position + 1
+        length: np.ndarray = position + 1
         self.length[rows] = length
         return length
 
@@ -589,7 +476,7 @@ class RowTable:
         """
         reasons: dict[int, FinishReason] = {}
         if decodes is None or decodes.num_left <= 0:
-            full = (length >= self.max_length[rows]).nonzero()[0]
+            full = (length >= self.run_length[rows]).nonzero()[0]
             reasons = dict.fromkeys(full.tolist(), FinishReason.LENGTH)
         # Only ids that end some running request can end one: few rows get past this look-up.
         enders = self._num_enders[token_ids]
@@ -601,81 +488,7 @@ class RowTable:
         if decodes is None or not decodes.is_plain:
             for i in self.sampling.has_grammar[rows].nonzero()[0].tolist():
                 grammar = self.request(int(rows[i])).grammar
-                if grammar.advance(int(token_ids[i])):
-                    reasons[i] = FinishReason.STOP  # nothing can follow, not even where EOS is none
+                if grammar is not None and grammar.advance(int(token_ids[i])):
+                    # Nothing can follow, even where EOS ends no request.
+                    reasons[i] = FinishReason.STOP
         return reasons
-
-    # -- inspection --------------------------------------------------------------------------------------
-
-    def snapshot(self) -> list[dict[str, Any]]:
-        """The rows in use as plain data."""
-        return [
-            {
-                "row": row,
-                "key": self.keys[row],
-                "phase": self.request(row).phase.value,
-                "length": int(self.length[row]),
-                "num_computed": int(self.num_computed[row]),
-                "blocks": self.blocks(row),
-            }
-            for row in np.flatnonzero(self.active).tolist()
-        ]
-
-    def num_owners(self, num_blocks: int) -> np.ndarray:
-        """[num_blocks] int64, how many rows have each block in their table."""
-        owners = np.zeros(num_blocks, np.int64)
-        for row in np.flatnonzero(self.active):
-            blocks = np.array(self.blocks(row), np.int64)
-            owners += np.bincount(blocks, minlength=num_blocks)
-        return owners
-
-    def check(self, owners: np.ndarray, num_ahead: int = 0) -> None:
-        """Raise `IntegrityError` where a row contradicts its request, or would write to a shared block.
-
-        Parameters
-        ----------
-        owners
-            [num_blocks] as `num_owners` counts them.
-        num_ahead
-            Tokens of a row that were planned before they were known.
-        """
-        computed = self.num_computed
-        decode = int(computed[self.decoding].sum())
-        prefilling = self.active & ~self.decoding
-        missing = int((self.length - computed)[prefilling].sum())
-        if (decode, missing) != (self.num_decode_tokens, self.num_missing_tokens):
-            raise IntegrityError(
-                f"{self.num_decode_tokens} decoding and {self.num_missing_tokens} missing tokens are "
-                f"counted, there are {decode} and {missing}"
-            )
-        decodes = self._decode_rows
-        if decodes is not None and decodes.is_located:
-            if not np.array_equal(decodes.position, computed[decodes.ids]):
-                raise IntegrityError(
-                    f"the decoding rows {decodes.ids.tolist()} stand at {computed[decodes.ids].tolist()}, "
-                    f"and are taken to be at {decodes.position.tolist()}"
-                )
-        for row, request in enumerate(self.requests):
-            if bool(self.active[row]) != (request is not None):
-                raise IntegrityError(f"row {row} is active: {self.active[row]}, request: {request}")
-            if request is None:
-                continue
-            name = f"row {row} of request {request.key!r}"
-            decoding = request.phase is Phase.DECODING
-            if bool(self.paused[row]) != request.is_paused:
-                raise IntegrityError(f"{name}: its request is paused: {request.is_paused}")
-            if request.row != row or bool(self.decoding[row]) != decoding:
-                raise IntegrityError(f"{name}: its request says row {request.row}, {request.phase}")
-            num_computed, length = int(self.num_computed[row]), int(self.length[row])
-            num_blocks = self.num_blocks[:, row]
-            if num_computed > min(length + num_ahead, int(num_blocks.min()) * self.block_size):
-                raise IntegrityError(f"{name} has {num_computed} computed tokens of {length}")
-            if decoding and (num_blocks != num_blocks[0]).any():
-                raise IntegrityError(f"{name} decodes with {num_blocks.tolist()} blocks")
-            for g, group in enumerate(self.groups):
-                first, end = int(self.first_block[g, row]), int(num_blocks[g])
-                if first > int(group.first_key(num_computed)) // self.block_size:
-                    raise IntegrityError(f"{name} gave back block {first - 1}, which it reads")
-                own = self.block_tables[g, row, max(first, num_computed // self.block_size) : end]
-                if (owners[own] > 1).any():
-                    raise IntegrityError(f"{name} would write to a block that it shares")

@@ -7,14 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.protos.wire import SamplingParams
+from quire.protos.wire import GREEDY_TEMPERATURE, SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import Penalties, SamplingBatch, TokenMask, TokenRules
 from quire.replica.core.table_changes import ClaimedRows
 from quire.replica.request_table.bad_words import BadWords
-
-# Below this the distribution is a point for any logits that differ by more than float32 rounding.
-GREEDY_TEMPERATURE = 1e-5
 
 
 class Histories(Protocol):
@@ -163,10 +160,9 @@ class SamplingColumns:
         self, table: Histories, rows: np.ndarray, alive: np.ndarray
     ) -> tuple[tuple[int, TokenMask], ...]:
         """(index in `rows`, its grammar)."""
-        return tuple(
-            (i, table.request(int(rows[i])).grammar)
-            for i in np.flatnonzero(self.has_grammar[rows] & alive).tolist()
-        )
+        index = np.flatnonzero(self.has_grammar[rows] & alive).tolist()
+        grammars = ((i, table.request(int(rows[i])).grammar) for i in index)
+        return tuple((i, grammar) for i, grammar in grammars if grammar is not None)
 
     def _suppressed(
         self, table: Histories, rows: np.ndarray, position: np.ndarray, alive: np.ndarray

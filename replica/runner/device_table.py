@@ -12,17 +12,16 @@ are a column of this table too; they never travel, so `StepOutputs` owns it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from quire.kernels.attention.paged_attention import Backend
 from quire.kernels.sampling.noise import keys_at, noise_bases
 from quire.replica.core.step_plan import StepPlan
 from quire.replica.core.table_changes import ClaimedRows, TableChanges
 from quire.replica.device.device import Device
-from quire.replica.sampling.sampler import Draw, draw
 
 _NUM_WORDS = 4
 _ONE_BITS = int(np.float32(1.0).view(np.int32))
@@ -60,8 +59,8 @@ class DeviceTable:
         G, R and the blocks of one row in a group: as of `RowTable`.
     trash_block
         Where padding writes.
-    backend
-        "triton": tokens are drawn by the kernel of `quire.kernels.sampling.sampling_kernel`.
+    draw
+        Draws tokens as columns say: `ModelKernels.draw`.
     """
 
     def __init__(
@@ -71,10 +70,10 @@ class DeviceTable:
         num_rows: int,
         max_blocks: int,
         trash_block: int,
-        backend: Backend,
+        draw: Callable[[torch.Tensor, DrawColumns], torch.Tensor],
     ):
         self.padding_row = num_rows
-        self._backend = backend
+        self._draw = draw
         self.blocks = device.empty((num_groups, num_rows + 1, max_blocks), torch.int32)
         # Whatever is read before it is written is harmless.
         self.blocks.fill_(trash_block)
@@ -146,14 +145,7 @@ class DeviceTable:
         -------
         [S] int64.
         """
-        columns = self.draw_columns(rows, noise_keys)
-        if self._backend == "triton":
-            from quire.kernels.sampling.sampling_kernel import sample_tokens
-
-            return sample_tokens(logits, *columns)
-        keys = noise_keys.numpy().view(np.uint64)
-        *limits, _ = (column.numpy() for column in columns)
-        return draw(logits.float(), Draw(*limits, lambda random: keys[random]))
+        return self._draw(logits, self.draw_columns(rows, noise_keys))
 
 
 def _words(claimed: ClaimedRows) -> np.ndarray:

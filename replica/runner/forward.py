@@ -9,18 +9,19 @@ import torch
 from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention
-from quire.kernels.cpu.cpu_sequence import NormedProduct, Workspace
 from quire.replica.core.step_plan import PromptTargets
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.attention import StepContext
-from quire.replica.model.fusion.fused_layer import FusedDecoder
 from quire.replica.model.fusion.fused_parts import FusedAttention, FusedNorm, Product
+from quire.replica.model.gpu_step_context import GpuStepContext
 from quire.replica.model.output_head import split_model
-from quire.replica.sampling.logprobs import StepPromptLogprobs, score_prompt
+from quire.replica.sampling.logprobs import StepPromptLogprobs, score_by_kernels, score_prompt
 
 
 class Forward:
     """The model as a step calls it. Everything it needs to know of a step lies on the device.
+
+    `cpu_forward.py` has the CPU's form.
 
     Parameters
     ----------
@@ -30,9 +31,9 @@ class Forward:
         KV, and one attention for each of its layer groups.
     max_logits_rows
         Rows of logits at once: the memory that sizing counts for those of a step's samples.
-    workspace
-        Of layers that run as one call; None where there are none.
     """
+
+    score = staticmethod(score_by_kernels)
 
     def __init__(
         self,
@@ -40,13 +41,11 @@ class Forward:
         pool: KVPool,
         attentions: Sequence[PagedAttention],
         max_logits_rows: int,
-        workspace: Workspace | None = None,
     ):
         self._decoder, self._head = split_model(model)
         self._pool = pool
         self._attentions = attentions
         self._max_logits_rows = max_logits_rows
-        self._workspace = workspace
 
     def hidden(
         self,
@@ -80,29 +79,16 @@ class Forward:
         -------
         [T, hidden size], as `logits` takes them; of tokens that are not selected, anything.
         """
-        metadata = (cu_q, kv_len, block_tables)
-        if self._attentions[0].backend == "cpu":
-            metadata = tuple(x.numpy().astype(np.int64) for x in metadata)
-        context = StepContext(
-            self._pool,
-            self._attentions,
-            *metadata,
-            slots=slots,
-            num_query=num_query,
-            workspace=self._workspace,
-            selected=selected,
+        context = GpuStepContext(
+            self._pool, self._attentions, cu_q, kv_len, block_tables, slots, num_query
         )
-        if self._fused_head is not None:
-            return self._decoder.before_norm(token_ids, positions, context)
+        return self._run_decoder(token_ids, positions, context)
+
+    def _run_decoder(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, context: StepContext
+    ) -> torch.Tensor:
         given = dict(input_ids=token_ids[None], position_ids=positions[None])
         return self._decoder(**given, use_cache=False, quire=context).last_hidden_state[0]
-
-    @property
-    def _fused_head(self) -> NormedProduct | None:
-        """The last norm and the head as one call: then the norm waits for it, and is of the tokens that are read."""
-        if self._workspace is None or not isinstance(self._decoder, FusedDecoder):
-            return None
-        return self._decoder.head
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What passes read and write and what outlives them, by name, but the KV pool."""
@@ -127,13 +113,10 @@ class Forward:
         of `prompts`, [P] int64, one behind the other."""
         each = token_ids.split([len(targets.token_ids) for targets in prompts])
         return tuple(
-            score_prompt(hidden, targets, ids, self.logits, self._max_logits_rows)
+            score_prompt(hidden, targets, ids, self.logits, self.score, self._max_logits_rows)
             for targets, ids in zip(prompts, each, strict=True)
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden size] to [n, vocab] in the model's own type."""
-        fused = self._fused_head
-        if fused is not None:
-            return fused(hidden, self._workspace)
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]

@@ -19,13 +19,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from quire.kernels.attention.paged_attention import Backend
 from quire.replica.config import EngineConfig
-from quire.replica.core.step_plan import SamplingBatch, StepPlan
+from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.device.device import Device, Event, Stream
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.device.telemetry import DeviceTime
-from quire.replica.runner.device_sampler import DeviceSampler
+from quire.replica.runner.device_steps import Draw
 from quire.replica.runner.device_table import DeviceTable, Differences
 from quire.replica.runner.fixed_step import FixedInputs, FixedStep, sampling_rows
 from quire.replica.runner.forward import Forward
@@ -33,12 +32,13 @@ from quire.replica.runner.graph_cache import CachedGraph, GraphCache
 from quire.replica.runner.graphs.graph_key import GraphPart
 from quire.replica.runner.graphs.graph_policy import GraphPolicy
 from quire.replica.runner.graphs.mixed_shapes import MixedShapes
+from quire.replica.runner.model_kernels import ModelKernels
 from quire.replica.runner.ragged_step import RaggedStep
 from quire.replica.runner.step_inputs import InputRing, StepInputs, input_bytes, pieces
 from quire.replica.runner.step_outputs import InFlight, StepOutputs
+from quire.replica.runner.trash_plans import TrashPlans
 from quire.replica.sampling.step_sampler import Masks
 
-Draw = Callable[[SamplingBatch, Masks], None]
 # Entries of block tables that travel with one upload: more come in several.
 MAX_CHANGES = 8192
 
@@ -52,8 +52,8 @@ class QueuedSteps:
         Of the runner.
     pool
         KV; its trash block takes what padding writes.
-    backend
-        Of the attention; the tokens are drawn by the same.
+    kernels
+        Draw the tokens.
 
     Raises
     ------
@@ -69,8 +69,9 @@ class QueuedSteps:
         forward: Forward,
         ragged: RaggedStep,
         outputs: StepOutputs,
-        backend: Backend,
+        kernels: ModelKernels,
     ):
+        self._config = config
         self._device = device
         self._pool = pool
         self._forward = forward
@@ -78,10 +79,15 @@ class QueuedSteps:
         self._outputs = outputs
         self.time = DeviceTime()
         self._done: Event | None = None  # of the step queued last, unless the engine fell idle
-        self._sampler = DeviceSampler(device, config.vocab_size) if backend == "triton" else None
+        self._sampler = kernels.sampler(device, config.vocab_size)
         num_groups, max_rows = len(pool.groups), config.num_rows + 1
         self.table = DeviceTable(
-            device, num_groups, config.num_rows, config.max_row_blocks, pool.trash_block, backend
+            device,
+            num_groups,
+            config.num_rows,
+            config.max_row_blocks,
+            pool.trash_block,
+            kernels.draw,
         )
         self.inputs = InputRing(
             device,
@@ -117,8 +123,11 @@ class QueuedSteps:
             **self._forward.buffers(),
         }
 
+    def begin(self) -> None:
+        """Nothing is to be done before a step."""
+
     def forward(self, plan: StepPlan, in_flight: InFlight) -> Draw:
-        """Queue a step but its draw, which the result does; then `end` must follow before the next step."""
+        """See `DeviceSteps.forward`."""
         is_decode = len(plan.decode_rows) == plan.num_rows and not plan.copies
         is_plain = plan.sampling.is_plain and not plan.awaits_tokens
         part = GraphPart.WHOLE if is_plain else GraphPart.FORWARD
@@ -145,7 +154,33 @@ class QueuedSteps:
             None if draw_begun is None else between(forward_done, draw_begun),
         )
 
-    def fall_idle(self) -> None:
+    def run_largest(self, run: Callable[[StepPlan], StepResult], plans: TrashPlans) -> None:
+        """See `DeviceSteps.run_largest`; then one step with all that a sampler has kernels for."""
+        config = self._config
+        budget = config.max_batch_tokens
+        rows = min(config.max_running_requests, budget)
+        chunk = min(budget, config.max_model_len)
+        mixed = [1] * min(rows, budget - chunk // 2) + [chunk // 2]
+        for lengths in ([1], [1] * rows, [chunk], mixed):
+            for temperature in (0.0, 1.0):
+                run(plans.plan([n for n in lengths if n > 0], temperature))
+        run(plans.special_plan(rows))
+
+    def end_warm_up(self) -> None:
+        """Capture the first graphs, and count from here."""
+        self.graphs.capture_first()
+        self._fall_idle()
+        self.time = DeviceTime()
+
+    def use_idle(self) -> bool:
+        """Capture a graph, if that is worth it."""
+        self._fall_idle()
+        return self.graphs.use_idle()
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+    def _fall_idle(self) -> None:
         """No step will follow soon: what passes until then is no gap."""
         self._done = None
 
@@ -172,7 +207,7 @@ class QueuedSteps:
         """The step's forward pass is queued, its draw waits for tokens."""
         in_flight.forward_done = self._device.record(Stream.COMPUTE, "logits", timed=True)
 
-    def go_on(self, in_flight: InFlight) -> None:
+    def begin_draw(self, in_flight: InFlight) -> None:
         """The draw of a step that was held is queued next."""
         in_flight.draw_begun = self._device.record(Stream.COMPUTE, "draw begins", timed=True)
 

@@ -105,21 +105,12 @@ class StepOutputs:
 
     def known(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Part of a step's work: [T] int64 ids, where -1 - r becomes what was last sampled in the table row r."""
-        if token_ids.device.type == "cpu":
-            # A tenth of a millisecond less than four operations of torch.
-            ids, last = token_ids.numpy(), self.last_token.numpy()
-            if ids.min(initial=0) >= 0:
-                return token_ids
-            return torch.from_numpy(np.where(ids < 0, last[np.maximum(-1 - ids, 0)], ids))
         rows = (-1 - token_ids).clamp_(min=0)
         return torch.where(token_ids < 0, self.last_token[rows], token_ids)
 
     def keep(self, slot: TokenSlot, tokens: torch.Tensor, rows: torch.Tensor) -> None:
         """Part of a step's work: put [S] int64 tokens into the slot, and into the table rows [S] int64."""
-        if tokens.device.type == "cpu":
-            slot.tokens.numpy()[: len(tokens)] = tokens.numpy()
-        else:
-            slot.tokens[: len(tokens)].copy_(tokens)
+        slot.tokens[: len(tokens)].copy_(tokens)
         self.remember(tokens, rows)
 
     def remember(self, tokens: torch.Tensor, rows: torch.Tensor) -> None:
@@ -127,10 +118,7 @@ class StepOutputs:
         if not len(rows):
             return
         # NO_TOKEN ends its row one step late: until then it must be an id that the model knows.
-        if rows.device.type == "cpu":
-            self.last_token.numpy()[rows.numpy()] = np.maximum(tokens.numpy(), 0)
-        else:
-            self.last_token.index_copy_(0, rows, tokens.clamp(min=0))
+        self.last_token.index_copy_(0, rows, tokens.clamp(min=0))
 
     def send(self, slot: TokenSlot, done: Event) -> None:
         """Queue the copy of the slot's tokens and log-probs to the host, behind `done`, the step that computes them."""

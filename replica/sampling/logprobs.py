@@ -94,11 +94,17 @@ class StepPromptLogprobs:
         )
 
 
+Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# [n, vocab] logits, [n] int64 ids, number of likeliest tokens; gives fields of `StepPromptLogprobs`
+Score = Callable[[torch.Tensor, torch.Tensor, int], Scored]
+
+
 def score_prompt(
     hidden: torch.Tensor,
     targets: PromptTargets,
     token_ids: torch.Tensor,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
+    score: Score,
     max_rows: int,
 ) -> StepPromptLogprobs:
     """Log-probabilities of a prompt's tokens, given the hidden states of the step.
@@ -114,8 +120,9 @@ def score_prompt(
         [n] int64, those of `targets`, where `hidden` is.
     logits_of
         [n, hidden size] to [n, vocab] in the model's type.
+    score
+        `score_by_torch` or `score_by_kernels`.
     """
-    score = _score_on_cpu if hidden.device.type == "cpu" else _score_on_device
     parts = []
     for first in range(0, len(token_ids), max_rows):
         ids = token_ids[first : first + max_rows]
@@ -124,10 +131,7 @@ def score_prompt(
     return StepPromptLogprobs(targets, *map(torch.cat, zip(*parts, strict=True)))
 
 
-Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _score_on_cpu(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
+def score_by_torch(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
     """Fields of `StepPromptLogprobs`: of the log-probabilities of all ids."""
     distribution = torch.log_softmax(logits.float(), dim=-1)
     chosen = distribution.gather(-1, ids[:, None])
@@ -136,7 +140,7 @@ def _score_on_cpu(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scor
     return chosen[:, 0], ranks, top, top_ids
 
 
-def _score_on_device(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
+def score_by_kernels(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Scored:
     """The same by kernels, without a copy of the logits in float32."""
     from quire.kernels.sampling.log_probs import log_probs
 

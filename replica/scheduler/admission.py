@@ -26,11 +26,10 @@ from dataclasses import dataclass
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
-from quire.replica.kv_cache.host_tier import HostTier
-from quire.replica.kv_cache.prefix import Entry, Hit, PrefixCache
-from quire.replica.request_table.rows import RowTable
+from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.kv_cache.prefix_entries import Entry, Hit
 from quire.replica.scheduler.copy_speed import CopySpeed
+from quire.replica.scheduler.engine_memory import EngineMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +44,12 @@ class Offer:
 class Admission:
     """Gives blocks to requests that start and to chunks of their prompts."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        prefix: PrefixCache,
-        blocks: BlockManager,
-        host: HostTier,
-        rows: RowTable,
-        copies: CopySpeed,
-    ):
+    def __init__(self, config: EngineConfig, memory: EngineMemory, copies: CopySpeed):
         self._config = config
-        self._prefix = prefix
-        self._blocks = blocks
-        self._host = host
-        self._rows = rows
+        self._prefix = memory.prefix
+        self._blocks = memory.blocks
+        self._host = memory.host
+        self._rows = memory.rows
         self._copies = copies
         self._held = False  # see `hold`
         self.reconfigure(config)
@@ -149,18 +140,21 @@ class Admission:
         self._blocks.retain(hit.device_blocks)
         restores = hit.to_restore()
         # Held before anything is allocated: what leaves the device then may push others out of the host tier.
-        copies = [entry.host_blocks[g] for g, _, entry in restores]
+        copies = [c for g, _, entry in restores if (c := entry.host_blocks[g]) is not None]
         self._host.blocks.retain(copies)
         num_full = len(self._config.groups) - len(self._rows.sliding)
         fresh = self.allocate(lacking * num_full)
+        restored: dict[tuple[int, int], int] = {}
+        for (g, i, entry), copy, block in zip(
+            restores, copies, self.allocate(len(restores)), strict=True
+        ):
+            restored[g, i] = block
+            self.restore(entry, g, copy, block)
         blocks = [
-            list(known) + (fresh[g * lacking : (g + 1) * lacking] if g < num_full else [])
+            [restored[g, i] if block is None else block for i, block in enumerate(known)]
+            + (fresh[g * lacking : (g + 1) * lacking] if g < num_full else [])
             for g, known in enumerate(hit.blocks)
         ]
-        restored = self.allocate(len(restores))
-        for (g, i, entry), copy, block in zip(restores, copies, restored, strict=True):
-            blocks[g][i] = block
-            self.restore(entry, g, copy, block)
         self._rows.claim(request, blocks, offer.num_hit_tokens)
         if hit.entries:
             request.tip, request.num_indexed = hit.entries[-1], len(hit.entries)

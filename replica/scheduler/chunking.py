@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 from quire.replica.config import EngineConfig
+from quire.replica.scheduler.order import POLICIES
 from quire.replica.scheduler.speed import StepSpeed
 
 # A step takes this much prefill if there is any, were it ever so slow: a prompt always ends. Also the first chunk
@@ -100,7 +101,7 @@ class Chunking:
         self._speed = speed
         self._block_size = config.block_size
         self._max_batch_tokens = config.max_batch_tokens
-        self.prefill_first = config.scheduler == "prefill_first"
+        self.prefill_first = POLICIES[config.scheduler].prefill_first
         self.reconfigure(config)
         self._waited_s = 0.0  # since the decoding rows were in a step, if they were left out
         self._num_cut = 0  # steps in a row that were short of time

@@ -14,7 +14,7 @@ the prefix index. A fork whose parent has ended or gone back to the queue is an 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +22,10 @@ import numpy as np
 from quire.protos.errors import InvalidRequest
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Phase, Request
-from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
-from quire.replica.kv_cache.prefix import Entry, PrefixCache
-from quire.replica.request_table.rows import RowTable
+from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.kv_cache.prefix_entries import Entry
 from quire.replica.scheduler.admission import Admission
+from quire.replica.scheduler.engine_memory import EngineMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,18 @@ class WaitingForks:
         parent = request.parent
         return parent is not None and request.key in self._of_parent.get(parent.key, ())
 
-    def add(self, request: Request) -> None:
+    def append(self, request: Request) -> None:
         """Let a request wait for its parent."""
-        self._of_parent.setdefault(request.parent.key, {})[request.key] = request
+        self._of_parent.setdefault(_parent_key(request), {})[request.key] = request
         self._count += 1
 
     def remove(self, request: Request) -> None:
         """It ends before its parent has a token."""
-        siblings = self._of_parent[request.parent.key]
+        parent_key = _parent_key(request)
+        siblings = self._of_parent[parent_key]
         del siblings[request.key]
         if not siblings:
-            del self._of_parent[request.parent.key]
+            del self._of_parent[parent_key]
         self._count -= 1
 
     def take(self, parent: Request) -> list[Request]:
@@ -72,31 +73,38 @@ class WaitingForks:
         self._count -= len(forks)
         return forks
 
-    def check(self, requests: Mapping[Hashable, Request]) -> set[Hashable]:
-        """Keys of the forks; `IntegrityError` when one waits for what will not come."""
-        keys = [key for forks in self._of_parent.values() for key in forks]
-        if len(keys) != self._count:
-            raise IntegrityError(f"{self._count} waiting forks are counted, there are {len(keys)}")
+    def keys(self) -> Set[Hashable]:
+        return {key for forks in self._of_parent.values() for key in forks}
+
+    def check(self, requests: Mapping[Hashable, Request]) -> None:
+        """Raise `IntegrityError` when a fork waits for a parent that will not release it."""
+        if len(self.keys()) != self._count:
+            raise IntegrityError(
+                f"{self._count} waiting forks are counted, there are {len(self.keys())}"
+            )
         for parent_key, forks in self._of_parent.items():
             parent = requests.get(parent_key)
             if parent is None or parent.phase is Phase.DECODING:
                 raise IntegrityError(f"forks wait for {parent_key!r}, which has its first token")
             if any(fork.parent is not parent for fork in forks.values()):
                 raise IntegrityError(f"forks of another wait for {parent_key!r}")
-        return set(keys)
+
+
+def _parent_key(request: Request) -> Hashable:
+    if request.parent is None:
+        raise IntegrityError(f"request {request.key!r} is not a fork")
+    return request.parent.key
 
 
 class Sharing:
     """Gives forks the blocks of their parents."""
 
-    def __init__(
-        self, config: EngineConfig, prefix: PrefixCache, blocks: BlockManager, rows: RowTable
-    ):
+    def __init__(self, config: EngineConfig, memory: EngineMemory):
         self._block_size = config.block_size
         self._num_groups = len(config.groups)
-        self._prefix = prefix
-        self._blocks = blocks
-        self._rows = rows
+        self._prefix = memory.prefix
+        self._blocks = memory.blocks
+        self._rows = memory.rows
 
     def offer(self, request: Request) -> Share | None:
         """What the request can take from its parent now; None: nothing, it is an ordinary request."""

@@ -1,34 +1,35 @@
-"""Requests that are under suspicion: more than one replica has crashed with them in the step.
+"""Requests that run alone, because more than one replica has crashed while they ran.
 
-Each in its turn starts alone: until it has generated `PROBATION_TOKENS` tokens, the steps hold nobody else. The model
-is a function of the request, so what it did before it does again, at the same token; then only the guilty one is in
-the step. Whoever comes through runs with the others from then on.
+Such requests start one at a time. Until a request has generated `ISOLATED_TOKENS` tokens, each step holds that request
+only. The model's output depends on the request alone, so a request that made a replica crash does so again at the same
+token, and no other request is in that step. A request that reaches its `ISOLATED_TOKENS` then runs together with the
+others.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Set
 
-from quire.protos.wire import PROBATION_TOKENS
+from quire.protos.wire import ISOLATED_TOKENS
 from quire.replica.core.request import Phase, Request
 
 
 class IsolatedRequests:
-    """Who waits for a trial, and who is at it."""
+    """The requests that wait to run alone, and the one that does."""
 
     def __init__(self) -> None:
         self._waiting: deque[Request] = deque()
         self.current: Request | None = None
 
     def __len__(self) -> int:
+        """Requests that wait."""
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._waiting)
-
-    def __contains__(self, request: Request) -> bool:
-        return any(request is waiting for waiting in self._waiting)
+    @property
+    def any(self) -> bool:
+        """Whether some request runs alone or waits to: then no step is planned while one is in flight."""
+        return len(self._waiting) > 0 or self.current is not None
 
     def append(self, request: Request) -> None:
         self._waiting.append(request)
@@ -37,7 +38,7 @@ class IsolatedRequests:
         self._waiting.remove(request)
 
     def head(self) -> Request | None:
-        """Who is tried next, when nobody is at it."""
+        """The request that runs alone next, if none does now."""
         if self.current is not None or not self._waiting:
             return None
         return self._waiting[0]
@@ -48,20 +49,21 @@ class IsolatedRequests:
         self.current = request
 
     def update(self, num_new_tokens: int) -> None:
-        """End the trial of a request that came through it, or has lost its row, or is paused.
+        """Let the current request run together with the others once it has enough tokens; forget it when it has lost
+        its row or is paused.
 
         Parameters
         ----------
         num_new_tokens
-            That the current one has generated here.
+            Tokens that the current request has generated on this replica.
         """
         request = self.current
         if request is None:
             return
-        running = request.phase in (Phase.PREFILLING, Phase.DECODING) and not request.is_paused
-        if not running or num_new_tokens >= PROBATION_TOKENS:
+        is_running = request.phase in (Phase.PREFILLING, Phase.DECODING) and not request.is_paused
+        if not is_running or num_new_tokens >= ISOLATED_TOKENS:
             request.alone = False
             self.current = None
 
-    def keys(self) -> set[Hashable]:
+    def keys(self) -> Set[Hashable]:
         return {request.key for request in self._waiting}

@@ -14,17 +14,21 @@ will compute can be indexed behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Parked, ParkedBlock, Request
-from quire.replica.kv_cache.blocks import BlockManager
-from quire.replica.kv_cache.host_tier import HostTier
-from quire.replica.kv_cache.prefix import Entry, PrefixCache
-from quire.replica.request_table.rows import RowTable
+from quire.replica.core.step_plan import StepPlan
+from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.kv_cache.host_tier import Transfers
+from quire.replica.kv_cache.prefix_entries import Entry
 from quire.replica.scheduler.admission import Admission
 from quire.replica.scheduler.copy_speed import CopySpeed
+from quire.replica.scheduler.engine_memory import EngineMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +46,20 @@ class Offload:
     def __init__(
         self,
         config: EngineConfig,
-        prefix: PrefixCache,
-        blocks: BlockManager,
-        host: HostTier,
-        rows: RowTable,
+        memory: EngineMemory,
         admission: Admission,
         copies: CopySpeed,
     ):
         self._block_size = config.block_size
         self._num_groups = len(config.groups)
-        self._prefix = prefix
-        self._blocks = blocks
-        self._host = host
-        self._rows = rows
+        self._prefix = memory.prefix
+        self._blocks = memory.blocks
+        self._host = memory.host
+        self._rows = memory.rows
         self._admission = admission
         self._copies = copies
 
-    def park(self, request: Request) -> Parked | None:
+    def save(self, request: Request) -> Parked | None:
         """Copy what a running request has computed to the host tier; its row and blocks stay its own.
 
         Returns
@@ -89,11 +90,11 @@ class Offload:
         for (i, g), copy in zip(places, copies, strict=True):
             if copy is None:
                 copy = next(unused)
-                self._save(int(rows.block_tables[g, row, i]), copy, entries[i], g)
+                self._save_block(int(rows.block_tables[g, row, i]), copy, entries[i], g)
             parked.append(ParkedBlock(i, g, copy))
         return Parked(num_computed, parked)
 
-    def _save(self, block: int, copy: int, entry: Entry | None, g: int) -> None:
+    def _save_block(self, block: int, copy: int, entry: Entry | None, g: int) -> None:
         self._host.save(block, copy)
         if entry is not None:
             self._prefix.place_on_host(entry, g, copy)
@@ -111,7 +112,7 @@ class Offload:
 
     def prefers_copy(self, request: Request) -> bool:
         """Whether an offloaded request's blocks are faster copied back than computed again."""
-        parked = request.parked
+        parked = _parked(request)
         known = self._known(request)
         missing = [b.index for b, k in zip(parked.blocks, known, strict=True) if k is None]
         if not missing:
@@ -121,7 +122,7 @@ class Offload:
 
     def _known(self, request: Request) -> list[int | None]:
         """As `Return.known`."""
-        parked = request.parked
+        parked = _parked(request)
         entries = self._entries(request, -(-parked.num_computed // self._block_size))
         return [
             None if (e := entries[block.index]) is None else e.blocks[block.group]
@@ -136,7 +137,7 @@ class Offload:
         prefilling
             As of `Admission.offer`, whose rules hold here too.
         """
-        parked = request.parked
+        parked = _parked(request)
         end = -(-parked.num_computed // self._block_size)
         known = self._known(request)
         lacking = -(-request.num_tokens // self._block_size) - end
@@ -153,7 +154,7 @@ class Offload:
 
     def take(self, request: Request, offer: Return) -> None:
         """Give the request a row and its blocks back; the next step copies what is only in the host tier."""
-        parked = request.parked
+        parked = _parked(request)
         end = -(-parked.num_computed // self._block_size)
         entries = self._entries(request, end)
         self._blocks.retain(block for block in offer.known if block is not None)
@@ -184,5 +185,89 @@ class Offload:
 
     def drop(self, request: Request) -> None:
         """Give back what an offloaded request owns: it returns from nothing, or not at all."""
-        self._host.blocks.release(block.host_block for block in reversed(request.parked.blocks))
+        self._host.blocks.release(block.host_block for block in reversed(_parked(request).blocks))
         request.parked = None
+
+
+def _parked(request: Request) -> Parked:
+    if request.parked is None:
+        raise IntegrityError(f"request {request.key!r} is not offloaded")
+    return request.parked
+
+
+class PendingRestores:
+    """Copies from the host tier that may not have arrived yet, and the prefills that wait for them.
+
+    A prefill waits while other requests have something to compute; otherwise the step itself waits for the copies.
+    """
+
+    def __init__(self, memory: EngineMemory):
+        self._rows = memory.rows
+        self._host = memory.host
+        # (step, blocks of the device that it restores), the oldest step first.
+        self._copying: deque[tuple[int, Collection[int]]] = deque()
+        # Key of a prefill that waits to the step that makes its copies.
+        self._waiting: dict[Hashable, int] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether this request waits for its blocks."""
+        return key in self._waiting
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def keys(self) -> Collection[Hashable]:
+        """The requests that wait."""
+        return self._waiting.keys()
+
+    def step_of(self, row: int, number: int) -> int | None:
+        """The newest step that copies blocks of this row back; None when all of them have arrived.
+
+        Parameters
+        ----------
+        number
+            The step that is being planned, which makes the copies that are planned now.
+        """
+        if not self._copying and not self._host.planned_restores:
+            return None
+        blocks = set(self._rows.blocks(row))
+        if not blocks.isdisjoint(self._host.planned_restores):
+            return number
+        steps = (step for step, copied in self._copying if not blocks.isdisjoint(copied))
+        return max(steps, default=None)
+
+    def wait(self, request: Request, step: int) -> None:
+        """Leave a prefill out of the steps until the copies of this step have arrived."""
+        self._waiting[request.key] = step
+
+    def drop(self, key: Hashable) -> None:
+        """A request no longer waits: it has ended or lost its row."""
+        self._waiting.pop(key, None)
+
+    def clear(self) -> None:
+        """Let every prefill take part in the next step, which then waits for the copies itself."""
+        self._waiting.clear()
+
+    def launch(self, step: int, transfers: Transfers) -> None:
+        """The copies of a step are on their way."""
+        if transfers.restores:
+            self._copying.append((step, transfers.restores.keys()))
+
+    @property
+    def are_copying(self) -> bool:
+        """Whether some copies may not have arrived."""
+        return len(self._copying) > 0
+
+    def are_used_by(self, plan: StepPlan) -> bool:
+        """Whether the plan reads or writes blocks whose copies may not have arrived."""
+        restored: set[int] = set()
+        restored = restored.union(*(blocks for _, blocks in self._copying))
+        copied = any(not restored.isdisjoint(pair) for pair in plan.copies)
+        return copied or bool(np.isin(plan.block_tables, list(restored)).any())
+
+    def land(self, through: int) -> None:
+        """The copies of this step and of those before it have arrived."""
+        while self._copying and self._copying[0][0] <= through:
+            self._copying.popleft()
+        self._waiting = {key: step for key, step in self._waiting.items() if step > through}

@@ -11,12 +11,12 @@ After a soft reset a request returns before all others, whatever the scheduler.
 Nothing starves. Under `shortest_first` a request is passed only by those that come within `AGEING` times the seconds by
 which its prefill takes longer than theirs: shortest processing time first, which has the least mean waiting time of
 all orders of one queue (Smith 1956), with an age that bounds what it costs the long ones. In a simulated cluster
-(`tests/perf/routersim.py`) it takes 6 % off the mean time to first token where long prompts meet short ones, 7 % where
-most find their prefix cached, nothing where all are alike, and leaves the 99th percentile or lowers it. Twice as much
-age gains 1 % more, half of it 2 % less.
+(`tests/perf/router/routersim.py`) it takes 6 % off the mean time to first token where long prompts meet short ones, 7 %
+where most find their prefix cached, nothing where all are alike, and leaves the 99th percentile or lowers it. Twice
+as much age gains 1 % more, half of it 2 % less.
 
-Of `OLDEST_TURN` requests that start in a row under `priority` at least one is the one that has waited
-longest; so a request that found w others waiting starts among the next OLDEST_TURN * (w + 1), however many more
+Of `OLDEST_EVERY` requests that start in a row under `priority` at least one is the one that has waited
+longest; so a request that found w others waiting starts among the next OLDEST_EVERY * (w + 1), however many more
 urgent ones keep coming. And of as many steps that continue prefills, one serves them in the order of their admission.
 A priority is no time: to age it would need a rate, which is right for one load only, and makes of a long backlog one
 queue in order of arrival; a share of the starts holds for any load.
@@ -27,14 +27,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
+from quire.protos.fairness import AGEING, OLDEST_EVERY
 from quire.replica.core.request import Request
 from quire.replica.scheduler.queues import WaitingQueue
 
-AGEING = 4.0
-OLDEST_TURN = 8  # every eighth start: 12.5 % of them at least are in order of arrival
-
+# Seconds that a request's missing tokens take.
+PrefillSeconds = Callable[[Request], float]
 Urgency = tuple[int, float, int]
 
 
@@ -112,7 +114,7 @@ class ShortestFirstQueue(RankedQueue):
         Seconds that a request's missing tokens take.
     """
 
-    def __init__(self, prefill_s: Callable[[Request], float]):
+    def __init__(self, prefill_s: PrefillSeconds):
         super().__init__(lambda request: (request.arrival_s or 0.0) + AGEING * prefill_s(request))
 
 
@@ -124,7 +126,7 @@ class PriorityQueue(RankedQueue):
         self._num_passed = 0  # starts in a row that left the oldest waiting
 
     def head(self) -> Request:
-        if not self._returned and self._num_passed >= OLDEST_TURN - 1:
+        if not self._returned and self._num_passed >= OLDEST_EVERY - 1:
             return self._oldest()
         return super().head()
 
@@ -160,9 +162,30 @@ class PrefillOrder:
         if not self._by_urgency:
             return prefilling, False
         running = list(prefilling)
-        if self._num_urgent == OLDEST_TURN - 1:
+        if self._num_urgent == OLDEST_EVERY - 1:
             self._num_urgent = 0
             return running, False
         if running:
             self._num_urgent += 1
         return sorted(running, key=urgency), True
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What distinguishes one `config.scheduler` from the others."""
+
+    make_queue: Callable[[PrefillSeconds], WaitingQueue]
+    # Running prefills share a step by urgency, and more urgent requests start before them.
+    prefills_by_urgency: bool = False
+    # Started prompts come before the decoding rows, see `Chunking.leaves_out_decodes`.
+    prefill_first: bool = False
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "shortest_first": Policy(ShortestFirstQueue),
+        "fifo": Policy(lambda _: WaitingQueue()),
+        "prefill_first": Policy(lambda _: WaitingQueue(), prefill_first=True),
+        "priority": Policy(lambda _: PriorityQueue(), prefills_by_urgency=True),
+    }
+)

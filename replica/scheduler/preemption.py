@@ -1,9 +1,9 @@
-"""Who gives way when the cache is full, and in which order those return."""
+"""Which running request is preempted when the cache is full, and in which order preempted requests return."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Set
 from operator import attrgetter
 
 import numpy as np
@@ -14,14 +14,13 @@ from quire.replica.kv_cache.blocks import IntegrityError
 _arrival_index = attrgetter("arrival_index")
 
 
-def choose_victim(arrival_index: np.ndarray, paused: np.ndarray, victim_waits: bool) -> int:
-    """Which running request gives its blocks up.
+def choose_preempted(arrival_index: np.ndarray, paused: np.ndarray, others_wait: bool) -> int:
+    """Choose the running request to preempt.
 
-    A paused one first, the newest of them: it computes nothing with its blocks. Else the oldest; but while an
-    earlier victim waits to return, the newest. So the oldest of those that run is never taken while a victim
-    waits: it keeps what it has computed and ends, or the victims return before that, which takes room. Every
-    eviction is for a step that computes something, and what was generated is never lost; so some request always
-    comes nearer to its end.
+    The newest paused request, because it computes nothing with its blocks. Without paused requests the oldest one; but
+    while preempted requests wait to return, the newest one. Then the oldest running request keeps what it has computed
+    until it ends, or until there is room for the preempted ones. Every preemption makes room for a step that computes
+    something, and generated tokens are never lost. So some request always gets closer to its end.
 
     Parameters
     ----------
@@ -29,8 +28,8 @@ def choose_victim(arrival_index: np.ndarray, paused: np.ndarray, victim_waits: b
         [n] int64, order of submission of the running requests; n > 0.
     paused
         [n] bool.
-    victim_waits
-        An earlier victim that is not paused waits to return.
+    others_wait
+        Preempted requests that are not paused wait to return.
 
     Returns
     -------
@@ -39,16 +38,20 @@ def choose_victim(arrival_index: np.ndarray, paused: np.ndarray, victim_waits: b
     candidates = np.flatnonzero(paused)
     if len(candidates):
         return int(candidates[np.argmax(arrival_index[candidates])])
-    return int(np.argmax(arrival_index) if victim_waits else np.argmin(arrival_index))
+    return int(np.argmax(arrival_index) if others_wait else np.argmin(arrival_index))
 
 
 class ReturnQueue:
-    """Victims that wait to return, the oldest first. There are never more than rows and host blocks make, so
-    they are kept sorted."""
+    """Preempted requests, the oldest first.
+
+    Rows and host blocks bound their number, so they are kept in a sorted list.
+    """
 
     def __init__(self) -> None:
-        self._requests: list[Request] = []  # by arrival_index
-        self.num_tokens = 0  # that they must compute before they generate again
+        # By `arrival_index`.
+        self._requests: list[Request] = []
+        # Tokens that they must compute before they generate again.
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -59,25 +62,26 @@ class ReturnQueue:
     def head(self) -> Request:
         return self._requests[0]
 
-    def put(self, request: Request) -> None:
+    def append(self, request: Request) -> None:
         bisect.insort(self._requests, request, key=_arrival_index)
         self.num_tokens += _num_missing(request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out; what it has parked must still be as when it came."""
+        """Take a request out; `Request.parked` must not have changed since `append`."""
         i = bisect.bisect_left(self._requests, request.arrival_index, key=_arrival_index)
         del self._requests[i]
         self.num_tokens -= _num_missing(request)
 
-    def check(self, victims: set[Hashable]) -> None:
-        """Raise `IntegrityError` unless exactly the requests of these keys wait, in their order."""
+    def keys(self) -> Set[Hashable]:
+        return {request.key for request in self._requests}
+
+    def check(self) -> None:
+        """Raise `IntegrityError` unless the requests are in order of arrival and their tokens are counted right."""
         order = [request.arrival_index for request in self]
-        if {request.key for request in self} != victims or order != sorted(order):
-            raise IntegrityError(
-                "the requests that return are not the victims, in order of arrival"
-            )
+        if order != sorted(order):
+            raise IntegrityError("the preempted requests are not in order of arrival")
         if self.num_tokens != sum(map(_num_missing, self)):
-            raise IntegrityError(f"{self.num_tokens} returning tokens are counted, not those there")
+            raise IntegrityError(f"{self.num_tokens} returning tokens are counted, which is wrong")
 
 
 def _num_missing(request: Request) -> int:

@@ -4,10 +4,39 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Set
+from typing import Protocol
 
 from quire.replica.core.request import Phase, Request
 from quire.replica.kv_cache.blocks import IntegrityError
+
+
+class RequestCollection(Protocol):
+    """Requests in one stage of their lives."""
+
+    def __len__(self) -> int: ...
+
+    def append(self, request: Request) -> None:
+        """Add a request."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Take out a request, which must be there."""
+        ...
+
+    def keys(self) -> Set[Hashable]:
+        """The keys of the requests."""
+        ...
+
+
+class KeyedRequests(dict[Hashable, Request]):
+    """Requests by key, in order of arrival here."""
+
+    def append(self, request: Request) -> None:
+        self[request.key] = request
+
+    def remove(self, request: Request) -> None:
+        del self[request.key]
 
 
 class WaitingQueue:
@@ -42,13 +71,14 @@ class WaitingQueue:
         del self._requests[request.key]
         self.num_missing_tokens -= request.num_missing_tokens
 
-    def check(self, pending: set[Hashable]) -> None:
-        """Raise `IntegrityError` unless exactly the requests of these keys wait."""
-        if pending != set(self._requests):
-            raise IntegrityError("the waiting queue is not the set of pending requests")
+    def keys(self) -> Set[Hashable]:
+        return self._requests.keys()
+
+    def check(self) -> None:
+        """Raise `IntegrityError` unless the missing tokens are counted right."""
         if self.num_missing_tokens != sum(request.num_missing_tokens for request in self):
             raise IntegrityError(
-                f"{self.num_missing_tokens} missing tokens are counted, not those of who waits"
+                f"{self.num_missing_tokens} missing tokens are counted, not those of the waiting requests"
             )
 
 
@@ -87,3 +117,28 @@ class Deadlines:
             deadline_s, _, request = heapq.heappop(self._heap)
             if request.phase is not Phase.FINISHED:
                 yield deadline_s, request
+
+
+class BlockedHead:
+    """The queue's first request, while it does not fit.
+
+    The scheduler skips it until something changes that could make it fit.
+    """
+
+    def __init__(self) -> None:
+        # Arrival index of the request; None: nothing is known to be blocked.
+        self._arrival_index: int | None = None
+        # Whether the request that starts next lacks blocks, as far as the last plan knows.
+        self.lacks_blocks = False
+
+    def block(self, request: Request) -> None:
+        """Skip this request until `unblock`."""
+        self._arrival_index = request.arrival_index
+        self.lacks_blocks = True
+
+    def unblock(self) -> None:
+        """Look at the head again: blocks or rows were given back, or the queue has changed."""
+        self._arrival_index = None
+
+    def is_blocked(self, request: Request) -> bool:
+        return self._arrival_index == request.arrival_index

@@ -9,19 +9,20 @@ fails takes its registrations back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.kv_cache.blocks import BlockManager
+from quire.replica.core.step_plan import StepPlan
 from quire.replica.kv_cache.host_tier import Transfers
-from quire.replica.kv_cache.prefix import PrefixCache
 from quire.replica.request_table.decode_rows import DecodeRows
 from quire.replica.request_table.rows import RowTable
 from quire.replica.scheduler.chunking import StepBudget
+from quire.replica.scheduler.engine_memory import EngineMemory
 
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -50,18 +51,71 @@ class Step:
     # (group, row, index in its table, its own block, the block that is indexed for the same content)
     duplicates: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
+    def is_alive(self, table: RowTable, rows: np.ndarray) -> np.ndarray:
+        """[m] bool, which of the step's rows [m] still belong to the requests that it was planned for."""
+        claims = self.claims
+        if len(rows) < len(self.rows):
+            claims = claims[np.isin(self.rows, rows)]  # both in the order of the step
+        is_alive: np.ndarray = table.claims[rows] == claims
+        return is_alive
+
+
+class StepsInFlight:
+    """The steps that are planned and not yet committed, the oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque()
+        # Number of the step planned last.
+        self.num_planned = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self._steps)
+
+    @property
+    def newest(self) -> Step:
+        return self._steps[-1]
+
+    def oldest(self, plan: StepPlan) -> Step:
+        """The oldest step, which must be the one with this plan.
+
+        Raises
+        ------
+        ValueError
+            It is not.
+        """
+        if not self._steps or self._steps[0].number != plan.step:
+            raise ValueError(f"step {plan.step} is not the oldest in flight")
+        return self._steps[0]
+
+    def launch(self, step: Step) -> None:
+        """Add a step."""
+        self._steps.append(step)
+        self.num_planned = step.number
+
+    def land(self) -> Step:
+        """Remove the oldest step."""
+        return self._steps.popleft()
+
+    def land_all(self) -> list[Step]:
+        """Remove every step."""
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
+
 
 class StepIndexer:
     """Puts the blocks that a step completes into the prefix index, and takes them out if it fails."""
 
-    def __init__(
-        self, config: EngineConfig, prefix: PrefixCache, blocks: BlockManager, rows: RowTable
-    ):
+    def __init__(self, config: EngineConfig, memory: EngineMemory):
         self._block_size = config.block_size
         self._enabled = config.prefix_caching
-        self._prefix = prefix
-        self._blocks = blocks
-        self._rows = rows
+        self._memory = memory
+        self._prefix = memory.prefix
+        self._blocks = memory.blocks
+        self._rows = memory.rows
 
     def register_decodes(self, step: Step, decodes: DecodeRows, *, are_known: bool) -> None:
         """Index the blocks that the next tokens of the decoding rows fill.
@@ -136,25 +190,24 @@ class StepIndexer:
                 if indexed == block:
                     self._blocks.mark_contents([block])
                     step.registered.append(block)
-                else:
+                elif indexed is not None:
                     self._blocks.retain([indexed])
                     step.duplicates.append((g, row, i, block, indexed))
         self._prefix.advance_entry(entry)
         request.tip, request.num_indexed = entry, i + 1
         return True
 
-    def adopt(self, step: Step) -> list[int]:
-        """Swap blocks whose content was already indexed for the indexed ones; returns the duplicates, which the
-        rows own no more.
+    def adopt(self, step: Step) -> None:
+        """Swap blocks whose content was already indexed for the indexed ones, and give the duplicates back.
 
         The plan keeps the tables it was built with: the step writes and reads the duplicates, the next one
         reads the indexed blocks, complete by then. So every owner of an indexed block owns the indexed
-        blocks before it too, which demotion leaf-first rests on (see `BlockManager`).
+        blocks before it too, which leaf-first eviction rests on (see `BlockManager`).
         """
         duplicates, step.duplicates = step.duplicates, []
-        for g, row, i, _, indexed in duplicates:
+        for g, row, i, own, indexed in duplicates:
             self._rows.replace_block(g, row, i, indexed)
-        return [own for _, _, _, own, _ in duplicates]
+            self._memory.give_back([own])
 
     def forget(self, blocks: Sequence[int]) -> None:
         """The step failed: what it would have written to these blocks is unknown.

@@ -21,10 +21,10 @@ from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.config import EngineConfig
 from quire.replica.device.device import Device
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.model.fusion.fuse_pass import FuseReport
+from quire.replica.model.fusion.fuse_report import FuseReport
 from quire.replica.model.kv_scales import read_kv_scales
 from quire.replica.runner.runner import Runner
-from quire.replica.startup.sizing import MeasuredMemory
+from quire.replica.startup.memory_table import MeasuredMemory
 
 # Drivers hand memory out in pieces of so much: a smaller graph may show as nothing.
 LEAST_GRAPH_BYTES = 2 << 20

@@ -18,7 +18,8 @@ from quire.replica.machine import give_back_free_memory
 from quire.replica.model.loader import load_model
 from quire.replica.runner.runner import Runner
 from quire.replica.startup.device_memory import measure_memory
-from quire.replica.startup.sizing import GIB, resolve
+from quire.replica.startup.device_sizing import GIB
+from quire.replica.startup.sizing import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,10 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
     device = open_device(config.device, use_nvtx=config.nvtx)
     startup_s["checkpoint"] = -began + (began := time.perf_counter())
     device.trim()  # memory that an earlier engine of this process left for reuse is available
-    available = 0 if device.is_immediate else device.free_bytes()
+    # None: memory is the host's, and `config` is final.
+    available = None if device.is_immediate else device.free_bytes()
     try:
-        if device.is_immediate:
+        if available is None:
             runner = Runner.from_config(config, spec)
         else:
             config, runner = _load_measured(args, config, spec, checkpoint, device, available)
@@ -63,10 +65,10 @@ def load_runtime(args: EngineArgs, startup_s: dict[str, float]) -> Runtime:
         runner.warm_up()
     except torch.OutOfMemoryError as error:
         raise SizingError(
-            f"{spec.path}: the device ran out of memory while the engine started, of the {available / GIB:.3f} GiB "
-            f"that were free before: {error}"
+            f"{spec.path}: the device ran out of memory while the engine started, of the "
+            f"{(available or 0) / GIB:.3f} GiB that were free before: {error}"
         ) from error
-    if available:
+    if available is not None:
         _check_budget(available - device.free_bytes(), int(available * args.max_memory_percent))
     # Loading and the largest steps leave more behind than serving needs.
     give_back_free_memory()

@@ -34,10 +34,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from quire.protos.fairness import AGEING, OLDEST_EVERY
+
 TOKENS_PER_GENERATED = 2
-AGEING = 4.0
-# Of so many requests of a tenant one is its oldest, whatever the priorities of the others.
-OLDEST_EVERY = 8
 MAX_DEBTORS = 65_536
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, Fleet
+from quire.router.policy.fleet_view import COLUMN_NAMES, Demand, FleetView
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.types import Explain
 
@@ -163,7 +163,7 @@ class LoggedDecision:
     now_s: float  # the router's clock
     attempt: int
     request: RouteRequest
-    fleet: Fleet
+    fleet: FleetView
     chosen: str  # replica
     outcome: (
         dict[str, Any] | None
@@ -214,13 +214,13 @@ def _decision(entry: dict[str, Any], header: dict[str, Any]) -> LoggedDecision:
     )
 
 
-def _copy(fleet: Fleet) -> dict[str, Any]:
+def _copy(fleet: FleetView) -> dict[str, Any]:
     """What the policy knew; arrays are copies, since the table goes on writing to its own."""
     facts = {name: getattr(fleet, name) for name in _FACTS}
     return facts | {"demand": fleet.demand._asdict()} | fleet.named()
 
 
-def _fleet(values: dict[str, Any]) -> Fleet:
+def _fleet(values: dict[str, Any]) -> FleetView:
     known = {*_FACTS, *COLUMN_NAMES}
     if values.keys() != known:
         raise ValueError(f"fleet must have {sorted(known)}, got {sorted(values)}")
@@ -230,7 +230,7 @@ def _fleet(values: dict[str, Any]) -> Fleet:
         name: np.array([math.inf if v is None else v for v in values[name]], np.float64)
         for name in COLUMN_NAMES
     }
-    return Fleet.of(facts.pop("replicas"), named, **facts)
+    return FleetView.of(facts.pop("replicas"), named, **facts)
 
 
 def _encode(line: dict[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.router.explain.decision_log import LoggedDecision
 from quire.router.policy.cost import CostPolicy
-from quire.router.policy.fleet_view import Fleet
+from quire.router.policy.fleet_view import FleetView
 from quire.router.policy.policy import Policy, RouteRequest
 
 _TTFT_TERMS = ("wait_s", "prefill_s", "host_copy_s")
@@ -150,7 +150,7 @@ def report(result: Replay, limit: int = 10) -> str:
     return "\n".join(lines)
 
 
-def _placement(pricing: CostPolicy, request: RouteRequest, fleet: Fleet, row: int) -> Placement:
+def _placement(pricing: CostPolicy, request: RouteRequest, fleet: FleetView, row: int) -> Placement:
     (score,) = pricing.choose(request, fleet.only(row), fleet.now_s, random.Random(0))
     return Placement(
         score.replica,

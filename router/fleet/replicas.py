@@ -1,58 +1,29 @@
 """What this router knows of each replica: its cache, its load, our own requests on the way to it.
 
-The table is fed with frames (`on_frame`) and asked for the fleet as a policy sees it (`fleet`); it
-starts nothing and reads no clock. The life of a replica here:
-
-    add ──▶ SYNCING ──replay agrees──▶ ATTACHED ──set_draining──▶ DRAINING ──▶ remove
-              ▲  ▲                        │
-              │  └──gap, other digest─────┤
-              └──add── LOST ◀──set_lost───┘
-
-How the replay comes to agree, and what is asked of the replica when it does not: `router/fleet/event_replay.py`.
+The table is fed with frames (`on_frame`) and asked for the fleet as a policy sees it (`fleet`); it starts nothing and
+reads no clock. `router/fleet/tracked_replica.py` draws the life of a replica here.
 """
 
 from __future__ import annotations
 
-import enum
-import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, Frame, Load
-from quire.router.fleet.demand import HORIZON_S, DemandMeter, Followers
+from quire.router.fleet.demand import DemandMeter, Followers
 from quire.router.fleet.event_replay import Replay
-from quire.router.fleet.speeds import MeasuredSpeed, believed
-from quire.router.index.prefix_index import Booking, PrefixIndex
-from quire.router.policy import columns
-from quire.router.policy.columns import ReplicaColumns
-from quire.router.policy.fleet_view import Fleet, prefill_work
+from quire.router.fleet.request_bookings import RequestBooking
+from quire.router.fleet.sessions import Sessions
+from quire.router.fleet.speeds import FleetSpeeds
+from quire.router.fleet.tracked_replica import ReplicaState, TrackedReplica
+from quire.router.index.prefix_index import PrefixIndex
+from quire.router.policy.columns import COLUMN, ReplicaColumns
+from quire.router.policy.fleet_view import FleetView, prefill_work
 from quire.router.policy.policy import Ranking
 from quire.router.types import ReplicaStatus
-
-_EVICTION_HORIZON_S = 10.0
-_SPEEDS_PERIOD_S = 0.2
-
-
-class ReplicaState(enum.Enum):
-    SYNCING = "syncing"
-    ATTACHED = "attached"
-    DRAINING = "draining"
-    LOST = "lost"
-
-
-_TRANSITIONS: dict[ReplicaState, frozenset[ReplicaState]] = {
-    ReplicaState.SYNCING: frozenset(
-        {ReplicaState.ATTACHED, ReplicaState.DRAINING, ReplicaState.LOST}
-    ),
-    ReplicaState.ATTACHED: frozenset(
-        {ReplicaState.SYNCING, ReplicaState.DRAINING, ReplicaState.LOST}
-    ),
-    ReplicaState.DRAINING: frozenset({ReplicaState.LOST}),
-    ReplicaState.LOST: frozenset({ReplicaState.SYNCING, ReplicaState.DRAINING}),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,82 +46,6 @@ class FrameAction:
     resync_from: int | None = None
     new_epoch: bool = False
     reason: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class RequestBooking:
-    """One request of ours on one replica, from decision to end; see `ReplicaTable.book`."""
-
-    replica: str
-    epoch: str
-    prompt_tokens: int
-    prefill_tokens: int  # of them, those that it must prefill, by our prediction
-    work: float
-    booked_s: float
-    index_booking: Booking
-    answered: bool = False
-    ended: bool = False
-
-
-@dataclass(slots=True)
-class _Replica:
-    name: str
-    epoch: str
-    replay: Replay
-    state: ReplicaState = ReplicaState.SYNCING
-    draining: bool = False  # stays so over a loss of its stream
-    load: Load = field(default_factory=Load)
-    report_s: float | None = None  # when `load` arrived
-    seen_s: float | None = None  # last frame of this attach stream
-    row: int = -1  # in `ReplicaColumns`
-    block_tokens: int = 0  # of its KV blocks; 0: not known
-    weights: str = ""  # `Hello.weights`
-    bookings: dict[RequestBooking, None] = field(default_factory=dict)  # newer than the report
-    unanswered: dict[RequestBooking, None] = field(default_factory=dict)  # without a first token
-    head_s: float = 0.0  # since when the first of `unanswered` is that
-    booked_work: float = 0.0  # sums over `bookings` and `unanswered`
-    unanswered_work: float = 0.0
-    unanswered_tokens: int = 0
-    num_ours: int = 0  # requests of this router in flight on it
-    speed: MeasuredSpeed = field(default_factory=MeasuredSpeed)
-    believed_s_per_work: float = (
-        0.0  # of `speed`, at the last look at all of them; 0: not yet known
-    )
-    mean_kv_tokens: float = 0.0  # by the reports of the last half minute
-    removed_per_s: float = 0.0  # routing blocks that its cache evicts
-    num_removed: int = 0  # of them, by the last report
-
-    def move_to(self, state: ReplicaState) -> None:
-        if state is self.state:
-            return
-        if state not in _TRANSITIONS[self.state]:
-            raise RuntimeError(
-                f"replica {self.name}: {self.state.value} cannot become {state.value}"
-            )
-        self.state = state
-
-    def resume(self) -> None:
-        """A new attach stream: a snapshot is on its way."""
-        self.move_to(ReplicaState.DRAINING if self.draining else ReplicaState.SYNCING)
-        self.seen_s = None
-        self.replay.begin_stream()
-
-    def average_load(self, load: Load, elapsed_s: float | None) -> None:
-        """Take a report into the mean; `elapsed_s` after the one before, None: it is the first."""
-        part = 1.0 if elapsed_s is None else 1.0 - math.exp(-max(0.0, elapsed_s) / HORIZON_S)
-        self.mean_kv_tokens += part * (load.num_decode_tokens - self.mean_kv_tokens)
-
-    def forget_bookings(self) -> None:
-        self.bookings.clear()
-        self.unanswered.clear()
-        self.num_ours = 0
-        self.sum_bookings()
-
-    def sum_bookings(self) -> None:
-        """Anew rather than by differences, which would drift."""
-        self.booked_work = sum(booking.work for booking in self.bookings)
-        self.unanswered_work = sum(booking.work for booking in self.unanswered)
-        self.unanswered_tokens = sum(booking.prompt_tokens for booking in self.unanswered)
 
 
 class ReplicaTable:
@@ -203,19 +98,14 @@ class ReplicaTable:
         self._routing_block_tokens = routing_block_tokens
         self._attention_context_tokens = attention_context_tokens
         self._host_copy_s_per_token = host_copy_s_per_token
-        self._max_sessions = max_sessions
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, TrackedReplica] = {}
         self._num_with_weights: Counter[str] = Counter()  # replicas by `Hello.weights`
         self._columns = ReplicaColumns()
-        # [rows] float64, read-only, another array when they change: see `router/fleet/speeds.py`; 0: not yet known
-        self._s_per_work = np.zeros(0)
-        self._prior_s_per_work = 0.0
-        self._speeds_of = 0  # replicas
-        self._speeds_until_s = 0.0
+        self._speeds = FleetSpeeds()
         self._num_ours = 0  # our requests in flight
         self._demand = DemandMeter()
         self._followers = Followers()
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._sessions = Sessions(max_sessions)
 
     def __contains__(self, replica: str) -> bool:
         return replica in self._replicas
@@ -235,22 +125,18 @@ class ReplicaTable:
         entry = self._replicas.get(replica)
         if entry is None:
             replay = Replay(self.index, replica, self._max_kept_batches, self._resync_interval_s)
-            entry = self._replicas[replica] = _Replica(replica, epoch, replay)
-            entry.row = self._columns.add(replica)
-            entry.block_tokens, entry.weights = block_tokens, weights
-            self._num_with_weights[weights] += 1
+            row = self._columns.add(replica)
+            entry = self._replicas[replica] = TrackedReplica(replica, epoch, replay, row)
             replay.begin_epoch(epoch)
-            self.index.set_row(replica, entry.row)
-            self._write_row(entry)
-            self._set_speeds()
-            return
-        entry.resume()
-        entry.block_tokens = block_tokens
-        self._forget_weights(entry)
-        entry.weights = weights
+            self.index.set_row(replica, row)
+            self._speeds.expire()
+        else:
+            entry.resume()
+            self._forget_weights(entry)
+            if epoch != entry.epoch:
+                self._begin_epoch(entry, epoch)
+        entry.block_tokens, entry.weights = block_tokens, weights
         self._num_with_weights[weights] += 1
-        if epoch != entry.epoch:
-            self._begin_epoch(entry, epoch)
         self._write_row(entry)
 
     def remove(self, replica: str) -> None:
@@ -260,14 +146,14 @@ class ReplicaTable:
             return
         self._forget_weights(entry)
         self.index.remove_replica(replica)
-        self._num_ours -= entry.num_ours
+        self._num_ours -= entry.bookings.num_in_flight
         name = self._columns.remove(entry.row)
         if name is not None:
             moved = self._replicas[name]
             moved.row = entry.row
             self.index.set_row(name, entry.row)
             self._write_row(moved)
-        self._set_speeds()
+        self._speeds.expire()
 
     def set_draining(self, replica: str) -> None:
         """No new requests, those in flight go on; an unknown replica is ignored."""
@@ -289,7 +175,7 @@ class ReplicaTable:
         silent = [
             entry.name
             for entry in self._replicas.values()
-            if entry.state is not ReplicaState.LOST and self._is_silent(entry, now_s)
+            if entry.state is not ReplicaState.LOST and entry.is_silent(now_s, self.lost_after_s)
         ]
         for name in silent:
             self.set_lost(name)
@@ -300,7 +186,7 @@ class ReplicaTable:
 
     def num_ready(self) -> int:
         """Replicas that take requests, silence aside."""
-        return sum(_is_ready(entry) for entry in self._replicas.values())
+        return sum(entry.is_ready() for entry in self._replicas.values())
 
     # -------------------------------------------------------------------------------------- frames
 
@@ -314,7 +200,7 @@ class ReplicaTable:
             return FrameAction()
         if entry.state is ReplicaState.LOST:  # only silent: its stream is the same
             entry.resume()
-        was_ready = _is_ready(entry)
+        was_ready = entry.is_ready()
         if entry.seen_s is None:
             entry.replay.on_first_frame(now_s)
         entry.seen_s = now_s
@@ -329,40 +215,19 @@ class ReplicaTable:
         elif found.reason and entry.state is ReplicaState.ATTACHED:
             entry.move_to(ReplicaState.SYNCING)
         self._write_row(entry)
-        became_ready = _is_ready(entry) and not was_ready
+        became_ready = entry.is_ready() and not was_ready
         return FrameAction(became_ready, found.resync_from, new_epoch, found.reason)
 
-    def _begin_epoch(self, entry: _Replica, epoch: str) -> None:
-        """Another engine: nothing of the old one holds."""
-        entry.epoch = epoch
-        entry.replay.begin_epoch(epoch)
-        self._num_ours -= entry.num_ours
-        entry.forget_bookings()
-        entry.mean_kv_tokens = 0.0
+    def _begin_epoch(self, entry: TrackedReplica, epoch: str) -> None:
+        """Another engine runs behind the replica."""
+        self._num_ours -= entry.bookings.num_in_flight
+        entry.begin_epoch(epoch)
 
-    def _take_report(self, entry: _Replica, load: Load, now_s: float) -> None:
-        if entry.report_s is not None and now_s > entry.report_s:
-            elapsed_s = now_s - entry.report_s
-            keep = math.exp(-elapsed_s / _EVICTION_HORIZON_S)
-            num_removed = self.index.num_removed(entry.name)
-            rate = max(0, num_removed - entry.num_removed) / elapsed_s  # a new epoch counts anew
-            entry.removed_per_s = keep * entry.removed_per_s + (1.0 - keep) * rate
-            entry.num_removed = num_removed
-        entry.speed.take(load.prefill_s_per_token, now_s)
-        entry.average_load(load, None if entry.report_s is None else now_s - entry.report_s)
+    def _take_report(self, entry: TrackedReplica, load: Load, now_s: float) -> None:
         if load.num_steps != entry.load.num_steps:
             self._demand.on_step(load.num_decode_tokens, load.decode_step_s)
-        entry.load = load
-        entry.report_s = now_s
-        contained_s = now_s - self._submit_lag_s
-        num_bookings = len(entry.bookings)
-        while entry.bookings:
-            booking = next(iter(entry.bookings))
-            if booking.booked_s > contained_s:
-                break  # in order of time
-            del entry.bookings[booking]
-        if len(entry.bookings) != num_bookings:
-            entry.sum_bookings()
+        entry.take_load(load, self.index.num_removed(entry.name), now_s)
+        entry.bookings.report(now_s - self._submit_lag_s)
 
     # ------------------------------------------------------------------------------------ bookings
 
@@ -389,10 +254,7 @@ class ReplicaTable:
         if fleet.longest_prefix is not None:
             self._followers.add(fleet.longest_prefix, now_s)
         if session:
-            self._sessions[session] = best.replica
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > self._max_sessions:
-                self._sessions.popitem(last=False)
+            self._sessions.set_replica(session, best.replica)
         return booking
 
     def book_fork(self, parent: RequestBooking, now_s: float) -> RequestBooking:
@@ -420,13 +282,8 @@ class ReplicaTable:
             now_s,
             self.index.book(entry.name, hashes),
         )
-        if not entry.unanswered:
-            entry.head_s = now_s
-        entry.bookings[booking] = None
-        entry.unanswered[booking] = None
-        entry.num_ours += 1
+        entry.bookings.add(booking)
         self._num_ours += 1
-        entry.sum_bookings()
         self._write_row(entry)
         return booking
 
@@ -438,12 +295,8 @@ class ReplicaTable:
         self.index.unbook(booking.index_booking)
         entry = self._booked_on(booking)
         if entry is not None:
-            entry.bookings.pop(booking, None)
-            entry.unanswered.pop(booking, None)
+            entry.bookings.answer(booking, now_s)
             entry.speed.answered(booking.prefill_tokens, booking.work)
-            # One after the other: the next is prefilled from now on.
-            entry.head_s = now_s
-            entry.sum_bookings()
             self._write_row(entry)
 
     def end(self, booking: RequestBooking, now_s: float, num_output_tokens: int = 0) -> None:
@@ -456,16 +309,16 @@ class ReplicaTable:
             self._demand.on_output(num_output_tokens)
         entry = self._booked_on(booking)
         if entry is not None:
-            entry.num_ours -= 1
+            entry.bookings.end()
             self._num_ours -= 1
 
-    def _booked_on(self, booking: RequestBooking) -> _Replica | None:
+    def _booked_on(self, booking: RequestBooking) -> TrackedReplica | None:
         entry = self._replicas.get(booking.replica)
         return entry if entry is not None and entry.epoch == booking.epoch else None
 
     def _share_of_requests(self) -> float:
         """Of the requests in flight, how many are this router's."""
-        known = float(self._columns.columns[columns.NUM_REQUESTS].sum())
+        known = float(self._columns.columns[COLUMN.num_requests].sum())
         return min(1.0, (self._num_ours + 1) / (known + 1))
 
     # --------------------------------------------------------------------------------------- views
@@ -475,7 +328,7 @@ class ReplicaTable:
         """Whether replicas differ in their weights, as during an update to another model."""
         return len(self._num_with_weights) > 1
 
-    def _forget_weights(self, entry: _Replica) -> None:
+    def _forget_weights(self, entry: TrackedReplica) -> None:
         self._num_with_weights[entry.weights] -= 1
         if not self._num_with_weights[entry.weights]:
             del self._num_with_weights[entry.weights]
@@ -488,7 +341,7 @@ class ReplicaTable:
         session: str = "",
         avoid: Set[str] = frozenset(),
         weights: str | None = None,
-    ) -> Fleet:
+    ) -> FleetView:
         """The replicas that can take a request with these routing hashes, as a policy sees them. Those that would
         refuse it are among them only if all would.
 
@@ -499,50 +352,59 @@ class ReplicaTable:
         avoid
             Replicas to leave out, unless that leaves none.
         """
-        self._look_at_speeds(now_s)
-        names, rows = self._columns.names, self._columns.columns
+        names, matrix = self._columns.names, self._columns.columns
+        if self._speeds.is_stale(now_s):
+            self._speeds.update((self._replicas[name].speed for name in names), now_s)
+        speeds = self._speeds.s_per_work
         held, longest = self._held_tokens(hashes, num_prompt_tokens)
-        heard_s = now_s - self.lost_after_s
-        speeds, some_below = self._s_per_work, self._columns.some_below
-        is_mixed = weights is not None and self._num_with_weights[weights] < len(self._replicas)
-        # Usually no replica is left out.
-        if names and (
-            avoid
-            or is_mixed
-            or some_below(columns.NUM_PLACES, 1)
-            or some_below(columns.SEEN_S, heard_s)
-        ):
-            full, out = rows[columns.NUM_PLACES] < 1, rows[columns.SEEN_S] < heard_s
-            foreign = np.zeros(len(names), bool)
-            if is_mixed:
-                own = (self._replicas[name].weights == weights for name in names)
-                foreign = ~np.fromiter(own, bool, len(names))
-            if avoid:
-                avoided = out | np.fromiter((name in avoid for name in names), bool, len(names))
-                out = out if (avoided | foreign).all() else avoided
-            full |= out
-            out = out if (full | foreign).all() else full
-            kept = (~(out | foreign)).nonzero()[0]
-            rows = rows.take(
-                kept, axis=1
-            )  # where `rows[:, kept]` would lay a replica's columns side by side
-            held, speeds = held.take(kept, axis=1), speeds[kept]
+        kept = self._kept_rows(now_s, avoid, weights)
+        if kept is not None:
+            # `matrix[:, kept]` would lay the columns of one replica side by side.
+            matrix, held, speeds = matrix.take(kept, axis=1), held.take(kept, axis=1), speeds[kept]
             names = [names[row] for row in kept.tolist()]
         prefix = int(hashes[longest - 1]) if longest else None
-        return Fleet(
+        return FleetView(
             replicas=names,
-            columns=rows,
+            columns=matrix,
             held=held,
             prefill_s_per_work=speeds,
             now_s=now_s,
             work_per_token=self._demand.work_per_token,
-            prior_s_per_work=self._prior_s_per_work,
+            prior_s_per_work=self._speeds.prior_s_per_work,
             demand=self._demand.demand(max(1, len(names)), now_s),
             attention_context_tokens=self._attention_context_tokens,
             longest_prefix=prefix,
             followers=0.0 if prefix is None else self._followers.count(prefix, now_s),
             session_row=self._session_row(session, names) if session else -1,
         )
+
+    def _kept_rows(self, now_s: float, avoid: Set[str], weights: str | None) -> np.ndarray | None:
+        """Rows of the replicas that `fleet` returns, ascending; None: of all."""
+        names, matrix, some_below = (
+            self._columns.names,
+            self._columns.columns,
+            self._columns.some_below,
+        )
+        heard_s = now_s - self.lost_after_s
+        is_mixed = weights is not None and self._num_with_weights[weights] < len(self._replicas)
+        if not names or not (
+            avoid
+            or is_mixed
+            or some_below(COLUMN.num_places, 1)
+            or some_below(COLUMN.seen_s, heard_s)
+        ):
+            return None
+        full, out = matrix[COLUMN.num_places] < 1, matrix[COLUMN.seen_s] < heard_s
+        foreign = np.zeros(len(names), bool)
+        if is_mixed:
+            own = (self._replicas[name].weights == weights for name in names)
+            foreign = ~np.fromiter(own, bool, len(names))
+        if avoid:
+            avoided = out | np.fromiter((name in avoid for name in names), bool, len(names))
+            out = out if (avoided | foreign).all() else avoided
+        full |= out
+        out = out if (full | foreign).all() else full
+        return (~(out | foreign)).nonzero()[0]
 
     def _held_tokens(
         self, hashes: Sequence[int] | np.ndarray, num_prompt_tokens: int
@@ -571,31 +433,8 @@ class ReplicaTable:
         tokens -= host
         return held, longest
 
-    def _look_at_speeds(self, now_s: float) -> None:
-        """Bring what is believed of the replicas' speeds up to date, once in a while."""
-        if now_s < self._speeds_until_s and len(self._columns) == self._speeds_of:
-            return
-        entries = list(self._replicas.values())
-        measured = np.array([entry.speed.s_per_work for entry in entries])
-        age_s = now_s - np.array([entry.speed.measured_s for entry in entries])
-        speeds, self._prior_s_per_work = believed(measured, age_s)
-        for entry, speed in zip(entries, speeds.tolist(), strict=True):
-            entry.believed_s_per_work = speed
-        self._set_speeds()
-        self._speeds_of = len(self._columns)
-        # Until one is known each look may find the first.
-        self._speeds_until_s = now_s + (_SPEEDS_PERIOD_S if self._prior_s_per_work else 0.0)
-
-    def _set_speeds(self) -> None:
-        """Bring the speeds in the order of the rows."""
-        speeds = np.empty(len(self._columns))
-        for entry in self._replicas.values():
-            speeds[entry.row] = entry.believed_s_per_work
-        speeds.setflags(write=False)
-        self._s_per_work = speeds
-
     def _session_row(self, session: str, names: Sequence[str]) -> int:
-        replica = self._sessions.get(session)
+        replica = self._sessions.replica(session)
         entry = self._replicas.get(replica) if replica is not None else None
         if entry is None:
             return -1
@@ -603,34 +442,10 @@ class ReplicaTable:
             return entry.row
         return names.index(entry.name) if entry.name in names else -1
 
-    def _write_row(self, entry: _Replica) -> None:
+    def _write_row(self, entry: TrackedReplica) -> None:
         """Bring a replica's columns up to what is known of it."""
-        load, unanswered = entry.load, entry.unanswered
-        evicted_s = entry.removed_per_s
-        # Little's law: what stays a while in a full cache is what it holds over what leaves it.
-        age_s = self.index.num_blocks(entry.name) / evicted_s if evicted_s > 1e-3 else math.inf
-        block = entry.block_tokens
-        free = (load.blocks_free + load.blocks_cached) * block if load.blocks_total else math.inf
-        values = (
-            entry.seen_s if _is_ready(entry) else -math.inf,
-            -math.inf if entry.report_s is None else entry.report_s,
-            load.queued_prefill_tokens,
-            entry.booked_work,
-            entry.unanswered_work,
-            next(iter(unanswered)).work if unanswered else 0.0,
-            entry.head_s,
-            load.num_running + load.num_waiting + len(entry.bookings),
-            load.num_decode_tokens + entry.unanswered_tokens,
-            age_s,
-            free if block else math.inf,
-            load.blocks_in_use * block,
-            self._host_copy_s_per_token,
-            # What came during a step waits for its end, not for a place.
-            max(0, load.num_waiting - load.num_startable),
-            entry.mean_kv_tokens,
-            _num_places(entry),
-        )
-        self._columns.write(entry.row, values)
+        num_blocks = self.index.num_blocks(entry.name)
+        self._columns.write(entry.row, entry.columns(num_blocks, self._host_copy_s_per_token))
 
     def num_routers(self) -> int:
         """That share the replicas, as these report it; this one at least."""
@@ -644,33 +459,11 @@ class ReplicaTable:
                 epoch=entry.epoch,
                 load=entry.load,
                 report_age_s=_age(entry.report_s, now_s) or 0.0,
-                attached=_is_ready(entry) and not self._is_silent(entry, now_s),
+                attached=entry.is_ready() and not entry.is_silent(now_s, self.lost_after_s),
                 indexed_blocks=self.index.num_blocks(entry.name),
             )
             for entry in self._replicas.values()
         ]
-
-    def _is_silent(self, entry: _Replica, now_s: float) -> bool:
-        return entry.seen_s is not None and now_s - entry.seen_s > self.lost_after_s
-
-
-def _is_ready(entry: _Replica) -> bool:
-    """Before the first frame of the attach stream its tokens have no way to us."""
-    return entry.state in (ReplicaState.SYNCING, ReplicaState.ATTACHED) and entry.seen_s is not None
-
-
-def _num_places(entry: _Replica) -> float:
-    """Requests of ours that the replica takes before it refuses one, as far as can be known.
-
-    What was sent since its report waits there too. And never are more of ours without a first token than this
-    router's share of its bound: in a long step nothing is taken in, so that a report may not know what came long
-    before it, and what other routers have just sent no report knows.
-    """
-    load = entry.load
-    if load.num_places is None:
-        return math.inf
-    share = max(1, (load.num_places + load.num_waiting) // load.num_routers)
-    return min(load.num_places - len(entry.bookings), share - len(entry.unanswered))
 
 
 def _age(then_s: float | None, now_s: float) -> float | None:

@@ -11,9 +11,11 @@ number would stand for ever. So it returns to what the others show as it ages:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
+_PERIOD_S = 0.2  # between two computations of the speeds that policies see
 _HINT = 0.5  # the most that a first slower report after a pause counts
 HORIZON_S = 30.0  # over which reports are averaged, and after which a measurement counts 1/e
 
@@ -64,6 +66,39 @@ class MeasuredSpeed:
         self._reported, self.measured_s = s_per_token, now_s
         self._tokens *= keep
         self._work *= keep
+
+
+class FleetSpeeds:
+    """The speeds of all replicas that a policy may count on, computed again every `_PERIOD_S`.
+
+    Attributes
+    ----------
+    s_per_work
+        [rows] float64, read-only, another array when they change; 0: not yet known.
+    prior_s_per_work
+        Median of those that are known; 0: none is.
+    """
+
+    def __init__(self) -> None:
+        self.s_per_work = np.zeros(0)
+        self.prior_s_per_work = 0.0
+        self._stale_s = -math.inf
+
+    def expire(self) -> None:
+        """The rows changed: the next `is_stale` is True."""
+        self._stale_s = -math.inf
+
+    def is_stale(self, now_s: float) -> bool:
+        return now_s >= self._stale_s
+
+    def update(self, measured: Iterable[MeasuredSpeed], now_s: float) -> None:
+        """Compute the speeds from what each replica measured, in the order of the rows."""
+        speeds = np.array([(speed.s_per_work, speed.measured_s) for speed in measured])
+        s_per_work, measured_s = speeds.reshape(-1, 2).T
+        self.s_per_work, self.prior_s_per_work = believed(s_per_work, now_s - measured_s)
+        self.s_per_work.setflags(write=False)
+        # While no speed is known, each look may find the first.
+        self._stale_s = now_s + (_PERIOD_S if self.prior_s_per_work else 0.0)
 
 
 def believed(s_per_work: np.ndarray, age_s: np.ndarray) -> tuple[np.ndarray, float]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.router import compiled_router
 from quire.router.index.holder_map import HolderMap
+from quire.router.index.holder_slots import HolderSlots
 
 
 class NativeMatch:
@@ -17,28 +18,20 @@ class NativeMatch:
     ----------
     confirmed
         hash -> holders, as bits of their slots.
+    slots
+        Which holders a match may find, and their rows.
     """
 
-    def __init__(self, confirmed: HolderMap):
-        self._confirmed = confirmed
+    def __init__(self, confirmed: HolderMap, slots: HolderSlots):
+        self._confirmed, self._slots = confirmed, slots
         self._holders = compiled_router.Holders(
             table=ctypes.addressof(confirmed.table.native),
         )
         self._address = ctypes.addressof(self._holders)
         self._sets: np.ndarray | None = None  # whose address the struct has
         self._make_room(512)  # blocks: most prompts
-        self.set_live(0, np.empty(0, np.int64))
-
-    def set_live(self, live: int, rows: np.ndarray) -> None:
-        """Let those be found that have their bits in `live`, and written to the rows of their slots: [slots] int64,
-        -1: none, read anew in each call."""
-        words = -(-live.bit_length() // 64)
-        self._confirmed.widen(64 * words)
-        packed = np.frombuffer(live.to_bytes(8 * words, "little"), np.uint64)
-        self._live, self._alive, self._rows = packed, np.empty(words, np.uint64), rows
-        self._holders.live, self._holders.live_words = compiled_router.address(packed), words
-        self._holders.alive = compiled_router.address(self._alive)
-        self._holders.rows = compiled_router.address(rows)
+        # What the arrays below were made from.
+        self._live, self._rows = -1, slots.row_by_slot
 
     def into(
         self,
@@ -56,6 +49,9 @@ class NativeMatch:
         of them.
         """
         n, sets, address = len(hashes), self._confirmed.sets, compiled_router.address
+        if self._slots.live is not self._live or self._slots.row_by_slot is not self._rows:
+            self._pack_live()
+            sets = self._confirmed.sets
         if sets is not self._sets:
             self._sets = sets
             self._holders.sets, self._holders.words = address(sets), sets.shape[1]
@@ -70,6 +66,18 @@ class NativeMatch:
     def ends(self, num: int) -> tuple[list[int], list[int]]:
         """The last `into` found so many: their blocks' numbers, ascending, and those of the sets that hold them."""
         return self._blocks[:num].tolist(), self._ids[:num].tolist()
+
+    def _pack_live(self) -> None:
+        """Write the live bits as words, and the address of the rows, to the struct."""
+        self._live, self._rows = self._slots.live, self._slots.row_by_slot
+        words = -(-self._live.bit_length() // 64)
+        self._confirmed.widen(64 * words)
+        self._packed = np.frombuffer(self._live.to_bytes(8 * words, "little"), np.uint64)
+        self._alive = np.empty(words, np.uint64)
+        self._holders.live_words = words
+        self._holders.live = compiled_router.address(self._packed)
+        self._holders.alive = compiled_router.address(self._alive)
+        self._holders.rows = compiled_router.address(self._rows)
 
     def _make_room(self, num_ends: int) -> None:
         rooms = np.empty(num_ends, np.uint64), *np.empty((2, num_ends), np.int32)

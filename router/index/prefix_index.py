@@ -14,25 +14,23 @@ The first two are a `HolderMap` each: a prompt's blocks are looked up in one pas
 do is to look at the few places where the holders change. So the order in which a replica evicts does
 not matter, neither to the result nor to its time.
 
-Dropping a replica, or all it held, is O(1): its slot (bit number) leaves the live mask and a fresh
-one is given. The dead bits are swept a little after each later update; only then is the slot used
-again.
+Dropping a replica, or all it held, is O(1): `router/index/holder_slots.py` gives it another bit, and sweeps the dead
+bits a little after each later update.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
 
 import numpy as np
 
 from quire.protos.wire import CacheEvents, tier_digest
 from quire.router import compiled_router
-from quire.router.index.bookings import BookedBlocks, Counts
+from quire.router.index.bookings import BookedBlocks
 from quire.router.index.holder_map import HolderMap
+from quire.router.index.holder_slots import Booking, Holder, HolderSlots
 from quire.router.index.native_match import NativeMatch
 
 _FEW_BITS = 8  # more replicas than these are cheaper to write as an array
@@ -42,36 +40,6 @@ _WINDOW = (
     512  # blocks of a prompt that are looked up at a time: most prompts, and an end for the rest
 )
 _NO_HASHES = np.empty(0, np.uint64)
-
-
-@dataclass(slots=True, eq=False)
-class _Holder:
-    """One incarnation (epoch) of a replica."""
-
-    replica: str
-    epoch: str
-    seq: int
-    slot: int
-    bit: int  # 1 << slot
-    gpu_xor: int = 0  # XOR of the confirmed hashes in its `gpu` tier
-    host_xor: int = 0  # of those in its `host` tier
-    num_blocks: int = 0
-    num_removed: int = 0  # evictions from its `gpu` tier that were replayed
-    complete: bool = True  # False: a store was dropped at the memory bound
-    booked: Counts = field(default_factory=dict)
-    begun: dict[int, Booking] = field(default_factory=dict)  # first hash -> the last that began so
-    alive: bool = True
-    row: int = -1  # where `match_into` writes
-
-
-@dataclass(slots=True, eq=False)
-class Booking:
-    """Optimistic entries of one request on one replica; given back with `PrefixIndex.unbook`."""
-
-    holder: _Holder
-    hashes: Sequence[int]  # that its counts have
-    chain: np.ndarray  # the same, [blocks] uint64, to be compared with a prompt's
-    active: bool = True
 
 
 class PrefixIndex:
@@ -98,17 +66,11 @@ class PrefixIndex:
         self._confirmed = HolderMap(max_blocks, with_sets=True)
         self._host = HolderMap(max_blocks)
         self._booked = BookedBlocks(max_booked_blocks)
-        self._holders: dict[str, _Holder] = {}
-        self._staged: dict[str, _Holder] = {}  # snapshots under way, not yet live
-        self._by_slot: dict[int, _Holder] = {}
-        self._row_by_slot = np.full(64, -1, np.int64)
-        self._live = 0  # bits that `match` may see
-        self._native_match = NativeMatch(self._confirmed)
-        self._free_slots: list[int] = []  # heap
-        self._num_slots = 0
-        self._retired = 0  # dead bits that wait for the next sweep
-        self._sweeping = 0  # dead bits of the sweep under way
-        self._unswept: list[HolderMap] = []
+        self._holders: dict[str, Holder] = {}
+        # Snapshots under way, not yet live.
+        self._staged: dict[str, Holder] = {}
+        self._slots = HolderSlots([self._host, self._confirmed])
+        self._native_match = NativeMatch(self._confirmed, self._slots)
 
     def __len__(self) -> int:
         """Distinct confirmed hashes stored, dead ones that are not swept yet included."""
@@ -126,7 +88,7 @@ class PrefixIndex:
         """
         if replica in self._holders:
             raise ValueError(f"replica {replica!r} is already indexed")
-        self._make_live(self._new_holder(replica, "", 0))
+        self._make_live(self._slots.new_holder(replica, "", 0))
 
     def remove_replica(self, replica: str) -> None:
         """Forget a replica, its blocks and its bookings; unknown ones are ignored."""
@@ -137,7 +99,7 @@ class PrefixIndex:
         holder.alive = False
         self._booked.drop(holder.booked, holder.bit)
         holder.begun.clear()  # they name it in turn
-        self._make_dead(holder)
+        self._slots.retire(holder)
 
     def epoch(self, replica: str) -> str:
         return self._holders[replica].epoch
@@ -192,7 +154,7 @@ class PrefixIndex:
         holder.gpu_xor ^= self._store(holder, events.stored)
         self._store_host(holder, events.host_stored)
         holder.seq = events.seq
-        self._sweep_step()
+        self._slots.sweep_step()
         return True
 
     def reset(
@@ -221,7 +183,7 @@ class PrefixIndex:
     def begin_reset(self, replica: str, epoch: str, seq: int) -> None:
         """Start a snapshot that comes in pages; until `commit_reset` the old state answers."""
         self._drop_staged(replica)
-        self._staged[replica] = self._new_holder(replica, epoch, seq)
+        self._staged[replica] = self._slots.new_holder(replica, epoch, seq)
 
     def extend_reset(
         self, replica: str, hashes: np.ndarray, host_hashes: np.ndarray = _NO_HASHES
@@ -239,7 +201,7 @@ class PrefixIndex:
             # The holder object stays, since bookings point to it; it takes over the slot and the
             # counts.
             self._booked.move(old.booked, old.bit, staged.bit)
-            self._make_dead(old)
+            self._slots.retire(old)
             for name in ("seq", "slot", "bit", "gpu_xor", "host_xor", "num_blocks", "complete"):
                 setattr(old, name, getattr(staged, name))
             staged = old
@@ -248,7 +210,7 @@ class PrefixIndex:
                 staged.row = old.row
             self.remove_replica(replica)
         self._make_live(staged)
-        self._sweep_step()
+        self._slots.sweep_step()
 
     # ------------------------------------------------------------------------------------ bookings
 
@@ -294,17 +256,12 @@ class PrefixIndex:
         """
         depths: dict[str, int] = {}
         for depth, mask in self.match_masks(hashes):
-            while mask:
-                bit = mask & -mask
-                depths[self._by_slot[bit.bit_length() - 1].replica] = depth
-                mask ^= bit
+            depths.update((holder.replica, depth) for holder in self._slots.holders(mask))
         return depths
 
     def set_row(self, replica: str, row: int) -> None:
         """Let `match_into` write the replica's matches to this place."""
-        holder = self._holders[replica]
-        holder.row = row
-        self._row_by_slot[holder.slot] = row
+        self._slots.set_row(self._holders[replica], row)
 
     def match_into(
         self,
@@ -342,18 +299,12 @@ class PrefixIndex:
         blocks = 0
         for blocks, mask in self.match_masks(hashes):
             depth = min(blocks * block, most)
-            if mask.bit_count() <= _FEW_BITS:
-                while mask:
-                    bit = mask & -mask
-                    row = self._by_slot[bit.bit_length() - 1].row
-                    if row >= 0:
-                        depths[row] = depth
-                    mask ^= bit
+            if mask.bit_count() > _FEW_BITS:
+                depths[self._slots.rows(mask)] = depth
                 continue
-            packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
-            bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
-            rows = self._row_by_slot[bits.nonzero()[0]]
-            depths[rows[rows >= 0]] = depth
+            for holder in self._slots.holders(mask):
+                if holder.row >= 0:
+                    depths[holder.row] = depth
         return blocks
 
     def host_blocks_into(
@@ -370,17 +321,13 @@ class PrefixIndex:
         """
         chain = np.asarray(hashes, np.uint64)[: int(depths.max(initial=0))]
         for first, end, number in self._host.runs(chain):
-            mask = self._host.masks[number] & self._live
-            while mask:
-                bit = mask & -mask
-                row = self._by_slot[bit.bit_length() - 1].row
-                if row >= 0:
-                    blocks[row] += max(0, min(end, depths[row]) - first)
-                mask ^= bit
+            for holder in self._slots.holders(self._host.masks[number] & self._slots.live):
+                if holder.row >= 0:
+                    blocks[holder.row] += max(0, min(end, depths[holder.row]) - first)
 
     def _booked_beyond(
         self, chain: np.ndarray, ends: Sequence[int]
-    ) -> list[tuple[_Holder, int]] | None:
+    ) -> list[tuple[Holder, int]] | None:
         """(holder, blocks) of those who match more of a chain by their bookings than `NativeMatch.into` has just found;
         None: to follow them would take longer than a walk with masks.
 
@@ -389,17 +336,14 @@ class PrefixIndex:
         ends
             Hashes where it found that some end.
         """
-        masks, booked, alive = self._confirmed.masks, self._booked.masks, self._live
-        followed: list[tuple[_Holder, int]] = []
+        masks, booked, alive = self._confirmed.masks, self._booked.masks, self._slots.live
+        followed: list[tuple[Holder, int]] = []
         left = _MAX_COMPARISONS
         for end, first, number in zip(ends, *self._native_match.ends(len(ends)), strict=True):
             lost = alive & ~masks[number]
             alive ^= lost
-            kept = lost & booked.get(end, 0)
-            while kept:
-                bit = kept & -kept
-                kept ^= bit
-                holder, rest = self._by_slot[bit.bit_length() - 1], chain[first:]
+            rest = chain[first:]
+            for holder in self._slots.holders(lost & booked.get(end, 0)):
                 # A request books from where the match of its prompt ends, and its replica confirms from there on.
                 begins_here = holder.begun.get(end)
                 bookings = holder.begun.values() if begins_here is None else (begins_here,)
@@ -414,7 +358,7 @@ class PrefixIndex:
                 if depth < len(chain):
                     following = chain.item(depth)
                     _, held_by = self._confirmed.table.locate(following)
-                    if following in holder.booked or masks[held_by] & bit:
+                    if following in holder.booked or masks[held_by] & holder.bit:
                         return None  # by another booking, or what was there before it
                 followed.append((holder, depth))
         return followed
@@ -423,7 +367,7 @@ class PrefixIndex:
         """As `match`, by slots: (blocks, mask of the replicas that match so many), ascending."""
         chain = np.asarray(hashes, np.uint64)
         groups: list[tuple[int, int]] = []
-        alive = self._live
+        alive = self._slots.live
         for start in range(0, len(chain), _WINDOW):
             alive = self._walk(chain[start : start + _WINDOW], start, alive, groups)
             if not alive:
@@ -476,7 +420,7 @@ class PrefixIndex:
 
     # --------------------------------------------------------------------------------------- state
 
-    def _store(self, holder: _Holder, hashes: np.ndarray) -> int:
+    def _store(self, holder: Holder, hashes: np.ndarray) -> int:
         """Set the holder's bit for these hashes; returns the XOR of those for which it was not set."""
         if not len(hashes):
             return 0
@@ -485,7 +429,7 @@ class PrefixIndex:
         holder.complete &= change.has_room
         return change.xor
 
-    def _remove(self, holder: _Holder, hashes: np.ndarray) -> int:
+    def _remove(self, holder: Holder, hashes: np.ndarray) -> int:
         """Clear the holder's bit for these hashes; returns the XOR of those for which it was set."""
         if not len(hashes):
             return 0
@@ -493,7 +437,7 @@ class PrefixIndex:
         holder.num_blocks -= change.num_blocks
         return change.xor
 
-    def _store_host(self, holder: _Holder, hashes: np.ndarray) -> None:
+    def _store_host(self, holder: Holder, hashes: np.ndarray) -> None:
         """As `_store`, of the `host` tier."""
         if not len(hashes):
             return
@@ -504,72 +448,30 @@ class PrefixIndex:
             hashes = hashes[np.array(kept)]
         self._host.store(holder.bit, hashes)
 
-    def _remove_host(self, holder: _Holder, hashes: np.ndarray) -> None:
+    def _remove_host(self, holder: Holder, hashes: np.ndarray) -> None:
         """As `_remove`, of the `host` tier."""
         if len(hashes):
             holder.host_xor ^= self._remove(holder, hashes)
             self._host.remove(holder.bit, hashes)
 
-    def _clear(self, holder: _Holder) -> None:
+    def _clear(self, holder: Holder) -> None:
         """The replica holds nothing any more; bookings stay, their blocks are still to come."""
-        self._make_dead(holder)
-        slot = self._take_slot()
+        self._slots.retire(holder)
+        slot = self._slots.take()
         self._booked.move(holder.booked, holder.bit, 1 << slot)
         holder.slot, holder.bit = slot, 1 << slot
         holder.gpu_xor = holder.host_xor = holder.num_blocks = 0
         holder.complete = True
         self._make_live(holder)
 
-    # --------------------------------------------------------------------------------------- slots
-
-    def _new_holder(self, replica: str, epoch: str, seq: int) -> _Holder:
-        slot = self._take_slot()
-        return _Holder(replica, epoch, seq, slot, 1 << slot)
-
-    def _take_slot(self) -> int:
-        if self._free_slots:
-            return heapq.heappop(self._free_slots)
-        self._num_slots += 1
-        return self._num_slots - 1
-
-    def _make_live(self, holder: _Holder) -> None:
-        while holder.slot >= len(self._row_by_slot):
-            more = np.full(len(self._row_by_slot), -1, np.int64)
-            self._row_by_slot = np.concatenate([self._row_by_slot, more])
+    def _make_live(self, holder: Holder) -> None:
         self._holders[holder.replica] = holder
-        self._by_slot[holder.slot] = holder
-        self._row_by_slot[holder.slot] = holder.row
-        self._set_live(self._live | holder.bit)
-
-    def _make_dead(self, holder: _Holder) -> None:
-        """Retire the holder's slot; the holder may go on with another."""
-        del self._by_slot[holder.slot]
-        self._set_live(self._live & ~holder.bit)
-        self._retired |= holder.bit
-
-    def _set_live(self, live: int) -> None:
-        self._live = live
-        self._native_match.set_live(live, self._row_by_slot)
+        self._slots.make_live(holder)
 
     def _drop_staged(self, replica: str) -> None:
         staged = self._staged.pop(replica, None)
         if staged is not None:
-            self._retired |= staged.bit
-
-    def _sweep_step(self) -> None:
-        """Clear the dead bits of the next buckets; after the last ones their slots are free again."""
-        if not self._sweeping:
-            self._sweeping, self._retired = self._retired, 0
-            self._unswept = [self._host, self._confirmed] if self._sweeping else []
-        while self._unswept:
-            if not self._unswept[-1].sweep(self._sweeping):
-                return
-            self._unswept.pop()
-        dead, self._sweeping = self._sweeping, 0
-        while dead:
-            bit = dead & -dead
-            heapq.heappush(self._free_slots, bit.bit_length() - 1)
-            dead ^= bit
+            self._slots.retire_staged(staged)
 
 
 def _num_common(booked: np.ndarray, rest: np.ndarray) -> int:

@@ -1,20 +1,17 @@
-"""The routing policies by their names: `router.policy` of the configuration. A new policy is added here."""
+"""The routing policies by name, as `router.policy` of the configuration takes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
+from quire.router.policy.baselines import LeastLoaded, PowerOfTwo, PrefixAffinity, RoundRobin
 from quire.router.policy.cost import CostPolicy, e2e_policy
-from quire.router.policy.policy import (
-    LeastLoaded,
-    Policy,
-    PowerOfTwo,
-    PrefixAffinity,
-    RoundRobin,
-)
+from quire.router.policy.policy import Policy
 
+PolicyName = Literal["slo", "e2e", "round_robin", "least_loaded", "power_of_two", "prefix_affinity"]
+POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
     {
         "slo": CostPolicy,
@@ -25,7 +22,6 @@ POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
         "prefix_affinity": PrefixAffinity,
     }
 )
-POLICY_NAMES = tuple(POLICIES)
 
 
 def make_policy(name: str, **weights: Any) -> Policy:

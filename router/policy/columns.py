@@ -1,37 +1,63 @@
-"""What a policy may know of each replica, in columns that are written as frames and bookings come.
+"""What a policy may know of each replica: a matrix with one row per column below and one entry per replica.
 
-    column                rows of the replicas: 0       1       2
-    SEEN_S                                      103.2   103.9   -inf
-    REPORT_S                                    103.2   103.9   97.0
+    column          replica:  0       1       2
+    seen_s                    103.2   103.9   -inf
+    report_s                  103.2   103.9   97.0
     ...
 
-A decision reads the columns where they lie: no replica is looked at by itself, and nothing is copied unless
-some replicas must be left out.
+A decision reads the columns in place. It copies them only when it must leave out some replicas.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-SEEN_S = 0  # last frame; -inf: takes no requests
-REPORT_S = 1  # -inf: has never reported
-QUEUED_TOKENS = 2
-BOOKED_WORK = 3
-UNANSWERED_WORK = 4
-HEAD_WORK = 5
-HEAD_S = 6
-NUM_REQUESTS = 7
-KV_TOKENS = 8
-CACHE_AGE_S = 9
-FREE_TOKENS = 10
-USED_TOKENS = 11
-HOST_COPY_S_PER_TOKEN = 12
-NUM_WAITING = 13
-MEAN_KV_TOKENS = 14
-NUM_PLACES = 15
-NUM_COLUMNS = 16
+T = TypeVar("T")
+
+
+class PerColumn(NamedTuple, Generic[T]):
+    """One value for each column, in the order of the matrix. This is the columns' only declaration."""
+
+    # Time of the last frame; -inf: the replica takes no requests.
+    seen_s: T
+    # Time of the last report; -inf: never.
+    report_s: T
+    # Tokens to prefill, by the last report.
+    queued_tokens: T
+    # Work of our requests that the report cannot contain.
+    booked_work: T
+    # Work of all our requests without a first token.
+    unanswered_work: T
+    # Work of the oldest of those.
+    head_work: T
+    # Time since which it has been the oldest.
+    head_s: T
+    # Requests in flight: running and waiting by the report, and booked.
+    num_requests: T
+    # KV tokens of the decoding requests, and of ours without a first token.
+    kv_tokens: T
+    # Seconds for which a block stays cached; inf: no evictions.
+    cache_age_s: T
+    # Tokens of KV memory that are free or evictable; inf: not known.
+    free_tokens: T
+    # Tokens of KV memory of running requests.
+    used_tokens: T
+    # Seconds to copy a token's KV from host memory to the device.
+    host_copy_s_per_token: T
+    # Requests that wait for a row, by the last report.
+    num_waiting: T
+    # KV tokens of the decoding requests, mean of the last half minute.
+    mean_kv_tokens: T
+    # Further requests of ours until the replica refuses one; inf: no bound.
+    num_places: T
+
+
+NUM_COLUMNS = len(PerColumn._fields)
+COLUMN: PerColumn[int] = PerColumn(*range(NUM_COLUMNS))
+"""Each column's index in the matrix."""
 
 # Unused numbers at the end of a column: columns a power of two of bytes apart fall on the same lines of a cache.
 _APART = 8
@@ -53,8 +79,8 @@ class ReplicaColumns:
         self._values = np.zeros(
             (NUM_COLUMNS, 16 + _APART)
         )  # [column, row], rows beyond the names unused
-        # Not above the smallest of these columns: mostly it tells, and no row is looked at.
-        self._least = {SEEN_S: math.inf, NUM_PLACES: math.inf}
+        # Lower bounds of these columns; they usually let `some_below` skip the scan.
+        self._least = {COLUMN.seen_s: math.inf, COLUMN.num_places: math.inf}
         self._view()
 
     def __len__(self) -> int:
@@ -79,15 +105,15 @@ class ReplicaColumns:
         self._view()
         return moved
 
-    def write(self, row: int, values: tuple[float, ...]) -> None:
-        """Set a replica's `NUM_COLUMNS` values, in their order."""
+    def write(self, row: int, values: PerColumn[float]) -> None:
+        """Set a replica's values."""
         self._values[:, row] = values
         for column, least in self._least.items():
             if values[column] < least:
                 self._least[column] = values[column]
 
     def some_below(self, column: int, bound: float) -> bool:
-        """Whether some replica's value of `SEEN_S` or `NUM_PLACES` is."""
+        """Whether some replica's value in this column, `seen_s` or `num_places`, is below the bound."""
         if self._least[column] >= bound or not self.names:
             return False
         values = self.columns[column]

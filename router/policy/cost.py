@@ -38,31 +38,21 @@ lengthens a step, and T the tokens of the prompt,
 
 **V.** While k replicas hold a prefix, its followers wait for the best of k: about Wq / k, with the
 Pollaczek-Khinchine wait Wq = lambda E[P^2] / (2 (1 - rho)). One more copy saves each of them
-Wq / (k (k + 1)); `Fleet.followers` is their number of late, an estimate of how many are to come.
+Wq / (k (k + 1)); `FleetView.followers` is their number of late, an estimate of how many are to come.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from quire.router.policy.cost_terms import TERMS, Pricer, Prices
-from quire.router.policy.fleet_view import Fleet
+from quire.router.policy.cost_terms import Prices, Terms, terms_of
+from quire.router.policy.fleet_view import FleetView
 from quire.router.policy.policy import Ranking, RouteRequest, ranked_rows
 
 _MAX_SHARE = 0.95  # bounds 1 / (1 - rho)
-_HEAD_DONE = 0.9  # an unanswered request is not prefilled yet, however long it has been the head
-
-
-@dataclass(slots=True)
-class _LastSpeeds:
-    """What `CostPolicy._speeds` said last. It depends on the reports alone, and they change it a few times a second."""
-
-    measured: np.ndarray | None = None  # [n] float64, read-only: the same array is the same values
-    prior: float = 0.0
-    speeds: np.ndarray | None = None  # [n] float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +101,9 @@ class CostPolicy:
     fallback_prefill_s_per_work: float = 1e-4
     tie_s: float = 1e-6
     name: str = "slo"
-    _believed: _LastSpeeds = field(
-        default_factory=_LastSpeeds, init=False, repr=False, compare=False
-    )
-    _pricer: Pricer = field(default_factory=Pricer, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for weight in fields(self):
-            if not weight.init:
-                continue
             value = getattr(self, weight.name)
             if weight.name in ("window_prefills", "reuse_s", "fallback_prefill_s_per_work"):
                 if value <= 0:
@@ -128,62 +112,57 @@ class CostPolicy:
                 raise ValueError(f"{weight.name} must be >= 0, got {value}")
 
     def choose(
-        self, request: RouteRequest, replicas: Fleet, now_s: float, rng: random.Random
+        self, request: RouteRequest, fleet: FleetView, now_s: float, rng: random.Random
     ) -> Ranking:
-        fleet = replicas
         if not len(fleet):
             return Ranking(self.name, fleet, (), np.empty(0))
-        speed, prices = self._speeds(fleet), self._prices(request, fleet)
-        weights = (self.reuse_s, self.stickiness, self.tie_s)
-        priced = self._pricer.price(fleet, speed, prices, *weights)
-        cost, ranked = priced.cost_s, priced.ranked
-        if fleet.now_s - priced.oldest_report_s > self.stale_after_s:
-            stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]
-            if len(stale) > 2:
-                out = np.delete(stale, rng.sample(range(len(stale)), 2))
-                cost[out] += 1.0 + cost.max()  # behind all others, in their order
-                ranked = None
-        if ranked is None:
-            rows = ranked_rows(cost, rng, self.tie_s)
-            ranked = rows.tolist(), priced.terms(rows)
-        rows, terms = ranked
-        return Ranking(self.name, fleet, rows, cost, priced.wait_s, TERMS, terms)
+        terms = terms_of(fleet, self._s_per_work(fleet), self._prices(request, fleet))
+        cost = terms.total_s()
+        if fleet.session_row >= 0:
+            cost[fleet.session_row] -= self.stickiness * terms.prefill_s[fleet.session_row]
+        self._put_stale_last(fleet, cost, rng)
+        rows = ranked_rows(cost, rng, self.tie_s)
+        return Ranking(
+            self.name, fleet, rows.tolist(), cost, terms.wait_s, Terms._fields, terms.of_rows(rows)
+        )
 
-    def _prices(self, request: RouteRequest, fleet: Fleet) -> Prices:
+    def _prices(self, request: RouteRequest, fleet: FleetView) -> Prices:
         demand = fleet.demand
         busy = 1.0 - min(_MAX_SHARE, demand.prefill_share)
         is_awaited = demand.mean_prefill_s > 0
         queue_s = demand.arrivals_per_s * demand.mean_square_prefill_s2 / (2.0 * busy)
-        output_s = demand.output_tokens * demand.decode_s_per_kv_token
+        window_s = self.window_prefills * demand.mean_prefill_s
         return Prices(
-            now_s=fleet.now_s,
             prompt_tokens=request.num_prompt_tokens,
-            work_per_token=fleet.work_per_token,
-            per_context=1.0 / fleet.attention_context_tokens,
             max_decay_s=self.max_decay_s,
-            head_done=_HEAD_DONE,
-            eta=self.eta,
+            interference=self.eta,
             later=self.kappa * demand.arrivals_per_s / busy if is_awaited else 0.0,
-            per_window=1.0 / (self.window_prefills * demand.mean_prefill_s) if is_awaited else 0.0,
-            decode_s=self.delta * demand.output_tokens * demand.decode_s_per_kv_token,
+            later_per_window_s=1.0 / window_s if is_awaited else 0.0,
+            decode_s_per_token=self.delta * demand.output_tokens * demand.decode_s_per_kv_token,
+            reuse_s=self.reuse_s,
             eviction=self.eviction,
             memory=self.memory,
-            output_s=output_s,
+            output_s_per_token=demand.output_tokens * demand.decode_s_per_kv_token,
             copies_s=self.copies * fleet.followers * queue_s,
         )
 
-    def _speeds(self, fleet: Fleet) -> np.ndarray:
-        """[n] seconds of a unit of work; who has not measured its own has what the others show."""
+    def _s_per_work(self, fleet: FleetView) -> np.ndarray:
+        """[n] float64, seconds of a unit of prefill work; the prior where nothing else is measured."""
         prior = fleet.prior_s_per_work or self.fallback_prefill_s_per_work
-        measured, last = fleet.prefill_s_per_work, self._believed
-        if measured is last.measured and prior == last.prior:
-            return last.speeds
-        noise = np.abs(measured - prior) <= self.speed_noise * prior
-        noise |= measured <= 0
-        speeds = np.where(noise, prior, measured)
-        if not measured.flags.writeable:  # the next decisions have the same
-            last.measured, last.prior, last.speeds = measured, prior, speeds
-        return speeds
+        measured = fleet.prefill_s_per_work
+        is_prior = np.abs(measured - prior) <= self.speed_noise * prior
+        is_prior |= measured <= 0
+        return np.where(is_prior, prior, measured)
+
+    def _put_stale_last(self, fleet: FleetView, cost: np.ndarray, rng: random.Random) -> None:
+        """Put all but two of the replicas with stale reports behind all others, in their order."""
+        reports_s = fleet.report_s
+        if fleet.now_s - reports_s[reports_s.argmin()] <= self.stale_after_s:
+            return
+        stale = (fleet.report_age_s > self.stale_after_s).nonzero()[0]
+        if len(stale) > 2:
+            out = np.delete(stale, rng.sample(range(len(stale)), 2))
+            cost[out] += 1.0 + cost.max()
 
 
 def e2e_policy(**weights: float) -> CostPolicy:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.router.policy import columns
+from quire.router.policy.columns import COLUMN, NUM_COLUMNS
 
 
 class Demand(NamedTuple):
@@ -27,7 +27,7 @@ class Demand(NamedTuple):
 
 
 @dataclass(slots=True)
-class Fleet:
+class FleetView:
     """What a policy may know of the replicas that can take a request: one row for each.
 
     *Work* counts prefill tokens, weighted by the attention to what precedes them: a token at context c
@@ -38,8 +38,8 @@ class Fleet:
     replicas
         [n] names.
     columns
-        [NUM_COLUMNS, n] float64, in the order of `router/policy/columns.py`, each row contiguous. The properties below
-        are [n] float64, made from it.
+        [NUM_COLUMNS, n] float64, indexed by `COLUMN` (`router/policy/columns.py`), each row contiguous. The properties
+        below are [n] float64, made from it.
     held
         [2, n] float64, contiguous, prompt tokens: `gpu_tokens` and `host_tokens`.
     prefill_s_per_work
@@ -75,7 +75,9 @@ class Fleet:
         return len(self.replicas)
 
     @classmethod
-    def of(cls, replicas: Sequence[str], named: Mapping[str, np.ndarray], **facts: Any) -> Fleet:
+    def of(
+        cls, replicas: Sequence[str], named: Mapping[str, np.ndarray], **facts: Any
+    ) -> FleetView:
         """A fleet of the columns that `named` returns, [n] float64 each, as of time 0.
 
         Raises
@@ -92,7 +94,7 @@ class Fleet:
                 raise ValueError(f"{name} must have shape [{n}], got {list(column.shape)}")
         if not -1 <= facts.get("session_row", -1) < n:
             raise ValueError(f"session_row must be from -1 to {n - 1}, got {facts['session_row']}")
-        values = np.zeros((columns.NUM_COLUMNS, n))
+        values = np.zeros((NUM_COLUMNS, n))
         for name, column in _COLUMN_OF.items():
             values[column] = named[name]
         for name, column in _MOMENT_OF.items():
@@ -100,7 +102,7 @@ class Fleet:
         held = np.stack([named["gpu_tokens"], named["host_tokens"]])
         return cls(replicas, values, held, named["prefill_s_per_work"], **facts)
 
-    def only(self, row: int) -> Fleet:
+    def only(self, row: int) -> FleetView:
         """The fleet as if there were no other replica; what is said of the whole stays."""
         one, is_session = slice(row, row + 1), self.session_row == row
         return replace(
@@ -127,98 +129,94 @@ class Fleet:
         return self.held[1]
 
     @property
+    def report_s(self) -> np.ndarray:
+        """When it reported last; -inf: never."""
+        return self.columns[COLUMN.report_s]
+
+    @property
     def report_age_s(self) -> np.ndarray:
         """inf: it has never reported."""
-        return self.now_s - self.columns[columns.REPORT_S]
+        return self.now_s - self.columns[COLUMN.report_s]
 
     @property
     def reported_work(self) -> np.ndarray:
         """Queued by its last report."""
-        return self.columns[columns.QUEUED_TOKENS] * self.work_per_token
+        return self.columns[COLUMN.queued_tokens] * self.work_per_token
 
     @property
     def booked_work(self) -> np.ndarray:
         """Of our own requests that the report cannot contain."""
-        return self.columns[columns.BOOKED_WORK]
+        return self.columns[COLUMN.booked_work]
 
     @property
     def unanswered_work(self) -> np.ndarray:
         """Of all our own requests without a first token."""
-        return self.columns[columns.UNANSWERED_WORK]
+        return self.columns[COLUMN.unanswered_work]
 
     @property
     def head_work(self) -> np.ndarray:
         """Of the oldest of those."""
-        return self.columns[columns.HEAD_WORK]
+        return self.columns[COLUMN.head_work]
 
     @property
     def head_age_s(self) -> np.ndarray:
         """For how long it has been the oldest."""
-        return self.now_s - self.columns[columns.HEAD_S]
+        return self.now_s - self.columns[COLUMN.head_s]
 
     @property
     def num_requests(self) -> np.ndarray:
         """In flight: running and waiting by the report, and booked."""
-        return self.columns[columns.NUM_REQUESTS]
+        return self.columns[COLUMN.num_requests]
 
     @property
     def kv_tokens(self) -> np.ndarray:
         """Of the decoding requests, with our own unanswered ones."""
-        return self.columns[columns.KV_TOKENS]
+        return self.columns[COLUMN.kv_tokens]
 
     @property
     def mean_kv_tokens(self) -> np.ndarray:
         """Of the decoding ones, mean of the last half minute."""
-        return self.columns[columns.MEAN_KV_TOKENS]
+        return self.columns[COLUMN.mean_kv_tokens]
 
     @property
     def host_copy_s_per_token(self) -> np.ndarray:
         """From host memory to the device."""
-        return self.columns[columns.HOST_COPY_S_PER_TOKEN]
+        return self.columns[COLUMN.host_copy_s_per_token]
 
     @property
     def cache_age_s(self) -> np.ndarray:
         """For how long a block stays cached; inf: nothing evicted."""
-        return self.columns[columns.CACHE_AGE_S]
+        return self.columns[COLUMN.cache_age_s]
 
     @property
     def free_tokens(self) -> np.ndarray:
         """Of KV memory, evictable ones included; inf: not known."""
-        return self.columns[columns.FREE_TOKENS]
+        return self.columns[COLUMN.free_tokens]
 
     @property
     def used_tokens(self) -> np.ndarray:
         """Of KV memory of running requests."""
-        return self.columns[columns.USED_TOKENS]
+        return self.columns[COLUMN.used_tokens]
 
     @property
     def num_waiting(self) -> np.ndarray:
         """Requests that wait there for a place, by the last report."""
-        return self.columns[columns.NUM_WAITING]
+        return self.columns[COLUMN.num_waiting]
 
     @property
     def num_places(self) -> np.ndarray:
         """Further requests of ours until it refuses one; inf: no bound."""
-        return self.columns[columns.NUM_PLACES]
+        return self.columns[COLUMN.num_places]
 
 
 _OWN_ARRAYS = ("gpu_tokens", "host_tokens", "prefill_s_per_work")
-_COLUMN_OF = {
-    "reported_work": columns.QUEUED_TOKENS,
-    "booked_work": columns.BOOKED_WORK,
-    "unanswered_work": columns.UNANSWERED_WORK,
-    "head_work": columns.HEAD_WORK,
-    "num_requests": columns.NUM_REQUESTS,
-    "kv_tokens": columns.KV_TOKENS,
-    "mean_kv_tokens": columns.MEAN_KV_TOKENS,
-    "host_copy_s_per_token": columns.HOST_COPY_S_PER_TOKEN,
-    "cache_age_s": columns.CACHE_AGE_S,
-    "free_tokens": columns.FREE_TOKENS,
-    "used_tokens": columns.USED_TOKENS,
-    "num_waiting": columns.NUM_WAITING,
-    "num_places": columns.NUM_PLACES,
+_MOMENT_OF = {"report_age_s": COLUMN.report_s, "head_age_s": COLUMN.head_s}
+# Not `seen_s`: a view has no replicas that take no requests.
+_COLUMN_OF = {"reported_work": COLUMN.queued_tokens} | {
+    name: column
+    for name, column in COLUMN._asdict().items()
+    if name not in ("seen_s", "report_s", "head_s", "queued_tokens")
 }
-_MOMENT_OF = {"report_age_s": columns.REPORT_S, "head_age_s": columns.HEAD_S}
 COLUMN_NAMES = (*_OWN_ARRAYS, *_COLUMN_OF, *_MOMENT_OF)
 """All that a policy may know of each replica."""
 

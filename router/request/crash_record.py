@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 
-from quire.protos.wire import PROBATION_TOKENS
+from quire.protos.wire import ISOLATED_TOKENS
 
 MAX_INCIDENTS = 2  # before a request has to be alone
 
@@ -49,7 +49,7 @@ class CrashRecord:
 
     def progress(self, num_emitted: int) -> None:
         """The request has so many output tokens now."""
-        if self._alone_from is not None and num_emitted - self._alone_from >= PROBATION_TOKENS:
+        if self._alone_from is not None and num_emitted - self._alone_from >= ISOLATED_TOKENS:
             self._alone_from = None
             self.num_incidents = 0
 

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from quire.protos.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, shown
-from quire.protos.wire import GRAMMAR_KINDS, MAX_GRAMMAR_BYTES, MAX_LOGPROBS, SamplingParams
+from quire.protos.wire import (
+    GRAMMAR_KINDS,
+    GREEDY_TEMPERATURE,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGPROBS,
+    SamplingParams,
+)
 from quire.router.text.template_kwargs import check_template_kwargs
 from quire.router.text.tokenizer import check_prompt_len, read_json_object, utf8_len
 from quire.router.types import GenerationRequest
@@ -23,8 +29,6 @@ from quire.router.types import GenerationRequest
 _INT32_MAX = (1 << 31) - 1
 _INT64_MIN = -(1 << 63)
 _UINT64_MAX = (1 << 64) - 1
-# Below this the logits divided by the temperature overflow float32; vLLM takes it as greedy, too.
-_GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,7 @@ def resolve(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=0.0 if temperature < _GREEDY_BELOW else float(temperature),
+        temperature=0.0 if temperature < GREEDY_TEMPERATURE else float(temperature),
         top_k=max(0, _first(request.top_k, defaults.top_k)),
         top_p=float(_first(request.top_p, defaults.top_p)),
         seed=seed & _UINT64_MAX,

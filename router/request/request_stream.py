@@ -34,7 +34,7 @@ from quire.protos.wire import (
 )
 from quire.router.admission.fair_queue import TOKENS_PER_GENERATED
 from quire.router.admission.gate import Arrival, Entry
-from quire.router.fleet.replicas import RequestBooking
+from quire.router.fleet.request_bookings import RequestBooking
 from quire.router.observer import AnswerEnd
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.request import resume

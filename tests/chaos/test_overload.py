@@ -29,7 +29,7 @@ import orjson
 import pytest
 from live import Cluster, start_cluster, wait_until
 
-from quire.cluster.bench.report import Bar, write
+from quire.cluster.bench.results.report import Bar, write
 from quire.protos import generation_pb2 as pb
 from quire.protos import generation_pb2_grpc
 

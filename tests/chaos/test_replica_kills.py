@@ -25,7 +25,7 @@ from chaos_clients import Clients
 from chaos_streams import KINDS, Spec
 from live import CHANGE_TIMEOUT_S, Cluster, wait_until
 
-from quire.cluster.bench.report import Bar, write
+from quire.cluster.bench.results.report import Bar, write
 
 SIZES = {"ci": (300, 8, 3), "long": (5000, 100, 20)}  # streams, kills, kills one at a time
 SIZE = os.environ.get("CHAOS_SIZE", "ci")

@@ -26,7 +26,7 @@ from chaos_streams import (
 )
 from live import CHANGE_TIMEOUT_S, SIZE, Cluster, write_bars
 
-from quire.cluster.bench.report import Bar
+from quire.cluster.bench.results.report import Bar
 
 NUM_ROUNDS = {"ci": 1, "long": 10}[SIZE]
 NUM_STREAMS = 60

@@ -21,7 +21,7 @@ import pytest
 from chaos_clients import Clients
 from live import CHANGE_TIMEOUT_S, Cluster, wait_until
 
-from quire.cluster.bench.report import Bar, write
+from quire.cluster.bench.results.report import Bar, write
 
 SIZE = os.environ.get("CHAOS_SIZE", "ci")
 NUM_ROUNDS = {"ci": 2, "long": 30}[SIZE]

@@ -25,7 +25,7 @@ from chaos_streams import Spec, Watch, ask_grpc, ask_http
 from live import Cluster, start_cluster, wait_until
 from memory import Sampler, slope_mb_per_min
 
-from quire.cluster.bench.report import Bar, write
+from quire.cluster.bench.results.report import Bar, write
 from quire.protos import generation_pb2_grpc
 
 SIZE = os.environ.get("CHAOS_SIZE", "ci")

@@ -26,8 +26,8 @@ import yaml
 from checks import Outcome, Target
 from environments import Client
 
-from quire.cluster.bench.report import RESULTS, ROOT, Bar, write
-from tests.perf.live_cluster import live_cluster
+from quire.cluster.bench.results.report import RESULTS, ROOT, Bar, write
+from tests.perf.cluster.live_cluster import live_cluster
 
 MODEL_NAME = "smollm2"
 COMMAND = "make clients"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.bench.report import RESULTS
+from quire.cluster.bench.results.report import RESULTS
 
 # Tests run with --import-mode=importlib, which leaves their folder off the path.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,7 +17,7 @@ import pytest
 from quire.protos.errors import QuireError, model_not_found
 from quire.protos.wire import Load
 from quire.router.explain.decisions import DecisionRing
-from quire.router.policy.fleet_view import COLUMN_NAMES, Fleet
+from quire.router.policy.fleet_view import COLUMN_NAMES, FleetView
 from quire.router.policy.policy import Ranking
 from quire.router.request import params
 from quire.router.text.chat_template import check_messages
@@ -219,7 +219,7 @@ class FakeService:
         ring = DecisionRing("router-1", 100)
         for stream in self.streams:
             columns = {name: np.zeros(2) for name in COLUMN_NAMES}
-            fleet = Fleet.of(["replica-a", "replica-b"], columns)
+            fleet = FleetView.of(["replica-a", "replica-b"], columns)
             names, terms = ("wait_s", "prefill_s"), np.array([[0.25, 0.5], [1.0, 0.125]])
             ranking = Ranking("slo", fleet, [0, 1], terms.sum(1), terms[:, 0], names, terms)
             answer_id, num_tokens = stream.origin.answer_id, stream.usage.prompt_tokens

@@ -31,7 +31,8 @@ NEEDS = {
     "minutes": "a command that takes minutes",
 }
 _FENCE = re.compile(
-    r"(?:^<!-- needs: (?P<needs>[^>]*?) -->\n\n?)?^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    r"(?:^<!-- needs: (?P<needs>[^>]*?) -->\n\n?)?"
+    r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
 

@@ -15,7 +15,9 @@ _CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 def headings(text: str) -> set[str]:
     """Anchors of a Markdown file, as repository pages and mkdocs make them."""
-    found = re.findall(r"^#+ +(.*)$", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S), re.M)
+    found = re.findall(
+        r"^#+ +(.*)$", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S), re.M
+    )
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in found}
 
 

@@ -28,5 +28,5 @@ def test_links(page: str, text: str, expected: str):
 
 def test_a_link_to_no_file_fails():
     page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
-    with pytest.raises(FileNotFoundError, match="router/none.md"):
+    with pytest.raises(FileNotFoundError, match=r"router/none\.md"):
         HOOK("[x](../router/none.md)", page=page)

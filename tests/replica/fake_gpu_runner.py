@@ -34,10 +34,10 @@ from quire.replica.core.request import Request
 from quire.replica.core.step_plan import RequestDelta, StepPlan
 from quire.replica.kv_cache.groups import sequence_blocks
 from quire.replica.loop import EngineLoop
-from quire.replica.model.fusion import fuse_pass
+from quire.replica.model.fusion import fuse_report
 from quire.replica.runner.runner import Runner
 from quire.replica.runner.step_outputs import InFlight
-from tests.perf.mixed_requests import Asked, mixed_waves
+from tests.perf.gpu.engine.mixed_requests import Asked, mixed_waves
 
 DTYPE = "bfloat16"
 BLOCK_SIZE = 16
@@ -228,7 +228,8 @@ def specialise_everything() -> None:
 def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # Nothing is computed: there is nothing to compare.
-    fuse_pass._MAX_DEVIATION = dict.fromkeys(fuse_pass._MAX_DEVIATION, float("inf"))
+    for dtype in fuse_report.MAX_DEVIATION:
+        fuse_report.MAX_DEVIATION[dtype] = float("inf")
     gpu = FakeGpu()
     gpu.install()
     found: dict[str, Any] = {}

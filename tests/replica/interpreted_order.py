@@ -60,11 +60,11 @@ def compare(runner: Runner) -> dict[str, Any]:
     run(scheduler, runner, [asked(max_tokens=1)])
     warm = run(scheduler, runner, [asked(prompt_logprobs=None)])
     found["after a prefix hit"] = (warm[0], expected[1])
-    proof = {"hits": scheduler.num_prefix_tokens_hit}
+    proof = {"hits": scheduler.book.counters.num_prefix_tokens_hit}
     scheduler = fresh(runner, num_blocks=4 * len(runner.config.groups), safety_margin=0.0)
     growing = strangers([14, 14], 5)
     found["after soft resets"] = run(scheduler, runner, [*growing, asked()])
-    proof["preemptions"] = scheduler.num_preemptions
+    proof["preemptions"] = scheduler.book.counters.num_preemptions
     return {
         "different": [way for way, told in found.items() if told != expected],
         **proof,

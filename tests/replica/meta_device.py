@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-from quire.replica.device.device import CpuDevice, Graph, Stream, Tensors, Work
+from quire.replica.device.cpu_device import CpuDevice
+from quire.replica.device.device import Graph, Stream, Tensors, Work
 from quire.replica.model.fusion.fused_parts import FusedAttention, FusedNorm, NormWeight, Product
 
 # Operations that run no kernel and alias nothing.

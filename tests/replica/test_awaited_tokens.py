@@ -12,7 +12,7 @@ from fake_device import FakeDevice
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.device.device import CpuDevice
+from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.loop import EngineLoop
 from quire.replica.runner.queued_steps import QueuedSteps
 from quire.replica.runner.runner import Runner
@@ -204,7 +204,7 @@ def test_a_failure_between_the_halves_ends_their_rows_and_no_others(
     real_end = QueuedSteps.end
 
     def keys_in_flight(scheduler: Scheduler) -> set[object]:
-        rows = np.unique(np.concatenate([step.rows for step in scheduler._steps]))
+        rows = np.unique(np.concatenate([step.rows for step in scheduler.steps]))
         return {scheduler.rows.keys[row] for row in rows.tolist()}
 
     loops: list[EngineLoop] = []

@@ -106,13 +106,13 @@ def test_bits_are_equal_in_any_company_and_on_any_way(runners, name, kind):
         assert run(scheduler, runner, [asked(kind)]) == expected, attempt
         unscored = asked(kind, prompt_logprobs=None)
         assert run(scheduler, runner, [unscored]) == (expected[0], []), f"{attempt}, a prefix hit"
-    assert scheduler.num_prefix_tokens_hit == 2 * (LENGTH - LENGTH % 16)
+    assert scheduler.book.counters.num_prefix_tokens_hit == 2 * (LENGTH - LENGTH % 16)
 
     scheduler = fresh(runner, num_blocks=6 * len(runner.config.groups), safety_margin=0.0)
     growing = SamplingParams(max_tokens=30, ignore_eos=True)
     crowd = [Request(("stranger", i), prompt(14, seed=i), growing) for i in range(3)]
     assert run(scheduler, runner, [*crowd, asked(kind)]) == expected, "after soft resets"
-    assert scheduler.num_preemptions > 0
+    assert scheduler.book.counters.num_preemptions > 0
 
     for caching in (True, False):
         scheduler = fresh(runner, prefix_caching=caching)
@@ -148,7 +148,7 @@ def test_bits_are_equal_when_a_soft_reset_cuts_the_prompt(runners):
         for _ in range(steps):
             plan = scheduler.plan(0.0)
             parts += scheduler.commit(plan, runner.run(plan), 0.0)
-        scheduler._evict(request)
+        scheduler.book.preempt(request)
         told = []
         while (plan := scheduler.plan(0.0)) is not None:
             told += scheduler.commit(plan, runner.run(plan), 0.0)

@@ -27,11 +27,11 @@ from quire.replica import Engine
 from quire.protos.wire import SamplingParams
 
 engine = Engine(model=sys.argv[1], device="cpu", num_blocks=64, block_size=16, max_model_len=256)
-pool = engine._runner.pool
-pool.back_next = lambda num_bytes: [pool.data[1:2] for _ in range(1000)]
+pool, prefault = engine._runner.pool, engine._runner.steps.prefault
+prefault.back_next = lambda num_bytes: [pool.data[1:2] for _ in range(1000)]
 for _ in range(2):  # no pool that was backed at once
     assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2), progress=False)
-thread = engine._runner.backing._thread
+thread = prefault._thread
 if sys.argv[2] == "closed":
     assert thread.is_alive()
     engine.close()

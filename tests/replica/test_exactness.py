@@ -186,7 +186,7 @@ def test_a_scheduled_engine_on_a_small_cache_equals_generate_cold_and_warm(zoo, 
                 outputs[delta.key] += delta.token_ids
             scheduler.check()
         assert [outputs[i] for i in range(len(prompts))] == expected
-        num_cached.append(scheduler.num_prefix_tokens_hit)
+        num_cached.append(scheduler.book.counters.num_prefix_tokens_hit)
     assert num_cached[1] > num_cached[0]
 
 
@@ -194,5 +194,5 @@ def poison_what_nobody_may_read(scheduler, plan, runner):
     owned = {b for row in scheduler.snapshot()["rows"] for b in row["blocks"]}
     owned |= set((plan.slots // runner.config.block_size).ravel().tolist())
     for block in range(runner.config.num_blocks):
-        if block not in owned and not scheduler.blocks.has_content(block):
+        if block not in owned and not scheduler.memory.blocks.has_content(block):
             runner.pool.data[block] = float("nan")

@@ -144,7 +144,7 @@ def test_an_idle_engine_that_has_leaked_something_ends(harness, caplog, leak):
 
     def lose(scheduler: Scheduler) -> None:
         if leak == "block":
-            scheduler.blocks.allocate(1)
+            scheduler.memory.blocks.allocate(1)
         elif leak == "row":
             scheduler.rows._free.pop()
         else:
@@ -256,7 +256,7 @@ def test_close_ends_the_living_and_joins():
     ends = {d.key: d.finish_reason for o in harness.outputs for d in o.deltas if d.finish_reason}
     assert ends == {running: "abort", queued: "abort"}
     harness.scheduler.check()
-    assert harness.scheduler.blocks.num_in_use == 0
+    assert harness.scheduler.memory.blocks.num_in_use == 0
     with pytest.raises(Unavailable, match="closed"):
         harness.submit()
     with pytest.raises(Unavailable, match="closed"):
@@ -402,8 +402,8 @@ def test_the_loop_never_sleeps_on_a_live_request(seed):
 
     def checked(now_s: float) -> StepPlan | None:
         step = plan(now_s)
-        if step is None and scheduler._requests:
-            idle_with_work.append(list(scheduler._requests))
+        if step is None and scheduler.book.requests:
+            idle_with_work.append(list(scheduler.book.requests))
         return step
 
     scheduler.plan = checked

@@ -151,7 +151,7 @@ def test_all_blocks_are_told_before_the_loop_goes_to_sleep(started):
     told = engine.outputs.get(timeout=10).events.stored.tolist()
     assert len(told) == 1
     assert engine.loop.call(lambda scheduler: scheduler.events.held()).result() == set(told)
-    assert engine.loop.call(lambda scheduler: scheduler.prefix.num_unhashed).result() == 0
+    assert engine.loop.call(lambda scheduler: scheduler.memory.prefix.num_unhashed).result() == 0
 
 
 def test_closing_ends_what_is_alive():

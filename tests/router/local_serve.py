@@ -214,7 +214,8 @@ class LocalCluster:
                 await assert_idle(replica, self.router_id)
         assert self.bus._attempts == {}
         for entry in self.table._replicas.values():
-            assert entry.bookings == {} and entry.booked_work == 0
+            assert entry.bookings.num_in_flight == entry.bookings.num_unreported == 0
+            assert entry.bookings.unreported_work == 0
         assert self.table.index._booked.masks == {}
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from quire.router.policy.fleet_view import Fleet
+from quire.router.policy.fleet_view import FleetView
 
 _IDLE = {
     "gpu_tokens": 0.0,
@@ -47,7 +47,7 @@ def fleet_of(rows, num_prompt_tokens=1000, **facts):
     speeds = columns["prefill_s_per_work"][columns["prefill_s_per_work"] > 0]
     median = float(np.median(speeds)) if len(speeds) else 0.0
     facts = {"attention_context_tokens": 1e9, "prior_s_per_work": median} | facts
-    return Fleet.of([str(i) for i in range(len(rows))], columns, **facts)
+    return FleetView.of([str(i) for i in range(len(rows))], columns, **facts)
 
 
 _TOKENS = st.floats(0, 1e5)

@@ -23,7 +23,7 @@ from patient_channel import PatientChannel
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from quire.cluster.bench.report import Bar, commit, write
+from quire.cluster.bench.results.report import Bar, commit, write
 from quire.cluster.local.ports import free_ports
 from quire.cluster.local.serve_api import ray_auth_header
 from quire.protos import control_pb2, control_pb2_grpc

@@ -19,7 +19,7 @@ import openai
 import pytest
 from live import SIZE, Cluster, start_cluster, wait_until, write_bars
 
-from quire.cluster.bench.report import Bar
+from quire.cluster.bench.results.report import Bar
 from quire.protos.wire import SamplingParams
 from quire.replica import Engine
 from quire.replica.embedded_model import CHECKPOINT

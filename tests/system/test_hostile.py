@@ -30,8 +30,8 @@ from live import Cluster, wait_until
 from memory import private_bytes
 from patient_channel import aio_channel
 
-from quire.cluster.bench.measures import percentile
-from quire.cluster.bench.report import Bar, write
+from quire.cluster.bench.results.measures import percentile
+from quire.cluster.bench.results.report import Bar, write
 from quire.protos import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.system

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live import SIZE, Cluster, write_bars
 
-from quire.cluster.bench.report import Bar
+from quire.cluster.bench.results.report import Bar
 from quire.cluster.http.http_chats import ChatCompletionRequest
 from quire.cluster.http.http_completions import CompletionRequest
 from quire.cluster.http.http_schema import IGNORED_FIELDS

@@ -23,7 +23,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
-from quire.cluster.bench.report import Bar
+from quire.cluster.bench.results.report import Bar
 
 pytestmark = [
     pytest.mark.system,

@@ -13,7 +13,7 @@ import pytest
 from live import CHANGE_TIMEOUT_S, SIZE, Cluster, wait_until, write_bars
 from patient_channel import PatientChannel
 
-from quire.cluster.bench.report import Bar
+from quire.cluster.bench.results.report import Bar
 from quire.protos import generation_pb2, generation_pb2_grpc
 
 NUM_ROUNDS = {"ci": 1, "long": 50}[SIZE]

@@ -1,7 +1,7 @@
 /* What the attention sources share: the arguments of a call, the work list, and one state per query row.
  *
  * `struct attention_call`, `struct query_tile` and `struct work_unit` are mirrored field by field in
- * `quire/kernels/cpu/cpu_attention_native.py` and `cpu_attention_tiles.py`; whoever changes one raises QUIRE_ABI in C and Python.
+ * `quire/kernels/cpu/cpu_attention_native.py` and `cpu_attention_work.py`; whoever changes one raises QUIRE_ABI in C and Python.
  */
 #ifndef QUIRE_ATTENTION_H
 #define QUIRE_ATTENTION_H

@@ -11,7 +11,7 @@
 #include <time.h>
 
 #include "attention.h"
-#include "layer.h"
+#include "row_ops.h"
 #include "linear.h"
 
 enum {
@@ -23,7 +23,7 @@ enum {
 
 enum kind { NORM = 0, LINEAR = 1, ROTATE = 2, ATTENTION = 3, GATED = 4 };
 
-/* These three are mirrored in `quire/kernels/cpu/cpu_sequence.py`. */
+/* These three are mirrored in `quire/kernels/cpu/cpu_call_sequence.py` and `cpu_decoder_layer.py`. */
 struct step {
     int64_t kind; /* enum kind: which structure `call` is */
     void *call;

@@ -34,8 +34,6 @@ from quire.replica.model.fusion.fused_parts import Product
 class FixedLinear(nn.Module):
     """A linear layer, or several of the same input, with rows of fixed bits. Shares the parameters of its source."""
 
-    packed = fp8 = None  # as `Product`'s: weights lie as the model has them
-
     def __init__(self, source: nn.Linear | Product):
         super().__init__()
         self.weight = source.weight
@@ -44,9 +42,6 @@ class FixedLinear(nn.Module):
         self.in_features = source.in_features
         self.out_features = source.out_features
         self.product = FixedProduct(self.weight.detach(), self.bias)
-
-    def part(self) -> None:
-        """As `Product`'s: nothing for the CPU's library."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., in_features], residual and result [..., out_features]."""

@@ -5,7 +5,7 @@ Their keys and values go to the pool's trash block, which every row may overwrit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from quire.kernels.attention.paged_attention import PagedAttention
-from quire.kernels.cpu.cpu_sequence import Workspace
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.model.attention import StepContext
 
 MAX_TOKENS = 5
 _SEED = 0
+# Errors of a part that is called otherwise than the known ones.
+CALLED_OTHERWISE = (TypeError, ValueError, AttributeError, RuntimeError)
 
 
 class Probe:
@@ -30,8 +31,10 @@ class Probe:
         From token ids to hidden states.
     vocab_size
         Rows of its embedding.
-    pool, attentions, workspace
+    pool, attentions
         The runner's.
+    make_context
+        Builds the metadata of a step from its fields, as the model's layers want it.
 
     Attributes
     ----------
@@ -47,12 +50,12 @@ class Probe:
         vocab_size: int,
         pool: KVPool,
         attentions: Sequence[PagedAttention],
-        workspace: Workspace | None,
+        make_context: Callable[..., StepContext],
     ):
         self._decoder = decoder
         self._vocab_size = vocab_size
         self._attentions = attentions
-        self._workspace = workspace
+        self._make_context = make_context
         self._device = pool.data.device
         self.pool = pool
         self.num_tokens = min(MAX_TOKENS, pool.block_size)
@@ -64,14 +67,13 @@ class Probe:
         num_groups = len(self.pool.groups)
         slots = torch.arange(count, device=self._device) + trash * block_size
         slots = slots.expand(num_groups, count)
-        return StepContext(
+        return self._make_context(
             pool=self.pool,
             attentions=self._attentions,
             cu_q=np.array([0, count]),
             kv_len=np.array([count]),
             block_tables=np.full((num_groups, 1, 1), trash),
             slots=slots,
-            workspace=self._workspace,
         )
 
     def noting_context(self) -> tuple[StepContext, dict[int, dict[str, Any]]]:

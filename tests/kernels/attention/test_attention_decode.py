@@ -370,7 +370,7 @@ def test_e4m3_bits_are_decoded_without_hardware(paged_batch, monkeypatch):
         (dict(k=lambda x: x.half()), "k_cache: must be torch.float32"),
         (dict(v=lambda x: x[:, :1]), r"v_cache: must have shape"),
         (dict(k=lambda x: x[:, :, ::2], v=lambda x: x[:, :, ::2]), "block_size: must be one of"),
-        (dict(v=lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)), "v_cache: pages must be contiguous"),
+        (dict(v=lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)), "v_cache: blocks must be contiguous"),
         (dict(tables=lambda x: x.long()), "block_tables: must be int32"),
         (dict(tables=lambda x: x[:1]), "block_tables: must be int32"),
         (dict(scale=lambda x: -x), "scale: must be > 0, got -0.125"),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import reference
-from quire.kernels.cpu import cpu_attention_native, cpu_attention_tiles, native_library
+from quire.kernels.cpu import cpu_attention_native, cpu_attention_work, native_library
 from quire.kernels.cpu.cpu_attention import has_native, paged_attention, plan_attention
 
 pytestmark = pytest.mark.skipif(not has_native(), reason="installed without a C compiler")
@@ -292,8 +292,8 @@ def test_split_tiles_keep_their_partial_results_apart_in_any_order_of_the_units(
 
     used = np.zeros(len(plan.partials), int)
     for _, tokens, _, begin, end, first, _ in plan.tiles:
-        splits = -(-end // cpu_attention_tiles.SPLIT_TOKENS) - (
-            begin // cpu_attention_tiles.SPLIT_TOKENS
+        splits = -(-end // cpu_attention_work.SPLIT_TOKENS) - (
+            begin // cpu_attention_work.SPLIT_TOKENS
         )
         used[first : first + splits * tokens * 6] += 1
     assert (used == 1).all()

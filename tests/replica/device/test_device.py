@@ -11,8 +11,9 @@ from fake_device import HOST, FakeDevice, FakeEvent, PoisonedRead, is_poisoned, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.cuda_device import CudaEvent
-from quire.replica.device.device import CpuDevice, Device, Event, Stream
+from quire.replica.device.device import Device, Event, Stream
 from quire.replica.device.open_device import open_device
 
 SEEDS = range(40)

@@ -9,7 +9,8 @@ from fake_device import HOST, FakeDevice
 
 from quire.replica.config import SizingError
 from quire.replica.device import host_pool
-from quire.replica.device.device import CpuDevice, Device, Stream
+from quire.replica.device.cpu_device import CpuDevice
+from quire.replica.device.device import Device, Stream
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup

@@ -20,7 +20,7 @@ from step_driver import engine_config, make_runner
 
 from quire.kernels import reference
 from quire.replica.checkpoint.model_spec import CheckpointError, ModelSpec
-from quire.replica.device.device import CpuDevice
+from quire.replica.device.cpu_device import CpuDevice
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup

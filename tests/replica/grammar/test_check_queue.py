@@ -1,4 +1,4 @@
-"""The order in which grammars are judged: turns of tenants, bounds, deadlines."""
+"""The order in which grammars are checked: turns of tenants, bounds, deadlines."""
 
 from __future__ import annotations
 

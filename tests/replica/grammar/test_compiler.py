@@ -189,9 +189,9 @@ def outputs_of(engine, keys) -> dict:
 
 def test_an_abort_while_it_is_compiled_is_the_end(engine, monkeypatch):
     gate = threading.Event()
-    judge = engine._grammars._quick.judge
-    real = judge.judge
-    monkeypatch.setattr(judge, "judge", lambda *a: gate.wait(10) and real(*a))
+    checker = engine._grammars._quick.checker
+    real = checker.check
+    monkeypatch.setattr(checker, "check", lambda *a: gate.wait(10) and real(*a))
     unknown = Grammar("choice", '["an", "abort"]', "f")
     submit(engine, "slow", unknown)
     with pytest.raises(InvalidRequest, match="in use"):
@@ -223,7 +223,7 @@ def test_constraints_that_exclude_each_other_end_the_request_alone(engine):
 
 
 def test_a_grammar_that_exceeds_its_limits_while_it_is_served_ends_its_own_request_by_name(engine):
-    """Too many ways to read what follows 200 letters: more than the judge's walks see."""
+    """Too many ways to read what follows 200 letters: more than the check's walks see."""
     rules = [f'd{i}: d{i + 1} | "[" d{i + 1} "]"' for i in range(1100)]
     late = "\n".join(["start: /[ab]{200}/ d0", *rules, 'd1100: "c"'])
     neighbour = Grammar("regex", "[a-z]{400,}", "f")

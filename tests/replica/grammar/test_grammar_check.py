@@ -171,7 +171,7 @@ def test_a_storm_of_hostile_grammars_does_not_hold_up_another_tenant(compiler):
     assert max(waited_s) < 5
     for told in tellers:
         outcome = told.get(timeout=60)
-        # The slow lane takes one after the other: the last ones may wait for too long.
+        # The slow thread takes one after the other: the last ones may wait for too long.
         assert isinstance(outcome, InvalidRequest | Overloaded) and outcome.field == FIELD, outcome
     assert answer_of_another_tenant(compiler, 200) < 5
     assert resident_bytes() - before < 100 << 20
@@ -191,24 +191,24 @@ def test_who_waits_too_long_is_told_so(monkeypatch):
         )
 
 
-def test_choices_of_a_request_are_judged_and_compiled_once(compiler, monkeypatch):
-    judged, compiled = [], []
-    judge = compiler._quick.judge
-    real_judge, real_compiled = judge.judge, module.CompiledGrammar
-    monkeypatch.setattr(judge, "judge", lambda *a: judged.append(a) or real_judge(*a))
+def test_choices_of_a_request_are_checked_and_compiled_once(compiler, monkeypatch):
+    checked, compiled = [], []
+    checker = compiler._quick.checker
+    real_check, real_compiled = checker.check, module.CompiledGrammar
+    monkeypatch.setattr(checker, "check", lambda *a: checked.append(a) or real_check(*a))
     monkeypatch.setattr(
         module, "CompiledGrammar", lambda build: compiled.append(build) or real_compiled(build)
     )
-    text = json.dumps(["one", "judgement"])
+    text = json.dumps(["one", "verdict"])
     states = [told.get(timeout=10) for told in [ask(compiler, "choice", text) for _ in range(16)]]
     assert all(isinstance(state, GrammarState) for state in states)
-    assert len(judged) == len(compiled) == 1
+    assert len(checked) == len(compiled) == 1
     ask(compiler, "choice", text, "another tenant").get(timeout=10)
-    assert (len(judged), len(compiled)) == (1, 2), "tenants share no lexer"
+    assert (len(checked), len(compiled)) == (1, 2), "tenants share no lexer"
 
 
 def test_what_is_remembered_is_bounded(compiler, monkeypatch):
-    monkeypatch.setattr(module, "MAX_VERDICTS", 3)
+    monkeypatch.setattr(module, "MAX_REFUSALS", 3)
     for i in range(8):
         assert isinstance(ask(compiler, "regex", f"b{i}").get(timeout=10), GrammarState)
     assert len(compiler._refusals) == 3
@@ -219,20 +219,20 @@ def test_no_process_is_left_after_close_even_while_it_judges():
     compiler = GrammarCompiler(CHECKPOINT / "tokenizer.json", VOCAB, EOS)
     ask(compiler, "choice", '["warm"]').get(timeout=30)
     ask(compiler, "json_schema", patterns(24, 50))
-    judge = compiler._quick.judge.pid
-    wait_for(lambda: children(judge))
-    family = children(judge) | {judge}
+    checker = compiler._quick.checker.pid
+    wait_for(lambda: children(checker))
+    family = children(checker) | {checker}
     compiler.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in family), "not even a zombie"
-    assert compiler._quick.judge.pid is None
+    assert compiler._quick.checker.pid is None
 
 
 def test_a_judge_that_was_killed_is_replaced(compiler):
     ask(compiler, "choice", '["before"]').get(timeout=30)
-    pid = compiler._quick.judge.pid
+    pid = compiler._quick.checker.pid
     os.kill(pid, signal.SIGKILL)
     assert isinstance(ask(compiler, "choice", '["after"]').get(timeout=30), GrammarState)
-    assert compiler._quick.judge.pid not in (None, pid)
+    assert compiler._quick.checker.pid not in (None, pid)
 
 
 PARENT = """
@@ -240,11 +240,11 @@ import json, sys, threading, time
 from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.grammar.grammar_check import Budget, GrammarChecker
 patient = Budget(cpu_s=30, wall_s=60, nice=0)
-judge = GrammarChecker(CHECKPOINT / "tokenizer.json", 1024, (0, 2), "any", patient)
-judge.judge("choice", '["a"]')
-modules = sorted({line.split("/")[-1] for line in open(f"/proc/{judge.pid}/maps") if "/" in line})
-threading.Thread(target=judge.judge, args=("json_schema", sys.argv[1]), daemon=True).start()
-print(json.dumps({"pid": judge.pid, "maps": "".join(modules)}), flush=True)
+checker = GrammarChecker(CHECKPOINT / "tokenizer.json", 1024, (0, 2), "any", patient)
+checker.check("choice", '["a"]')
+modules = sorted({line.split("/")[-1] for line in open(f"/proc/{checker.pid}/maps") if "/" in line})
+threading.Thread(target=checker.check, args=("json_schema", sys.argv[1]), daemon=True).start()
+print(json.dumps({"pid": checker.pid, "maps": "".join(modules)}), flush=True)
 time.sleep(60)
 """
 
@@ -290,13 +290,13 @@ def test_the_end_of_a_child_says_why(status, outcome):
 
 def test_an_engine_that_is_closed_judges_nothing():
     compiler = GrammarCompiler(CHECKPOINT / "tokenizer.json", VOCAB, EOS)
-    judge = compiler._quick.judge
+    checker = compiler._quick.checker
     compiler.close()
     with pytest.raises(QuireError, match="closed"):
-        judge.judge("choice", '["a"]')
+        checker.check("choice", '["a"]')
 
 
-def test_an_answer_that_the_engine_cannot_take_does_not_end_the_lane(compiler):
+def test_an_answer_that_the_engine_cannot_take_does_not_end_the_thread(compiler):
     def closed(outcome) -> None:
         raise Unavailable("the engine is closed")
 

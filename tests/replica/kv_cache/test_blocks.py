@@ -5,11 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from quire.replica.config import DEMOTION_ORDERS
+from quire.replica.kv_cache.block_eviction import EVICTION_ORDERS
 from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
 
 
 def test_allocation_is_all_or_nothing():
-    blocks = BlockManager(3, on_demote=lambda block: None)
+    blocks = BlockManager(3, on_evict=lambda block: None)
     assert blocks.allocate(4) is None
     assert blocks.num_free == 3
     assert sorted(blocks.allocate(3)) == [0, 1, 2]
@@ -18,23 +20,23 @@ def test_allocation_is_all_or_nothing():
 
 
 def test_blocks_with_content_stay_cached_until_the_free_ones_run_out():
-    demoted = []
-    blocks = BlockManager(4, on_demote=demoted.append)
+    evicted = []
+    blocks = BlockManager(4, on_evict=evicted.append)
     chain = blocks.allocate(3)
     for block in chain:
         blocks.mark_contents([block])
     blocks.release(reversed(chain))
     assert (blocks.num_free, blocks.num_cached, blocks.num_in_use) == (1, 3, 0)
     blocks.allocate(1)
-    assert demoted == []
+    assert evicted == []
     blocks.allocate(2)
-    assert demoted == [chain[2], chain[1]]  # the leaf first
+    assert evicted == [chain[2], chain[1]]  # the leaf first
     assert (blocks.num_free, blocks.num_cached, blocks.num_in_use) == (0, 1, 3)
 
 
 def test_the_least_recently_used_chain_goes_first():
-    demoted = []
-    blocks = BlockManager(4, on_demote=demoted.append)
+    evicted = []
+    blocks = BlockManager(4, on_evict=evicted.append)
     first, second = blocks.allocate(2), blocks.allocate(2)
     for block in first + second:
         blocks.mark_contents([block])
@@ -43,7 +45,7 @@ def test_the_least_recently_used_chain_goes_first():
     blocks.retain(first)
     blocks.release(reversed(first))
     blocks.allocate(2)
-    assert demoted == [second[1], second[0]]
+    assert evicted == [second[1], second[0]]
 
 
 def chain_of(blocks, count):
@@ -54,50 +56,50 @@ def chain_of(blocks, count):
 
 
 def test_most_recent_gives_up_the_chain_released_last_leaf_first():
-    demoted = []
-    blocks = BlockManager(6, on_demote=demoted.append, order="most_recent")
+    evicted = []
+    blocks = BlockManager(6, on_evict=evicted.append, order="most_recent")
     first, second = chain_of(blocks, 3), chain_of(blocks, 3)
     blocks.release(reversed(first))
     blocks.release(reversed(second))
     blocks.allocate(5)
-    assert demoted == [*reversed(second), *reversed(first[1:])]
+    assert evicted == [*reversed(second), *reversed(first[1:])]
 
 
 def test_most_recent_keeps_a_shared_prefix_until_all_that_continue_it_are_gone():
-    demoted = []
-    blocks = BlockManager(6, on_demote=demoted.append, order="most_recent")
+    evicted = []
+    blocks = BlockManager(6, on_evict=evicted.append, order="most_recent")
     prefix = chain_of(blocks, 2)
     blocks.retain(prefix)
     one, other = prefix + chain_of(blocks, 2), prefix + chain_of(blocks, 2)
     blocks.release(reversed(one))
     blocks.release(reversed(other))  # the prefix is released with this one
     blocks.allocate(6)
-    assert demoted == [*reversed(other[2:]), *reversed(one)]
+    assert evicted == [*reversed(other[2:]), *reversed(one)]
 
 
 def test_most_recent_gives_up_what_fell_out_of_a_window_before_its_chain():
-    demoted = []
-    blocks = BlockManager(4, on_demote=demoted.append, order="most_recent")
+    evicted = []
+    blocks = BlockManager(4, on_evict=evicted.append, order="most_recent")
     passed, chain = chain_of(blocks, 2), chain_of(blocks, 2)
     blocks.release(passed, passed=True)
     blocks.release(reversed(chain))
     blocks.allocate(4)
-    assert demoted == [*passed, *reversed(chain)]
+    assert evicted == [*passed, *reversed(chain)]
 
 
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), order=st.sampled_from(["lru", "most_recent"]))
+@given(data=st.data(), order=st.sampled_from(DEMOTION_ORDERS))
 def test_no_block_goes_before_one_that_continues_it(data, order):
     """Rows take prefixes of a tree of chains and extend them; whoever owns a block owns those before it."""
-    parent, children, demoted = {}, Counter(), []
+    parent, children, evicted = {}, Counter(), []
 
-    def demote(block):
+    def evict(block):
         assert children[block] == 0
         if (before := parent.pop(block)) is not None:
             children[before] -= 1
-        demoted.append(block)
+        evicted.append(block)
 
-    blocks = BlockManager(10, on_demote=demote, order=order)
+    blocks = BlockManager(10, on_evict=evict, order=order)
     rows = []
     for _ in range(data.draw(st.integers(1, 40))):
         if rows and data.draw(st.booleans()):
@@ -122,7 +124,7 @@ def test_no_block_goes_before_one_that_continues_it(data, order):
 
 
 def test_the_heap_of_most_recent_does_not_grow():
-    blocks = BlockManager(8, on_demote=lambda block: None, order="most_recent")
+    blocks = BlockManager(8, on_evict=lambda block: None, order="most_recent")
     chain = chain_of(blocks, 8)
     blocks.release(reversed(chain))
     for _ in range(500):
@@ -132,7 +134,7 @@ def test_the_heap_of_most_recent_does_not_grow():
 
 
 def test_a_release_too_many_is_an_error():
-    blocks = BlockManager(2, on_demote=lambda block: None)
+    blocks = BlockManager(2, on_evict=lambda block: None)
     (block,) = blocks.allocate(1)
     blocks.release([block])
     with pytest.raises(IntegrityError, match=f"block {block} is released more often"):
@@ -140,14 +142,14 @@ def test_a_release_too_many_is_an_error():
 
 
 def test_a_pool_may_be_empty_but_no_smaller():
-    assert BlockManager(0, on_demote=lambda block: None).allocate(1) is None
+    assert BlockManager(0, on_evict=lambda block: None).allocate(1) is None
     with pytest.raises(ValueError, match="num_blocks must be >= 0, got -1"):
-        BlockManager(-1, on_demote=lambda block: None)
+        BlockManager(-1, on_evict=lambda block: None)
 
 
 @pytest.mark.parametrize("owners", [[0, 0, 0], [2, 0, 0], [1, 1, 0]])
 def test_the_check_compares_with_the_owners_that_were_walked(owners):
-    blocks = BlockManager(3, on_demote=lambda block: None)
+    blocks = BlockManager(3, on_evict=lambda block: None)
     assert blocks.allocate(1) == [0]
     blocks.check([1, 0, 0])
     with pytest.raises(IntegrityError, match="owners and a reference count of"):
@@ -155,15 +157,15 @@ def test_the_check_compares_with_the_owners_that_were_walked(owners):
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """Owners that take and give back at random; demotion is judged against a plain list in LRU order."""
+    """Owners that take and give back at random; eviction is compared with a plain list in LRU order."""
 
     def __init__(self):
         super().__init__()
-        self.manager = BlockManager(7, on_demote=self.demoted)
+        self.manager = BlockManager(7, on_evict=self.evicted)
         self.held: list[list[int]] = []
         self.known: list[int] = []  # cached, least recently used first
 
-    def demoted(self, block):
+    def evicted(self, block):
         assert self.known.pop(0) == block
 
     @rule(count=st.integers(1, 9))
@@ -221,3 +223,7 @@ class BlockMachine(RuleBasedStateMachine):
 
 TestBlockMachine = BlockMachine.TestCase
 TestBlockMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_every_order_that_can_be_configured_evicts():
+    assert tuple(EVICTION_ORDERS) == DEMOTION_ORDERS

@@ -120,7 +120,7 @@ def run(scheduler, token=7):
     """Steps to the end: {key: last delta}, and the most blocks in use at once."""
     last, peak = {}, 0
     while (plan := scheduler.plan(0.0)) is not None:
-        peak = max(peak, scheduler.blocks.num_in_use)
+        peak = max(peak, scheduler.memory.blocks.num_in_use)
         scheduler.check()
         result = StepResult(np.full(len(plan.sampling.token_index), token), 0.01)
         last |= {delta.key: delta for delta in scheduler.commit(plan, result, 0.0)}
@@ -135,7 +135,7 @@ def test_a_long_prompt_on_a_sliding_model_fits_a_small_cache():
     assert last["long"].finish_reason == "length"
     # 19 keys before the chunk of 32, from the end of a block on; trimmed a step later.
     assert peak <= WINDOW.max_blocks(1020, 32, 8) <= 9
-    assert scheduler.num_preemptions == 0
+    assert scheduler.book.counters.num_preemptions == 0
 
 
 def test_a_full_group_still_needs_the_whole_prompt():
@@ -152,12 +152,12 @@ def test_a_request_that_does_not_fit_all_groups_gets_nothing():
     scheduler = make_scheduler(FULL_ATTENTION, WINDOW, num_blocks=24)
     submit(scheduler, "first", range(64), max_tokens=8)
     scheduler.commit(*planned(scheduler), 0.0)
-    free, owned = scheduler.blocks.num_available, scheduler.blocks.num_in_use
+    free, owned = scheduler.memory.blocks.num_available, scheduler.memory.blocks.num_in_use
     assert free >= 8  # enough for the prompt's full attention alone
     submit(scheduler, "second", range(500, 564))
     plan, result = planned(scheduler)
     assert plan.num_rows == 1 and scheduler.num_waiting == 1
-    assert scheduler.blocks.num_in_use <= owned + 4  # the first one's own next chunk
+    assert scheduler.memory.blocks.num_in_use <= owned + 4  # the first one's own next chunk
     scheduler.commit(plan, result, 0.0)
     last, _ = run(scheduler)
     assert {key: d.finish_reason for key, d in last.items()} == dict.fromkeys(
@@ -177,12 +177,12 @@ def test_a_hit_needs_only_the_windows_last_blocks(groups):
     submit(scheduler, "cold", prompt)
     run(scheduler)
     # As if the pool had run low: all but the last 24 tokens' sliding blocks go.
-    chain = scheduler.prefix.match(np.arange(161)).entries
+    chain = scheduler.memory.prefix.match(np.arange(161)).entries
     assert len(chain) == 20
     for entry in chain[:16] if groups[-1].chunk else chain[:17]:
         block = entry.blocks[-1]
-        scheduler.prefix.forget(block)
-        scheduler.blocks.forget_content(block)
+        scheduler.memory.prefix.forget(block)
+        scheduler.memory.blocks.forget_content(block)
     scheduler.check()
     submit(scheduler, "warm", [*prompt, 999])
     last, _ = run(scheduler)
@@ -199,13 +199,13 @@ def test_a_chain_without_old_blocks_is_still_held_and_told():
     submit(scheduler, "cold", prompt)
     run(scheduler)
     hashes = set(RoutingHasher("m", "r", "").hashes(prompt[:128]).tolist())
-    chain = scheduler.prefix.match(np.arange(161)).entries
+    chain = scheduler.memory.prefix.match(np.arange(161)).entries
     for entry in chain[:-1]:
-        scheduler.prefix.forget(entry.blocks[0])
+        scheduler.memory.prefix.forget(entry.blocks[0])
     assert scheduler.events.held() == hashes
-    scheduler.prefix.forget(chain[-1].blocks[0])
+    scheduler.memory.prefix.forget(chain[-1].blocks[0])
     assert scheduler.events.held() == set()
-    assert len(scheduler.prefix) == 0
+    assert len(scheduler.memory.prefix) == 0
 
 
 def test_under_pressure_what_fell_out_of_the_window_is_demoted_first():

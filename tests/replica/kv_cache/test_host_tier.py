@@ -4,7 +4,8 @@ import pytest
 from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
 from quire.replica.kv_cache.cache_events import EventLog, Tier
 from quire.replica.kv_cache.host_tier import HostTier
-from quire.replica.kv_cache.prefix import ContentChain, PrefixCache
+from quire.replica.kv_cache.prefix import PrefixCache
+from quire.replica.kv_cache.prefix_entries import ContentChain
 
 BLOCK_SIZE = 64  # a routing hash for each block
 
@@ -18,7 +19,7 @@ class Cache:
             BLOCK_SIZE, num_blocks, self.events, num_host_blocks=num_host_blocks
         )
         self.host = HostTier(num_host_blocks, self.prefix)
-        self.blocks = BlockManager(num_blocks, on_demote=self.host.demote)
+        self.blocks = BlockManager(num_blocks, on_evict=self.host.take_evicted)
 
     def put(self, start, count):
         """A sequence of `count` blocks that ended: all of them are cached."""

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.protos.wire import RoutingHasher
-from quire.replica.kv_cache import prefix
+from quire.replica.kv_cache import prefix_entries
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.cache_events import EventLog
-from quire.replica.kv_cache.prefix import ContentChain, PrefixCache
+from quire.replica.kv_cache.prefix import PrefixCache
+from quire.replica.kv_cache.prefix_entries import ContentChain
 
 
 def make_cache(block_size=8, num_blocks=64):
@@ -97,9 +98,9 @@ def test_a_name_is_blake2b_of_parent_and_tokens_personalised_by_the_tenant():
 @settings(deadline=None)
 def test_a_hit_is_right_even_if_every_name_collides(sequences):
     """Names of 1 bit: a match still never returns a block of other tokens, another parent or tenant."""
-    real = prefix.block_digest
+    real = prefix_entries.block_digest
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix, "block_digest", lambda *args: bytes([real(*args)[0] % 2]))
+        patch.setattr(prefix_entries, "block_digest", lambda *args: bytes([real(*args)[0] % 2]))
         cache = make_cache(num_blocks=128)
         content = {}
         block = 0
@@ -118,7 +119,7 @@ def test_a_hit_is_right_even_if_every_name_collides(sequences):
 
 
 def test_equal_tokens_behind_different_parents_are_different_content(monkeypatch):
-    monkeypatch.setattr(prefix, "block_digest", lambda parent, tokens, person: tokens[:1])
+    monkeypatch.setattr(prefix_entries, "block_digest", lambda parent, tokens, person: tokens[:1])
     cache = make_cache()
     put(cache, [1] * 8 + [7] * 8, [0, 1])
     assert put(cache, [2] * 8 + [7] * 8, [2, 3]) == [2, None]

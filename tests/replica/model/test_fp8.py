@@ -22,8 +22,8 @@ from quire.replica.config import EngineArgs, SizingError
 from quire.replica.engine import Engine
 from quire.replica.model import weights
 from quire.replica.model.fp8 import Fp8Linear, join_rows
-from quire.replica.model.fusion import fuse_pass as fuse_module
-from quire.replica.model.fusion.fused_parts import PackedEmbedding, Product
+from quire.replica.model.fusion.cpu_fused_parts import PackedEmbedding, PackedProduct
+from quire.replica.model.fusion.fused_parts import FusedMLP, Product
 from quire.replica.model.loader import load_model
 from quire.replica.startup.sizing import resolve
 from tests.replica.model.fusion.test_fuse_pass import EXPECTED
@@ -117,7 +117,7 @@ def test_the_memory_table_counts_the_bytes_that_are_loaded(zoo, name, weights):
         runner = make_runner(path, dtype="bfloat16", deterministic=False, weights="int8")
         total, seen = 0, set()
         for module in runner.model.modules():
-            if isinstance(module, (Product, PackedEmbedding)) and module.packed is not None:
+            if isinstance(module, (PackedProduct, PackedEmbedding)):
                 packed = module.packed
                 if id(packed) not in seen:
                     seen.add(id(packed))
@@ -258,26 +258,24 @@ def test_merged_fp8_products_give_the_bits_of_their_parts_and_take_no_memory(wid
     model = load(wide("qwen2"))  # with biases
     attention = model.model.layers[0].self_attn
     parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-    product = Product(parts, "triton")
+    product = Product(parts)
     x = torch.randn(5, 64).bfloat16()
     assert torch.equal(product(x), torch.cat([part(x) for part in parts], dim=-1))
     assert product.fp8.weight.data_ptr() == parts[0].weight.data_ptr()
     residual = torch.randn(5, product.out_features).bfloat16()
     assert torch.equal(product(x, residual), product(x) + residual)
     with pytest.raises(ValueError, match="some of the parts are in FP8"):
-        Product([parts[0], nn.Linear(64, 64)], "triton")
+        Product([parts[0], nn.Linear(64, 64)])
     other = copy.deepcopy(parts[1])
     other.bound = 3.0
     with pytest.raises(ValueError, match=r"different bounds: \['3.0', 'None'\]"):
-        Product([parts[0], other], "triton")
+        Product([parts[0], other])
 
 
 def test_a_wrong_formula_is_found_out_behind_the_noise_of_fp8(wide, monkeypatch):
     """6 % are less than FP8 may move a layer's result by; with exact products they show."""
-    original = fuse_module.FusedMLP.forward
-    monkeypatch.setattr(
-        fuse_module.FusedMLP, "forward", lambda self, *args: original(self, *args) * 1.06
-    )
+    original = FusedMLP.forward
+    monkeypatch.setattr(FusedMLP, "forward", lambda self, *args: original(self, *args) * 1.06)
     runner = make_runner(wide("qwen3"), **FP8)
     assert not runner.fused.fused["layers"] and not runner.fused.fused["MLPs"]
     assert sum("MLP" in reason and "0.05 are" in reason for reason in runner.fused.dropped) >= 3

@@ -7,6 +7,8 @@ from quire.protos.wire import SamplingParams
 from quire.replica.core.request import FinishReason, Phase, Request
 from quire.replica.kv_cache.blocks import IntegrityError
 from quire.replica.kv_cache.groups import FULL_ATTENTION, LayerGroup
+from quire.replica.request_table import table_checks
+from quire.replica.request_table.plan_writer import PlanWriter
 from quire.replica.request_table.rows import RowTable
 
 EOS = 2
@@ -44,7 +46,9 @@ def test_a_ragged_step_is_written_down_token_by_token():
     table.last_token[decoder] = 15
     whole = table.claim(make_request("w", range(20, 25)), [[3, 1]], num_computed=0)
     part = table.claim(make_request("p", range(30, 40)), [[7, 5, 6]], num_computed=4)
-    plan, rows, sample_rows = table.build(9, table.decode_rows(), [(whole, 5), (part, 3)])
+    plan, rows, sample_rows = PlanWriter(table).write(
+        9, table.decode_rows(), [(whole, 5), (part, 3)]
+    )
     assert (plan.step, plan.num_decode_rows, plan.num_rows, plan.num_tokens) == (9, 1, 3, 9)
     assert rows.tolist() == [decoder, whole, part]
     assert plan.cu_q.tolist() == [0, 1, 6, 9]
@@ -78,11 +82,11 @@ def test_a_plan_does_not_change_with_the_table():
     table = RowTable(max_rows=2, max_blocks=2, block_size=4, vocab_size=50)
     row = table.claim(make_request(prompt=range(10, 14)), [[0, 1]], num_computed=3)
     decode(table, row)
-    plan, _, _ = table.build(1, table.decode_rows(), [])
+    plan, _, _ = PlanWriter(table).write(1, table.decode_rows(), [])
     before = [array.copy() for array in (plan.kv_len, plan.block_tables, plan.cu_q)]
     positions = plan.positions.copy()
     table.record(np.array([row]), np.array([9]))
-    table.build(2, table.decode_rows(), [])
+    PlanWriter(table).write(2, table.decode_rows(), [])
     table.vacate(row)
     assert [a.tolist() for a in (plan.kv_len, plan.block_tables, plan.cu_q)] == [
         a.tolist() for a in before
@@ -138,7 +142,7 @@ def test_planned_tables_are_those_of_the_rows_whatever_changed_between_plans(gro
         chunks = [(prefilling[0], 1)] if event == "chunk" and prefilling else []
         if chunks and table.num_computed[prefilling[0]] > 4:
             chunks = []
-        plan, rows, _ = table.build(step, decodes, chunks)
+        plan, rows, _ = PlanWriter(table).write(step, decodes, chunks)
         width = plan.block_tables.shape[2]
         assert plan.block_tables.tolist() == table.block_tables[:, rows, :width].tolist()
         newest = plan.cu_q[1:] - 1
@@ -146,7 +150,7 @@ def test_planned_tables_are_those_of_the_rows_whatever_changed_between_plans(gro
         assert (plan.slots[:, newest] == own * size + plan.positions[newest] % size).all()
         assert width * size >= plan.kv_len.max() > (width - 1) * size
         table.record(decodes.ids, np.full(len(decodes), 7, np.int32))
-        for row in [row for row in decoding if table.length[row] == table.max_length[row]]:
+        for row in [row for row in decoding if table.length[row] == table.run_length[row]]:
             decoding.remove(row)
             table.vacate(row)
 
@@ -175,7 +179,7 @@ def test_generated_tokens_reach_the_request_in_order(prompt_len, tokens, block_s
             assert len(request.token_ids) == table.length[row]
             assert token_bytes == request.token_ids[i * block_size :].tobytes()
             blocks.append(i)
-        table.build(step, decodes, [])
+        PlanWriter(table).write(step, decodes, [])
     assert blocks == list(range(prompt_len // block_size, (prompt_len + len(tokens)) // block_size))
     table.vacate(row)
     assert request.token_ids.tolist() == prompt + tokens
@@ -216,7 +220,7 @@ def test_stop_ids_are_masked_until_min_tokens_earlier_attempts_included():
         table.claim(make_request(1, num_emitted=1, min_tokens=1), [[1]], 2),
         table.claim(make_request(2, min_tokens=1, ignore_eos=True), [[2]], 2),
     ]
-    plan, _, _ = table.build(1, table.decode_rows(), [(row, 1) for row in rows])
+    plan, _, _ = PlanWriter(table).write(1, table.decode_rows(), [(row, 1) for row in rows])
     assert plan.sampling.suppressed == ((0, (EOS, 9)),)
 
 
@@ -254,25 +258,25 @@ def test_a_temperature_too_small_to_divide_by_is_greedy(temperature, column):
 def test_the_check_sees_a_shared_block_that_would_be_written():
     table = RowTable(2, 2, 4, vocab_size=50)
     table.claim(make_request("a", range(6)), [[0, 1]], num_computed=5)
-    table.check(table.num_owners(4))
+    table_checks.check(table, table_checks.num_owners(table, 4))
     table.claim(make_request("b", range(6)), [[0, 1]], num_computed=5)
     with pytest.raises(IntegrityError, match="would write to a block that it shares"):
-        table.check(table.num_owners(4))
+        table_checks.check(table, table_checks.num_owners(table, 4))
 
 
 def test_a_plan_tells_what_has_changed_and_only_that():
     table = RowTable(max_rows=3, max_blocks=4, block_size=4, vocab_size=50)
     row = table.claim(make_request(prompt=range(10, 17), seed=5, temperature=0.5), [[8, 9]], 0)
-    changes = table.build(1, table.decode_rows(), [(row, 7)])[0].changes
+    changes = PlanWriter(table).write(1, table.decode_rows(), [(row, 7)])[0].changes
     at, blocks = changes.flat(table.block_tables[0].size)
     assert (at.tolist(), blocks.tolist()) == ([4 * row, 4 * row + 1], [8, 9])
     assert (changes.claimed.rows.tolist(), changes.claimed.seed.tolist()) == ([row], [5])
     decode(table, row)
-    assert table.build(2, table.decode_rows(), [])[0].changes.flat(16)[0].tolist() == []
+    assert PlanWriter(table).write(2, table.decode_rows(), [])[0].changes.flat(16)[0].tolist() == []
     decodes = table.decode_rows()
     table.append_blocks(decodes, table.lacking_block(decodes), [3])
     table.replace_block(0, row, 2, 7)  # of a place that changes twice the last counts
-    changes = table.build(3, decodes, [])[0].changes
+    changes = PlanWriter(table).write(3, decodes, [])[0].changes
     at, blocks = changes.flat(table.block_tables[0].size)
     assert (at.tolist(), blocks.tolist(), changes.claimed) == ([4 * row + 2], [7], None)
 
@@ -281,11 +285,11 @@ def test_a_block_in_every_group_is_told_for_every_group():
     groups = (FULL_ATTENTION, LayerGroup(layers=(1,), window=8))
     table = RowTable(max_rows=2, max_blocks=4, block_size=4, vocab_size=50, groups=groups)
     row = table.claim(make_request(prompt=range(10, 14)), [[8], [6]], 0)
-    table.build(1, table.decode_rows(), [(row, 4)])
+    PlanWriter(table).write(1, table.decode_rows(), [(row, 4)])
     decode(table, row)
     decodes = table.decode_rows()
     table.append_blocks(decodes, table.lacking_block(decodes), [3, 2])
-    changes = table.build(2, decodes, [])[0].changes
+    changes = PlanWriter(table).write(2, decodes, [])[0].changes
     stride = table.block_tables[0].size
     at, blocks = changes.flat(stride)
     assert at.tolist() == [4 * row + 1, stride + 4 * row + 1]
@@ -296,10 +300,10 @@ def test_after_a_plan_that_did_not_arrive_the_next_tells_all_rows():
     table = RowTable(max_rows=3, max_blocks=4, block_size=4, vocab_size=50)
     first = table.claim(make_request("a", prompt=range(7)), [[8, 9]], 0)
     other = table.claim(make_request("b", prompt=range(4), seed=3), [[5]], 0)
-    table.build(1, table.decode_rows(), [(first, 7)])
+    PlanWriter(table).write(1, table.decode_rows(), [(first, 7)])
     table.vacate(first)
-    table.tell_again()
-    changes = table.build(2, table.decode_rows(), [(other, 4)])[0].changes
+    table.report_again()
+    changes = PlanWriter(table).write(2, table.decode_rows(), [(other, 4)])[0].changes
     at, blocks = changes.flat(table.block_tables[0].size)
     assert (at.tolist(), blocks.tolist()) == ([4 * other], [5])
     assert (changes.claimed.rows.tolist(), changes.claimed.seed.tolist()) == ([other], [3])

@@ -47,7 +47,7 @@ def meta(monkeypatch):
     """Kernels are recorded; on the meta device every comparison of the fuse pass succeeds."""
     equal = torch.equal
     monkeypatch.setattr(torch, "equal", lambda a, b: a.is_meta or b.is_meta or equal(a, b))
-    monkeypatch.setattr(fuse_module, "_deviation", lambda found, expected: 0.0)
+    monkeypatch.setattr(fuse_module, "deviation", lambda found, expected: 0.0)
     with recorded_kernels():
         yield
 

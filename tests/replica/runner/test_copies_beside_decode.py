@@ -17,7 +17,8 @@ from quire.protos.wire import SamplingParams
 from quire.replica.core.request import Phase, Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.device import host_pool
-from quire.replica.device.device import CpuDevice, Stream
+from quire.replica.device.cpu_device import CpuDevice
+from quire.replica.device.device import Stream
 from quire.replica.device.host_pool import HostPool
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup

@@ -28,10 +28,12 @@ from quire.kernels.compile.interpreter import repair_interpreter
 from quire.protos.wire import SamplingParams
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import PromptTargets, SamplingBatch
-from quire.replica.device.device import CpuDevice, Stream
+from quire.replica.device.cpu_device import CpuDevice
+from quire.replica.device.device import Stream
 from quire.replica.device.staging import Staging
 from quire.replica.runner.device_sampler import DeviceSampler
 from quire.replica.runner.device_table import DeviceTable
+from quire.replica.runner.gpu_kernels import GpuKernels
 from quire.replica.runner.runner import Runner
 from quire.replica.runner.step_outputs import StepOutputs
 from quire.replica.sampling.logprobs import (
@@ -186,8 +188,8 @@ def test_staging_grows_to_what_is_asked_for():
 
 def draws_by_kernels(runner: Runner) -> None:
     """Attention stays the CPU's, since the interpreter takes its time; everything behind the logits is a GPU's."""
-    runner.queued.table._backend = "triton"
-    runner.queued._sampler = DeviceSampler(runner._device, runner.config.vocab_size)
+    runner.steps.table._draw = GpuKernels().draw
+    runner.steps._sampler = DeviceSampler(runner._device, runner.config.vocab_size)
 
 
 def everything() -> list[Request]:
@@ -367,7 +369,7 @@ def test_no_array_of_a_step_is_copied_from_memory_that_is_not_pinned(monkeypatch
         grammars=((2, Mask(1)),), logprobs=((1, 5), (3, 0))
     )
     with without_waits(device):
-        table = DeviceTable(device, 1, 8, 4, 0, "triton")
+        table = DeviceTable(device, 1, 8, 4, 0, GpuKernels().draw)
         outputs = StepOutputs(device, 9)
         sampler = DeviceSampler(device, VOCAB)
         logits = device.empty((4, VOCAB), torch.bfloat16)

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels import reference
 from quire.kernels.cpu.cpu_attention import paged_attention
-from quire.kernels.cpu.cpu_sequence import NormedProduct
+from quire.kernels.cpu.cpu_lm_head import NormedProduct
 from quire.replica.checkpoint.model_spec import ModelSpec
-from quire.replica.device import pool_backing
+from quire.replica.device import cpu_prefault
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.kv_cache.groups import LayerGroup
-from quire.replica.runner import runner as runner_module
+from quire.replica.runner import cpu_steps
 from quire.replica.runner.runner import Runner
 
 
@@ -186,7 +186,7 @@ def test_warm_up_touches_only_the_trash_block(runner):
 
 @pytest.mark.parametrize("step_s, most_tokens", [(0.0, 64), (1e9, 256)])
 def test_a_slow_processor_warms_up_with_shorter_steps(zoo, monkeypatch, step_s, most_tokens):
-    monkeypatch.setattr(runner_module, "_WARM_UP_STEP_S", step_s)
+    monkeypatch.setattr(cpu_steps, "_WARM_UP_STEP_S", step_s)
     runner = make_runner(zoo("llama"), max_batch_tokens=256, max_model_len=256)
     lengths, run = [], runner.run
     monkeypatch.setattr(
@@ -266,11 +266,11 @@ def test_an_idle_runner_backs_its_pool_and_keeps_what_is_written(zoo):
     runner = Runner.from_config(engine_config(spec, num_blocks=4000, block_size=16), spec)
     pool = runner.pool
     pool.data[3].fill_(2.0)
-    assert pool.unbacked_bytes > 2 * pool_backing.CHUNK_BYTES
+    assert runner.steps.prefault.unbacked_bytes > 2 * cpu_prefault.CHUNK_BYTES
     runner.warm_up()
     assert not runner.use_idle()  # what it does needs no turn of the loop
-    assert runner.backing.join(60)
-    assert pool.unbacked_bytes == 0
+    assert runner.steps.prefault.join(60)
+    assert runner.steps.prefault.unbacked_bytes == 0
     assert (pool.data[3] == 2.0).all() and not pool.data[4].any()
 
 
@@ -278,60 +278,60 @@ def test_a_running_engine_backs_nothing(zoo, monkeypatch):
     spec = ModelSpec.from_checkpoint(zoo("qwen3"))
     runner = Runner.from_config(engine_config(spec, num_blocks=4000, block_size=16), spec)
     took_chunk = threading.Event()
-    take, back = threading.Event(), runner.pool.back_next
+    take, back = threading.Event(), runner.steps.prefault.back_next
 
     def back_one(num_bytes):
         took_chunk.set()
         take.wait(60)
         back(num_bytes)
 
-    monkeypatch.setattr(runner.pool, "back_next", back_one)
+    monkeypatch.setattr(runner.steps.prefault, "back_next", back_one)
     runner.use_idle()
     assert took_chunk.wait(60)
     runner.warm_up()  # steps: the chunk that has begun is the last
-    left = runner.pool.unbacked_bytes
+    left = runner.steps.prefault.unbacked_bytes
     take.set()
-    assert not runner.backing.join(0.5)
-    assert left - 2 * pool_backing.CHUNK_BYTES < runner.pool.unbacked_bytes < left
+    assert not runner.steps.prefault.join(0.5)
+    assert left - 2 * cpu_prefault.CHUNK_BYTES < runner.steps.prefault.unbacked_bytes < left
     runner.use_idle()
-    assert runner.backing.join(60)
-    assert runner.pool.unbacked_bytes == 0
+    assert runner.steps.prefault.join(60)
+    assert runner.steps.prefault.unbacked_bytes == 0
 
 
 def test_a_runner_leaves_scarce_memory_to_others(zoo, monkeypatch):
     spec = ModelSpec.from_checkpoint(zoo("qwen3"))
     config = engine_config(spec, num_blocks=500, block_size=16)
     runner = Runner.from_config(config, spec)
-    left = runner.pool.unbacked_bytes
-    monkeypatch.setattr(pool_backing, "available_bytes", lambda device: 2 * left - 1)
+    left = runner.steps.prefault.unbacked_bytes
+    monkeypatch.setattr(cpu_prefault, "available_bytes", lambda device: 2 * left - 1)
     runner.use_idle()
-    assert runner.backing.join(60)
-    assert runner.pool.unbacked_bytes == left
-    monkeypatch.setattr(pool_backing, "available_bytes", lambda device: 2 * left)
+    assert runner.steps.prefault.join(60)
+    assert runner.steps.prefault.unbacked_bytes == left
+    monkeypatch.setattr(cpu_prefault, "available_bytes", lambda device: 2 * left)
     runner = Runner.from_config(config, spec)
     runner.use_idle()
-    assert runner.backing.join(60)
-    assert runner.pool.unbacked_bytes == 0
+    assert runner.steps.prefault.join(60)
+    assert runner.steps.prefault.unbacked_bytes == 0
 
 
 def test_a_closed_runner_has_no_thread(zoo, monkeypatch):
     spec = ModelSpec.from_checkpoint(zoo("qwen3"))
     runner = Runner.from_config(engine_config(spec, num_blocks=4000, block_size=16), spec)
-    monkeypatch.setattr(pool_backing, "CHUNK_BYTES", 4096)  # it has hundreds of turns left
+    monkeypatch.setattr(cpu_prefault, "CHUNK_BYTES", 4096)  # it has hundreds of turns left
     runner.use_idle()
     runner.close()
-    assert runner.backing.join(0)
-    left = runner.pool.unbacked_bytes
+    assert runner.steps.prefault.join(0)
+    left = runner.steps.prefault.unbacked_bytes
     assert left
     runner.use_idle()
-    assert runner.backing.join(0)
-    assert runner.pool.unbacked_bytes == left
+    assert runner.steps.prefault.join(0)
+    assert runner.steps.prefault.unbacked_bytes == left
 
 
 def test_backing_ends_with_its_pool(monkeypatch):
-    monkeypatch.setattr(pool_backing, "_POLL_S", 0.01)
+    monkeypatch.setattr(cpu_prefault, "_POLL_S", 0.01)
     pool = KVPool(500, [LayerGroup(tuple(range(4)), 8, 64)], 16, torch.float32)
-    backing = pool_backing.PoolBacking(pool)
+    backing = cpu_prefault.PoolPrefault(pool)
     backing.allow()
     backing.forbid()
     del pool

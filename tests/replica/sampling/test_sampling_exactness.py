@@ -53,7 +53,7 @@ def run(runner: Runner, requests: list[Request], **changes) -> dict:
             assert delta.error is None, delta.error
             tokens[delta.key] += delta.token_ids
         scheduler.check()
-    run.num_preemptions = scheduler.num_preemptions
+    run.num_preemptions = scheduler.book.counters.num_preemptions
     return tokens
 
 
@@ -93,7 +93,7 @@ def run_with_logprobs(runner: Runner, requests: list[Request], **changes) -> lis
                 told.append((delta.token_ids[0], *delta.logprobs[0]))
             elif delta.key[0] == "stranger":
                 assert delta.logprobs is None
-    run_with_logprobs.num_preemptions = scheduler.num_preemptions
+    run_with_logprobs.num_preemptions = scheduler.book.counters.num_preemptions
     return told
 
 

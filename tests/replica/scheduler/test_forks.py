@@ -54,7 +54,7 @@ def finish(scheduler: Scheduler, runner: Runner) -> dict[str, list[int]]:
             assert delta.error is None, delta.error
             tokens.setdefault(delta.key, []).extend(delta.token_ids)
         scheduler.check()
-    assert scheduler.blocks.num_in_use == 0
+    assert scheduler.memory.blocks.num_in_use == 0
     return tokens
 
 
@@ -230,7 +230,7 @@ def test_forks_live_through_soft_resets(runner):
     for request in family(ids, 4, **changes):
         scheduler.add(request)
     assert finish(scheduler, runner) == expected
-    assert scheduler.num_preemptions > 0
+    assert scheduler.book.counters.num_preemptions > 0
 
 
 def test_greedy_forks_are_equal_and_have_the_parents_log_probabilities(zoo):

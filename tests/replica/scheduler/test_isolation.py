@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_config import small_config
 
-from quire.protos.wire import PROBATION_TOKENS, SamplingParams, Submit
+from quire.protos.wire import ISOLATED_TOKENS, SamplingParams, Submit
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.scheduler.scheduler import Scheduler
@@ -33,7 +33,7 @@ class Steps:
         plan = self.scheduler.plan(0.0)
         if plan is None:
             return False
-        names = self.scheduler.rows.keys[self.scheduler._steps[-1].rows].tolist()
+        names = self.scheduler.rows.keys[self.scheduler.steps.newest.rows].tolist()
         assert len(names) == plan.num_rows == len(self.scheduler.stream_ids_in_flight)
         self.rows.append(set(names))
         result = StepResult(plan.sampling.position % 900 + 10, 0.001)
@@ -62,7 +62,7 @@ def test_a_suspect_has_steps_of_its_own_until_it_has_come_through():
     began = len(steps.rows)
     steps.run()
     with_suspect = [names for names in steps.rows[began:] if "suspect" in names]
-    num_alone = 1 + PROBATION_TOKENS
+    num_alone = 1 + ISOLATED_TOKENS
     assert with_suspect[:num_alone] == [{"suspect"}] * num_alone
     assert steps.rows[began : began + num_alone] == with_suspect[:num_alone]
     assert {"one", "two", "suspect"} in with_suspect[num_alone:]
@@ -79,8 +79,8 @@ def test_suspects_are_tried_one_after_the_other():
     for key in "abc":
         steps.add(key, 20, 30, alone=True)
     steps.run()
-    alone = [names for names in steps.rows if len(names) == 1][: 3 * PROBATION_TOKENS]
-    assert alone == [{key} for key in "abc" for _ in range(PROBATION_TOKENS)]
+    alone = [names for names in steps.rows if len(names) == 1][: 3 * ISOLATED_TOKENS]
+    assert alone == [{key} for key in "abc" for _ in range(ISOLATED_TOKENS)]
     assert all(len(steps.tokens[key]) == 30 for key in "abc")
 
 
@@ -95,7 +95,7 @@ def test_a_suspect_that_leaves_or_fails_makes_room_for_the_others():
     assert steps.rows[-1] == {"aborted"}
     steps.scheduler.abort("aborted")
     plan = steps.scheduler.plan(0.0)
-    assert steps.scheduler.rows.keys[steps.scheduler._steps[-1].rows].tolist() == ["fails"]
+    assert steps.scheduler.rows.keys[steps.scheduler.steps.newest.rows].tolist() == ["fails"]
     assert [d.key for d in steps.scheduler.fail_step(plan, ValueError())] == ["fails"]
     steps.run()
     assert steps.ended == {"one": "length"}

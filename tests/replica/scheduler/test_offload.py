@@ -54,7 +54,7 @@ def until_offloaded(scheduler, *keys, **options):
         key: submit(scheduler, key, range(100 * i, 100 * i + 15), 40, **options)
         for i, key in enumerate(keys, 1)
     }
-    while not scheduler.num_offloads:
+    while not scheduler.book.counters.num_offloads:
         plan, _ = step(scheduler)
     return requests, plan
 
@@ -62,16 +62,16 @@ def until_offloaded(scheduler, *keys, **options):
 def test_the_oldest_goes_to_the_host_tier_and_returns_for_one_token():
     scheduler = make_scheduler(safety_margin=0.2)
     requests, plan = until_offloaded(scheduler, "a", "b", "c")
-    victim = requests["a"]
-    assert victim.phase is Phase.OFFLOADED
-    blocks = victim.parked.blocks
+    preempted = requests["a"]
+    assert preempted.phase is Phase.OFFLOADED
+    blocks = preempted.parked.blocks
     assert plan.saves[:, 1].tolist() == [block.host_block for block in blocks]
     (entry,) = scheduler.snapshot()["returning"]
     assert (entry["key"], entry["host_blocks"]) == ("a", plan.saves[:, 1].tolist())
     assert scheduler.load().host_blocks_in_use == len(blocks)
-    missing = victim.num_tokens - victim.parked.num_computed
+    missing = preempted.num_tokens - preempted.parked.num_computed
     assert missing == 1
-    while victim.phase is Phase.OFFLOADED:
+    while preempted.phase is Phase.OFFLOADED:
         plan, deltas = step(scheduler)
     assert np.diff(plan.cu_q)[-1] == 1
     assert len(deltas["a"].token_ids) == 1
@@ -79,7 +79,7 @@ def test_the_oldest_goes_to_the_host_tier_and_returns_for_one_token():
     still = [entry["host_blocks"] for entry in scheduler.snapshot()["returning"]]
     assert scheduler.load().host_blocks_in_use == sum(map(len, still))
     assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
-    assert scheduler.num_restores == scheduler.num_offloads
+    assert scheduler.book.counters.num_restores == scheduler.book.counters.num_offloads
 
 
 def test_blocks_that_nobody_took_meanwhile_are_not_copied_back():
@@ -87,35 +87,35 @@ def test_blocks_that_nobody_took_meanwhile_are_not_copied_back():
     submit(scheduler, "a", range(100, 117), max_tokens=9)
     step(scheduler)
     submit(scheduler, "b", range(200, 215), max_tokens=4)
-    while not scheduler.num_offloads:
+    while not scheduler.book.counters.num_offloads:
         step(scheduler)
-    # "b" ends before it needs more than the free blocks and the victim's partial one.
-    while not scheduler.num_restores:
+    # "b" ends before it needs more than the free blocks and its partial one.
+    while not scheduler.book.counters.num_restores:
         plan, _ = step(scheduler)
     assert len(plan.restores) < -(-17 // 8)
     run(scheduler)
 
 
-def test_no_new_request_overtakes_a_victim():
+def test_no_new_request_overtakes_a_preempted_one():
     scheduler = make_scheduler()
     until_offloaded(scheduler, "a", "b", "c")
     later = submit(scheduler, "later", [900], 1)
     num_waits = 0
     while later.phase is Phase.PENDING:
-        num_waits += scheduler.blocks.num_available > 0
+        num_waits += scheduler.memory.blocks.num_available > 0
         step(scheduler)
         assert later.phase is Phase.PENDING or not scheduler.snapshot()["returning"]
     assert num_waits > 0, "there was room for it"
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 1])
-def test_without_room_in_the_tier_a_victim_computes_again(num_host_blocks):
+def test_without_room_in_the_tier_a_preempted_request_computes_again(num_host_blocks):
     scheduler = make_scheduler(num_host_blocks=num_host_blocks, prefix_caching=False)
     for i in range(3):
         submit(scheduler, i, range(100 * i, 100 * i + 15), 40)
     assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
-    assert scheduler.num_preemptions > scheduler.num_offloads == 0
-    assert scheduler.host.blocks.num_free == num_host_blocks
+    assert scheduler.book.counters.num_preemptions > scheduler.book.counters.num_offloads == 0
+    assert scheduler.memory.host.blocks.num_free == num_host_blocks
 
 
 @pytest.mark.parametrize("how", ["abort", "deadline", "clear"])
@@ -132,27 +132,27 @@ def test_an_offloaded_request_ends_or_goes_on_wherever_it_is(how):
         assert all(isinstance(d.error, DeadlineExceeded) for d in ended)
     else:
         scheduler.clear_cache()
-        assert scheduler.host.blocks.num_in_use == len(requests["a"].parked.blocks)
+        assert scheduler.memory.host.blocks.num_in_use == len(requests["a"].parked.blocks)
     scheduler.check()
     ended = run(scheduler)
     assert set(ended) == {"abort": {"b", "c"}, "deadline": set(), "clear": {"a", "b", "c"}}[how]
-    assert scheduler.host.blocks.num_in_use == 0
+    assert scheduler.memory.host.blocks.num_in_use == 0
 
 
-def test_when_the_step_that_saves_fails_the_victim_computes_again():
+def test_when_the_step_that_saves_fails_the_preempted_request_computes_again():
     scheduler = make_scheduler()
     requests = [submit(scheduler, i, range(100 * i, 100 * i + 15), 40) for i in range(3)]
-    while not scheduler.num_offloads:
+    while not scheduler.book.counters.num_offloads:
         plan = scheduler.plan(0.0)
-        if not scheduler.num_offloads:
+        if not scheduler.book.counters.num_offloads:
             scheduler.commit(plan, StepResult(np.full(len(plan.sampling.token_index), 7), 0.1), 0.0)
-    (victim,) = (r for r in requests if r.phase is Phase.OFFLOADED)
+    (preempted,) = (r for r in requests if r.phase is Phase.OFFLOADED)
     failed = {d.key for d in scheduler.fail_step(plan, EngineError("the device is gone"))}
     scheduler.check()
-    assert victim.phase is Phase.PENDING
-    assert failed == {r.key for r in requests if r is not victim}
-    assert scheduler.host.blocks.num_free == 16
-    assert run(scheduler)[victim.key].num_output_tokens == 40
+    assert preempted.phase is Phase.PENDING
+    assert failed == {r.key for r in requests if r is not preempted}
+    assert scheduler.memory.host.blocks.num_free == 16
+    assert run(scheduler)[preempted.key].num_output_tokens == 40
 
 
 def test_evicted_prefixes_return_from_the_host_tier_and_are_told():
@@ -206,11 +206,13 @@ def test_a_paused_request_gives_way_first_and_blocks_nobody():
     requests = [submit(scheduler, i, range(100 * i, 100 * i + 15), 40) for i in range(3)]
     step(scheduler)
     scheduler.pause(1)
-    while not scheduler.num_preemptions:
+    while not scheduler.book.counters.num_preemptions:
         step(scheduler)
     assert requests[1].phase is Phase.OFFLOADED
     submit(scheduler, "new", [900], 1)
-    ended = run(scheduler)  # it does not return, and holds up neither victims nor new ones
+    ended = run(
+        scheduler
+    )  # it does not return, and holds up neither preempted requests nor new ones
     assert set(ended) == {0, 2, "new"}
     assert scheduler.num_waiting == 1
     scheduler.resume(1)
@@ -268,24 +270,28 @@ def learn(scheduler, copy_s):
         scheduler.copies.observe(1, copy_s)
 
 
-def test_a_victim_whose_blocks_are_slow_to_copy_computes_again():
+def test_a_preempted_request_whose_blocks_are_slow_to_copy_computes_again():
     scheduler = make_scheduler()
     for i in range(3):
         submit(scheduler, i, range(100 * i, 100 * i + 15), 40)
     learn(scheduler, 1000.0)
     assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
-    assert scheduler.num_offloads > 0 == scheduler.num_restores
-    assert scheduler.copies.num_computed >= scheduler.num_offloads > scheduler.copies.num_copied
-    assert scheduler.host.blocks.num_in_use == 0
+    assert scheduler.book.counters.num_offloads > 0 == scheduler.book.counters.num_restores
+    assert (
+        scheduler.copies.num_computed
+        >= scheduler.book.counters.num_offloads
+        > scheduler.copies.num_copied
+    )
+    assert scheduler.memory.host.blocks.num_in_use == 0
 
 
-def test_a_victim_whose_blocks_are_fast_to_copy_returns_with_them():
+def test_a_preempted_request_whose_blocks_are_fast_to_copy_returns_with_them():
     scheduler = make_scheduler()
     for i in range(3):
         submit(scheduler, i, range(100 * i, 100 * i + 15), 40)
     learn(scheduler, 1e-9)
     assert {d.num_output_tokens for d in run(scheduler).values()} == {40}
-    assert scheduler.num_restores == scheduler.num_offloads > 0
+    assert scheduler.book.counters.num_restores == scheduler.book.counters.num_offloads > 0
     assert scheduler.copies.num_computed == 0
 
 
@@ -304,13 +310,13 @@ def test_a_prefix_in_the_host_tier_is_copied_if_that_is_faster(copy_s, num_cache
 def test_blocks_are_copied_while_a_step_runs_that_does_not_use_them():
     scheduler = make_scheduler()
     requests, _ = until_offloaded(scheduler, "a", "b", "c")
-    victim = requests["a"]
-    while victim.phase is Phase.OFFLOADED:
+    preempted = requests["a"]
+    while preempted.phase is Phase.OFFLOADED:
         plan, deltas = step(scheduler)
     assert len(plan.restores) and not plan.uses_restores
-    assert victim.row not in plan.rows.tolist() and "a" not in deltas
+    assert preempted.row not in plan.rows.tolist() and "a" not in deltas
     plan, deltas = step(scheduler)
-    assert victim.row in plan.rows.tolist() and "a" in deltas
+    assert preempted.row in plan.rows.tolist() and "a" in deltas
     assert not len(plan.restores)
 
 
@@ -323,41 +329,41 @@ def commit(scheduler, plan, restored_step):
 
 
 def until_returning(scheduler):
-    """A victim beside others, and the plan that copies its blocks back."""
+    """A preempted request among others, and the plan that copies its blocks back."""
     requests, _ = until_offloaded(scheduler, "a", "b", "c")
-    victim = requests["a"]
+    preempted = requests["a"]
     while True:
         plan = scheduler.plan(0.0)
-        if victim.phase is not Phase.OFFLOADED:
-            return victim, plan
+        if preempted.phase is not Phase.OFFLOADED:
+            return preempted, plan
         commit(scheduler, plan, None)
 
 
-def test_others_decode_until_a_victims_blocks_are_there():
+def test_others_decode_until_a_preempted_requests_blocks_are_there():
     scheduler = make_scheduler()
-    victim, plan = until_returning(scheduler)
+    preempted, plan = until_returning(scheduler)
     first = plan.step
     for _ in range(4):
-        assert not plan.uses_restores and victim.row not in plan.rows.tolist()
+        assert not plan.uses_restores and preempted.row not in plan.rows.tolist()
         assert plan.num_decode_rows == plan.num_rows > 0
         commit(scheduler, plan, first - 1)
         plan = scheduler.plan(0.0)
     commit(scheduler, plan, first)
     plan = scheduler.plan(0.0)
-    assert victim.row in plan.rows.tolist()
+    assert preempted.row in plan.rows.tolist()
     assert "a" in commit(scheduler, plan, plan.step)
     assert run(scheduler)["a"].num_output_tokens == 40
 
 
 def test_with_nobody_else_to_run_a_step_waits_for_the_blocks():
     scheduler = make_scheduler()
-    victim, plan = until_returning(scheduler)
+    preempted, plan = until_returning(scheduler)
     first = plan.step
     commit(scheduler, plan, first - 1)
     for key in ("b", "c"):
         scheduler.abort(key)
     plan = scheduler.plan(0.0)
-    assert plan.rows.tolist() == [victim.row] and plan.uses_restores
+    assert plan.rows.tolist() == [preempted.row] and plan.uses_restores
     assert "a" in commit(scheduler, plan, plan.step)
 
 
@@ -381,7 +387,7 @@ def test_alone_it_does_not_wait_for_another_step():
     submit(scheduler, "a", range(100, 117), max_tokens=9)
     step(scheduler)
     submit(scheduler, "b", range(200, 215), max_tokens=4)
-    while not scheduler.num_restores:
+    while not scheduler.book.counters.num_restores:
         plan, deltas = step(scheduler)
     assert plan.num_rows == 1 and plan.uses_restores and "a" in deltas
 
@@ -390,16 +396,16 @@ def test_what_was_restored_for_a_step_that_failed_is_computed_again():
     """The row was not in that step, and its blocks may hold nothing."""
     scheduler = make_scheduler()
     requests, _ = until_offloaded(scheduler, "a", "b", "c")
-    victim = requests["a"]
+    preempted = requests["a"]
     while True:
         plan = scheduler.plan(0.0)
-        if victim.phase is not Phase.OFFLOADED:
+        if preempted.phase is not Phase.OFFLOADED:
             break
         tokens = np.full(len(plan.sampling.token_index), 7)
         scheduler.commit(plan, StepResult(tokens, 0.01), 0.0)
     assert not plan.uses_restores
     ended = {d.key for d in scheduler.fail_step(plan, EngineError("the device is gone"))}
-    assert "a" not in ended and victim.phase is Phase.PENDING and victim.row < 0
+    assert "a" not in ended and preempted.phase is Phase.PENDING and preempted.row < 0
     scheduler.check()
     assert run(scheduler)["a"].num_output_tokens == 40
 
@@ -413,11 +419,11 @@ def test_what_was_restored_and_filled_in_a_step_that_failed_is_forgotten_once(le
     submit(scheduler, "b", range(200, 215), max_tokens=4)
     while True:
         plan = scheduler.plan(0.0)
-        if scheduler.num_restores:
+        if scheduler.book.counters.num_restores:
             break
         scheduler.commit(plan, StepResult(np.full(len(plan.sampling.token_index), 7), 0.01), 0.0)
     assert plan.uses_restores
     (failed,) = scheduler.fail_step(plan, EngineError("the device is gone"))
     scheduler.check()
     assert failed.key == "a"
-    assert not any(block in scheduler.prefix for block in plan.restores[:, 1].tolist())
+    assert not any(block in scheduler.memory.prefix for block in plan.restores[:, 1].tolist())

@@ -84,12 +84,12 @@ def poison_what_nobody_may_read(scheduler, plan, runner):
     kept = {b for row in snapshot["rows"] for b in row["blocks"]}
     kept |= set((plan.slots // BLOCK_SIZE).ravel().tolist()) | set(plan.saves[:, 0].tolist())
     for block in range(scheduler.config.num_blocks):
-        if block not in kept and not scheduler.blocks.has_content(block):
+        if block not in kept and not scheduler.memory.blocks.has_content(block):
             runner.pool.data[block] = float("nan")
     parked = {b for entry in snapshot["returning"] for b in entry.get("host_blocks", ())}
     parked |= set(plan.restores[:, 0].tolist())
     for block in range(scheduler.config.num_host_blocks):
-        if block not in parked and not scheduler.host.blocks.has_content(block):
+        if block not in parked and not scheduler.memory.host.blocks.has_content(block):
             runner.host_pool.data[block] = float("nan")
 
 
@@ -107,14 +107,15 @@ def test_bits_are_equal_after_offload_and_after_soft_reset(
 
     told, scheduler, num_computed = run(runner, prompts, temperature, num_host_blocks=200, **small)
     assert told == alone
-    assert scheduler.num_restores == scheduler.num_offloads == scheduler.num_preemptions > 0
+    counters = scheduler.book.counters
+    assert counters.num_restores == counters.num_offloads == counters.num_preemptions > 0
     # Nothing is computed twice: every prompt token once, every output token but the last.
     assert num_computed == sum(LENGTHS) + len(LENGTHS) * (NEW_TOKENS - 1)
-    assert scheduler.host.blocks.num_in_use == scheduler.blocks.num_in_use == 0
+    assert scheduler.memory.host.blocks.num_in_use == scheduler.memory.blocks.num_in_use == 0
 
     told, scheduler, num_computed = run(runner, prompts, temperature, **small)
     assert told == alone
-    assert scheduler.num_preemptions > scheduler.num_offloads == 0
+    assert scheduler.book.counters.num_preemptions > scheduler.book.counters.num_offloads == 0
 
 
 def run_alone(runner: Runner, i: int, prompts: list[list[int]], temperature: float) -> list[tuple]:

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from quire.protos.fairness import AGEING, OLDEST_EVERY
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepResult
 from quire.replica.scheduler.order import (
-    AGEING,
-    OLDEST_TURN,
     PrefillOrder,
     PriorityQueue,
     ShortestFirstQueue,
@@ -81,7 +80,7 @@ class QueueMachine(RuleBasedStateMachine):
     def expected_head(self):
         if self.returned:
             return self.returned[0]
-        if self.rank is urgency and self.num_passed >= OLDEST_TURN - 1:
+        if self.rank is urgency and self.num_passed >= OLDEST_EVERY - 1:
             return self.arrived[0]
         return min(self.arrived, key=self.rank)
 
@@ -132,7 +131,8 @@ class QueueMachine(RuleBasedStateMachine):
         expected = self.returned + sorted(self.arrived, key=self.rank)
         assert list(self.queue) == expected
         assert len(self.queue) == len(expected)
-        self.queue.check({request.key for request in expected})
+        assert self.queue.keys() == {request.key for request in expected}
+        self.queue.check()
         assert len(self.queue._heap) <= 2 * len(self.arrived) + 64
         if expected:
             assert self.queue.head() is self.expected_head()
@@ -254,7 +254,7 @@ def test_whoever_finds_w_others_waiting_starts_among_the_next_eight_times_w_plus
     for priorities in arrivals:
         for priority in priorities:
             request = waiting_request(num_arrivals, priority)
-            bound[num_arrivals] = num_starts + OLDEST_TURN * (len(queue) + 1)
+            bound[num_arrivals] = num_starts + OLDEST_EVERY * (len(queue) + 1)
             num_arrivals += 1
             queue.append(request)
         if queue:
@@ -303,14 +303,14 @@ def test_a_long_prompt_ends_under_a_flood_of_urgent_ones():
         scheduler.check()
         num_steps += 1
         # Its own turn comes every eighth step, with a whole step's budget.
-        assert num_steps <= OLDEST_TURN * -(-200 // 32)
+        assert num_steps <= OLDEST_EVERY * -(-200 // 32)
 
 
 def test_prefills_take_turns_in_order_of_admission():
     order = PrefillOrder(by_urgency=True)
     admitted = [waiting_request(0, 1), waiting_request(1, 0)]
-    found = [[r.key for r in order.sort(admitted)[0]] for _ in range(2 * OLDEST_TURN)]
-    assert found == ([[1, 0]] * (OLDEST_TURN - 1) + [[0, 1]]) * 2
+    found = [[r.key for r in order.sort(admitted)[0]] for _ in range(2 * OLDEST_EVERY)]
+    assert found == ([[1, 0]] * (OLDEST_EVERY - 1) + [[0, 1]]) * 2
     fifo = PrefillOrder(by_urgency=False)
     assert [r.key for r in fifo.sort(admitted)[0]] == [0, 1]
     assert not fifo.sort(admitted)[1]
@@ -323,7 +323,7 @@ def test_a_request_that_was_reset_returns_before_more_urgent_ones():
         scheduler.add(make_request(key, prompt=range(100, 115), max_tokens=20))
     commit(scheduler, scheduler.plan(0.0))
     scheduler.add(make_request("urgent", priority=-9, prompt=range(300, 340)))
-    while scheduler.num_preemptions == 0:
+    while scheduler.book.counters.num_preemptions == 0:
         commit(scheduler, scheduler.plan(0.0))
     snapshot = scheduler.snapshot()
     assert [entry["key"] for entry in snapshot["returning"]] == ["old"]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.replica.kv_cache.blocks import IntegrityError
-from quire.replica.scheduler.preemption import ReturnQueue, choose_victim
+from quire.replica.scheduler.preemption import ReturnQueue, choose_preempted
 
 ROWS = st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, unique_by=lambda r: r[0])
 
@@ -18,14 +18,14 @@ def request(arrival_index, num_tokens=10):
 
 
 @given(ROWS, st.booleans())
-def test_the_rule(rows, victim_waits):
+def test_the_rule(rows, others_wait):
     arrivals = np.array([arrival for arrival, _ in rows])
     paused = np.array([is_paused for _, is_paused in rows])
-    victim = choose_victim(arrivals, paused, victim_waits)
+    preempted = choose_preempted(arrivals, paused, others_wait)
     if paused.any():
-        assert (arrivals[victim], paused[victim]) == (arrivals[paused].max(), True)
+        assert (arrivals[preempted], paused[preempted]) == (arrivals[paused].max(), True)
     else:
-        assert arrivals[victim] == (arrivals.max() if victim_waits else arrivals.min())
+        assert arrivals[preempted] == (arrivals.max() if others_wait else arrivals.min())
 
 
 @given(
@@ -44,7 +44,7 @@ def test_everyone_comes_to_an_end(blocks, spare, starts):
         growing = [r for r in running if have[r] < blocks[r]]
         evicted = False
         while len(growing) > capacity - sum(have[r] for r in running):
-            at = choose_victim(np.array(running), np.zeros(len(running), bool), bool(returning))
+            at = choose_preempted(np.array(running), np.zeros(len(running), bool), bool(returning))
             assert not returning or running[at] != min(running) or len(running) == 1
             returning = sorted([*returning, running.pop(at)])
             growing = [r for r in running if have[r] < blocks[r]]
@@ -63,18 +63,21 @@ def test_everyone_comes_to_an_end(blocks, spare, starts):
     raise AssertionError(f"no end: {have} of {blocks} in {capacity}")
 
 
-def test_victims_return_oldest_first_whatever_order_they_went_in():
+def test_preempted_requests_return_oldest_first_whatever_order_they_went_in():
     queue = ReturnQueue()
     requests = {i: request(i, num_tokens=10 + i) for i in (5, 1, 9, 3)}
     for r in requests.values():
-        queue.put(r)
+        queue.append(r)
     assert [r.arrival_index for r in queue] == [1, 3, 5, 9]
     assert (queue.head(), len(queue), queue.num_tokens) == (requests[1], 4, 58)
     queue.remove(requests[3])
     assert [r.arrival_index for r in queue] == [1, 5, 9]
-    queue.check({"r1", "r5", "r9"})
-    with pytest.raises(IntegrityError, match="not the victims"):
-        queue.check({"r1", "r5"})
+    assert queue.keys() == {"r1", "r5", "r9"}
+    queue.check()
+    queue._requests.reverse()
+    with pytest.raises(IntegrityError, match="not in order of arrival"):
+        queue.check()
+    queue._requests.reverse()
     requests[5].num_tokens += 1
     with pytest.raises(IntegrityError, match="45 returning tokens"):
-        queue.check({"r1", "r5", "r9"})
+        queue.check()

@@ -65,8 +65,8 @@ def test_a_burst_of_equal_prompts_computes_the_prefix_once():
             first.setdefault(key, delta)
     assert tokens == 60 + 11 * 4
     assert [first[i].num_cached_tokens for i in range(12)] == [0] + [56] * 11
-    assert scheduler.num_prefix_tokens_hit == 11 * 56
-    assert scheduler.num_prefix_tokens_queried == 12 * 60
+    assert scheduler.book.counters.num_prefix_tokens_hit == 11 * 56
+    assert scheduler.book.counters.num_prefix_tokens_queried == 12 * 60
 
 
 def test_rows_of_one_step_share_what_the_step_itself_computes():
@@ -115,7 +115,7 @@ def test_equal_blocks_filled_twice_become_one():
         step(scheduler)
     rows = scheduler.snapshot()["rows"]
     assert rows[0]["blocks"][:3] == rows[1]["blocks"][:3]
-    assert scheduler.blocks.num_in_use == 5
+    assert scheduler.memory.blocks.num_in_use == 5
     outputs = run(scheduler)
     assert len(outputs) == 2
 
@@ -126,7 +126,7 @@ def test_without_prefix_caching_nothing_is_shared_or_kept():
         submit(scheduler, i, range(100, 120))
     outputs = run(scheduler)
     assert [outputs[i][1].num_cached_tokens for i in range(3)] == [0, 0, 0]
-    assert scheduler.blocks.num_free == 64
+    assert scheduler.memory.blocks.num_free == 64
     assert scheduler.events.flush() is None
 
 
@@ -235,9 +235,11 @@ def test_a_blocked_head_costs_no_search_until_something_changes(monkeypatch):
     submit(scheduler, "b", range(200, 240), max_tokens=1)
     step(scheduler)
     searches = []
-    match = scheduler.prefix.match
+    match = scheduler.memory.prefix.match
     monkeypatch.setattr(
-        scheduler.prefix, "match", lambda *args, **kw: searches.append(1) or match(*args, **kw)
+        scheduler.memory.prefix,
+        "match",
+        lambda *args, **kw: searches.append(1) or match(*args, **kw),
     )
     for _ in range(6):
         step(scheduler)
@@ -276,12 +278,12 @@ def test_a_full_cache_takes_the_oldest_then_the_newest_and_the_client_notices_no
             if delta.finish_reason:
                 order.append((delta.key, delta.finish_reason, delta.num_output_tokens))
         scheduler.check()
-    assert scheduler.num_preemptions > 0
+    assert scheduler.book.counters.num_preemptions > 0
     assert all(indices[i] == list(range(40)) for i in range(3))
     # 0 gives way to the others, then 2: so 1, the oldest of those that run, ends first.
     assert order[0][0] == 1
     assert sorted(order) == [(i, "length", 40) for i in range(3)]
-    assert scheduler.load().num_preemptions == scheduler.num_preemptions
+    assert scheduler.load().num_preemptions == scheduler.book.counters.num_preemptions
 
 
 def test_a_request_that_fills_the_whole_cache_runs_alone_to_its_end():
@@ -292,7 +294,7 @@ def test_a_request_that_fills_the_whole_cache_runs_alone_to_its_end():
         assert submit(scheduler, key, range(100, 120), max_tokens=12) is None
     outputs = run(scheduler)
     assert [len(outputs[key][0]) for key in ("a", "b")] == [12, 12]
-    assert scheduler.blocks.num_in_use == 0
+    assert scheduler.memory.blocks.num_in_use == 0
 
 
 def test_a_reset_request_finds_its_own_blocks_again():
@@ -301,16 +303,16 @@ def test_a_reset_request_finds_its_own_blocks_again():
     submit(scheduler, "new", range(200, 215), max_tokens=20)
     step(scheduler, now_s=1.0)
     submit(scheduler, "later", range(300, 345), max_tokens=1)
-    while scheduler.num_preemptions == 0:
+    while scheduler.book.counters.num_preemptions == 0:
         step(scheduler, now_s=2.0)
     snapshot = scheduler.snapshot()
-    (victim,) = snapshot["returning"]
-    assert victim["key"] == "old"
+    (preempted,) = snapshot["returning"]
+    assert preempted["key"] == "old"
     assert [entry["key"] for entry in snapshot["waiting"]] == ["later"]
-    assert victim["length"] > 15
+    assert preempted["length"] > 15
     while scheduler.num_waiting == 2:
         plan, deltas = step(scheduler, now_s=3.0)
-    assert plan.num_tokens - plan.num_decode_rows < victim["length"]
+    assert plan.num_tokens - plan.num_decode_rows < preempted["length"]
     # What is told of the admission is told of the first one.
     assert (deltas["old"].num_cached_tokens, deltas["old"].queue_s) == (0, 1.0)
 
@@ -344,24 +346,24 @@ def serve_a_crowd(**config):
 def test_a_second_mark_keeps_a_full_cache_from_thrashing():
     thrashing, recomputed = serve_a_crowd(resume_margin=0.0)
     calm, computed = serve_a_crowd(resume_margin=0.3)
-    assert thrashing.num_preemptions >= 3 * calm.num_preemptions > 0
+    assert thrashing.book.counters.num_preemptions >= 3 * calm.book.counters.num_preemptions > 0
     assert recomputed >= 1.5 * computed
     # A step costs the same for one row or many: the calm one must not need many more.
-    assert calm.num_steps <= 1.15 * thrashing.num_steps
+    assert calm.steps.num_planned <= 1.15 * thrashing.steps.num_planned
     with_margin, _ = serve_a_crowd(safety_margin=0.2, resume_margin=0.2)
     with_both, _ = serve_a_crowd(safety_margin=0.2, resume_margin=0.3)
-    assert with_both.num_preemptions <= calm.num_preemptions / 2
-    assert with_both.num_steps <= 1.02 * with_margin.num_steps
+    assert with_both.book.counters.num_preemptions <= calm.book.counters.num_preemptions / 2
+    assert with_both.steps.num_planned <= 1.02 * with_margin.steps.num_planned
 
 
 def test_after_a_reset_nobody_starts_before_the_second_mark():
     scheduler = make_scheduler(num_blocks=20, resume_margin=0.5)
     for i in range(3):
         submit(scheduler, i, range(100 * i, 100 * i + 30), max_tokens=60)
-    while scheduler.num_preemptions == 0:
+    while scheduler.book.counters.num_preemptions == 0:
         step(scheduler)
     submit(scheduler, "small", [5], max_tokens=1)
-    while scheduler.blocks.num_available < 10:
+    while scheduler.memory.blocks.num_available < 10:
         plan, deltas = step(scheduler)
         assert plan.num_rows == plan.num_decode_rows
         assert "small" not in deltas
@@ -373,7 +375,7 @@ def test_a_held_engine_that_is_empty_starts_whoever_waits():
     for i in range(4):
         submit(scheduler, i, range(100 * i, 100 * i + 20), max_tokens=30)
     outputs = run(scheduler)
-    assert scheduler.num_preemptions > 0
+    assert scheduler.book.counters.num_preemptions > 0
     assert [len(outputs[i][0]) for i in range(4)] == [30] * 4
 
 
@@ -448,7 +450,7 @@ def test_the_last_token_is_told_with_the_reason(options, token, reason):
     delta = deltas["a"]
     assert (delta.token_ids, delta.finish_reason, delta.num_output_tokens) == ([token], reason, 1)
     assert delta.num_prompt_tokens == 10
-    assert scheduler.blocks.num_in_use == 0
+    assert scheduler.memory.blocks.num_in_use == 0
     assert scheduler.plan(0.0) is None
 
 
@@ -477,7 +479,7 @@ def test_abort_gives_everything_back_wherever_it_comes(when):
     if plan is not None:
         assert list(scheduler.commit(plan, fill(plan), 0.0)) == []
     scheduler.check()
-    assert scheduler.blocks.num_in_use == 0
+    assert scheduler.memory.blocks.num_in_use == 0
     assert scheduler.plan(0.0) is None
 
 
@@ -517,7 +519,7 @@ def test_deadlines_of_the_dead_do_not_pile_up():
     for i in range(1000):
         submit(scheduler, i, [100], deadline_s=1e9)
         scheduler.abort(i)
-    assert len(scheduler._deadlines) < 100
+    assert len(scheduler.book.deadlines) < 100
 
 
 def test_a_failed_step_ends_its_rows_and_takes_its_blocks_out_of_the_cache():
@@ -535,7 +537,7 @@ def test_a_failed_step_ends_its_rows_and_takes_its_blocks_out_of_the_cache():
         ("b", "error", error),
     ]
     scheduler.check()
-    assert scheduler.blocks.num_in_use == 0
+    assert scheduler.memory.blocks.num_in_use == 0
     submit(scheduler, "again", [*range(100, 116), *range(500, 516)])
     _, told = step(scheduler)
     assert told["again"].num_cached_tokens == 16
@@ -558,7 +560,7 @@ def test_a_result_that_cannot_be_right_fails_the_step(tokens):
     (delta,) = scheduler.commit(plan, StepResult(np.array(tokens, np.int64), 0.1), 0.0)
     assert (delta.finish_reason, delta.error.code) == ("error", "engine_error")
     scheduler.check()
-    assert len(scheduler.prefix) == 0
+    assert len(scheduler.memory.prefix) == 0
 
 
 # -- refusals --------------------------------------------------------------------------------------------
@@ -608,10 +610,12 @@ def test_a_step_that_fails_takes_the_one_behind_it_with_it():
     scheduler = make_scheduler(max_batch_tokens=16)
     submit(scheduler, "long", range(100, 140))
     plans = [scheduler.plan(0.0), scheduler.plan(0.0)]
-    assert len(scheduler.prefix) == 4, "blocks of the second step continue those of the first"
+    assert len(scheduler.memory.prefix) == 4, (
+        "blocks of the second step continue those of the first"
+    )
     (delta,) = scheduler.fail_step(plans[0], EngineError("the device is gone"))
     assert delta.finish_reason == "error"
-    assert scheduler.num_in_flight == len(scheduler.prefix) == 0
+    assert scheduler.num_in_flight == len(scheduler.memory.prefix) == 0
     scheduler.check()
 
 

@@ -1,4 +1,4 @@
-"""Random lives of a scheduler, judged by a model of the KV cache.
+"""Random lives of a scheduler, checked against a model of the KV cache.
 
 The stand-in for the device keeps, for every slot, the chain of all tokens up to there, computed from what the
 row's block tables really hold; the next token is a pure function of the chain that a row reads. So a wrong
@@ -31,7 +31,7 @@ from quire.protos.wire import SamplingParams, tier_digest
 from quire.replica.config import DEMOTION_ORDERS, SCHEDULERS, EngineConfig
 from quire.replica.core.request import Request
 from quire.replica.core.step_plan import StepPlan, StepResult
-from quire.replica.kv_cache import prefix
+from quire.replica.kv_cache import prefix_entries
 from quire.replica.kv_cache.cache_events import Tier
 from quire.replica.kv_cache.groups import LayerGroup, sequence_blocks
 from quire.replica.scheduler.scheduler import Scheduler
@@ -468,7 +468,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def launch(self):
         self.now_s += 0.25
         live = [c for c in self.clients.values() if c.ended is None]
-        started = set(self.scheduler._prefilling)
+        started = set(self.scheduler.book.prefilling)
         plan = self.scheduler.plan(self.now_s)
         if plan is None and self.plans:
             return
@@ -482,13 +482,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (np.diff(plan.cu_q)[: plan.num_decode_rows] == 1).all()
         assert len(plan.decode_rows) == plan.num_decode_rows
         rows = self.scheduler.rows
-        planned = {rows.requests[row].key for row in self.scheduler._steps[-1].rows.tolist()}
+        planned = {rows.requests[row].key for row in self.scheduler.steps.newest.rows.tolist()}
         assert not planned & self.paused
-        unfinished = rows.decoding & ~rows.paused & (rows.num_computed + 1 < rows.max_length)
-        if set(unfinished.nonzero()[0].tolist()) - set(self.scheduler._steps[-1].rows.tolist()):
+        unfinished = rows.decoding & ~rows.paused & (rows.num_computed + 1 < rows.run_length)
+        if set(unfinished.nonzero()[0].tolist()) - set(self.scheduler.steps.newest.rows.tolist()):
             assert self.config.scheduler == "prefill_first"
             assert plan.num_decode_rows == 0, "the decoding rows go together"
-            assert started >= set(self.scheduler._prefilling), "a new prompt kept them waiting"
+            assert started >= set(self.scheduler.book.prefilling), "a new prompt kept them waiting"
         self.plans.append(plan)
         self.spoil_what_nobody_may_read()
         self.device.transfer(plan)
@@ -502,14 +502,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for queue in ("returning", "paused"):
             pinned |= {h for entry in snapshot[queue] for h in entry.get("host_blocks", ())}
         for block in set(range(self.config.num_host_blocks)) - pinned:
-            if not self.scheduler.host.blocks.has_content(block):
+            if not self.scheduler.memory.host.blocks.has_content(block):
                 self.device.host[block] = None
         owned = {b for row in snapshot["rows"] for b in row["blocks"]}
-        owned |= set(self.scheduler.deferred_frees.num_owners().nonzero()[0].tolist())
+        owned |= set(self.scheduler.memory.deferred_frees.num_owners().nonzero()[0].tolist())
         owned |= {d for d, _ in self.plans[-1].saves.tolist()}
         written = {b for p in self.plans for b in (p.slots // self.block_size).ravel().tolist()}
         for block in range(self.config.num_blocks):
-            if block not in owned | written and not self.scheduler.blocks.has_content(block):
+            if block not in owned | written and not self.scheduler.memory.blocks.has_content(block):
                 slots = slice(block * self.block_size, (block + 1) * self.block_size)
                 self.device.before[slots] = self.device.after[slots] = None
 
@@ -599,17 +599,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_agree(self):
         if not hasattr(self, "scheduler"):
             return
-        blocks = self.scheduler.blocks
+        blocks = self.scheduler.memory.blocks
         self.scheduler.check()
         assert blocks.num_free + blocks.num_cached + blocks.num_in_use == self.config.num_blocks
         snapshot = self.scheduler.snapshot()
         owned = Counter(b for row in snapshot["rows"] for b in set(row["blocks"]))
-        held = self.scheduler.deferred_frees.num_owners()
+        held = self.scheduler.memory.deferred_frees.num_owners()
         owned.update({b: int(held[b]) for b in held.nonzero()[0].tolist()})
         assert self.plans or not held.any()
         assert len(owned) == blocks.num_in_use
         assert all(blocks.ref_count(block) == count for block, count in owned.items())
-        host = self.scheduler.host.blocks
+        host = self.scheduler.memory.host.blocks
         assert host.num_free + host.num_cached + host.num_in_use == self.config.num_host_blocks
         parked = Counter(
             block
@@ -619,7 +619,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         for plan in self.plans:  # held until it has run
             parked.update(h for h, _ in plan.restores.tolist())
-        if not self.scheduler.host._planned.restores:  # which wait for a step
+        if not self.scheduler.memory.host._planned.restores:  # which wait for a step
             assert len(parked) == host.num_in_use
             assert all(host.ref_count(block) == count for block, count in parked.items())
         if not self.config.prefix_caching:
@@ -683,8 +683,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(client.ended is not None for client in self.clients.values())
         self.books_agree()
         self.events_replay_to_what_is_held()
-        assert self.scheduler.blocks.num_in_use == 0
-        assert self.scheduler.host.blocks.num_in_use == 0
+        assert self.scheduler.memory.blocks.num_in_use == 0
+        assert self.scheduler.memory.host.blocks.num_in_use == 0
         assert self.scheduler.abort_all() == []
 
 
@@ -718,7 +718,7 @@ def test_any_life_keeps_the_books_and_the_tokens(mix, block_size, max_in_flight)
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_colliding_names_never_change_a_token(monkeypatch, mix):
-    real = prefix.block_digest
-    monkeypatch.setattr(prefix, "block_digest", lambda *args: bytes([real(*args)[0] % 4]))
+    real = prefix_entries.block_digest
+    monkeypatch.setattr(prefix_entries, "block_digest", lambda *args: bytes([real(*args)[0] % 4]))
     machine = type(f"Machine{mix}", (SchedulerMachine,), {"mix": mix})
     run_state_machine_as_test(machine, settings=SETTINGS)

@@ -18,7 +18,8 @@ from quire.replica.kv_cache.cache_events import EventLog, Tier
 from quire.replica.loop import LoopOutput
 from quire.replica.serving import attachments as attachments_module
 from quire.replica.serving.attachments import Attachments
-from quire.router.fleet.replicas import ReplicaState, ReplicaTable
+from quire.router.fleet.replicas import ReplicaTable
+from quire.router.fleet.tracked_replica import ReplicaState
 from quire.router.index.prefix_index import PrefixIndex
 
 EPOCH = "epoch-1"

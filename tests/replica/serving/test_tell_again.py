@@ -56,7 +56,7 @@ def test_a_block_that_was_exchanged_is_told_again_when_the_step_that_told_it_fai
         plan = scheduler.plan(0.0)
         device.take(plan)
         device.check(plan)
-        row = scheduler._requests["b"].row
+        row = scheduler.book.requests["b"].row
         exchanged = row >= 0 and (before[:, row] > 0) & (
             before[:, row] != scheduler.rows.block_tables[:, row]
         )
@@ -86,7 +86,7 @@ def test_how_tokens_are_chosen_is_told_again_too():
     scheduler = Scheduler(small_config(block_size=BLOCK_SIZE, num_blocks=32))
     submit(scheduler, "a")
     plan = scheduler.plan(0.0)
-    row = scheduler._requests["a"].row
+    row = scheduler.book.requests["a"].row
     commit(scheduler, plan)
     submit(scheduler, "b")
     scheduler.pause("a")

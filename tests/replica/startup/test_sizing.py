@@ -24,7 +24,11 @@ from quire.replica.machine import (
     physical_cores,
 )
 from quire.replica.startup import sizing
-from quire.replica.startup.sizing import GIB, choose_dtype, memory_table, resolve
+from quire.replica.startup.cpu_sizing import CpuSizing
+from quire.replica.startup.device_sizing import GIB, DeviceSizing
+from quire.replica.startup.gpu_sizing import GpuSizing, decode_bytes_per_block
+from quire.replica.startup.memory_table import memory_table
+from quire.replica.startup.sizing import resolve
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +36,25 @@ def spec(zoo) -> ModelSpec:
     return ModelSpec.from_checkpoint(zoo("llama"))
 
 
+class TiledCpu(CpuSizing):
+    """Of a CPU whose compiled attention takes a number of bytes; None: it cannot be used."""
+
+    def __init__(self, native: int | None):
+        super().__init__(num_threads=2)
+        self._native = native
+
+    def native_attention_bytes(self, spec, block_size):
+        return self._native
+
+
+def sizing_of(device: str, native: int | None = None) -> DeviceSizing:
+    return GpuSizing() if device == "cuda" else TiledCpu(native)
+
+
 def solve(spec, available=8 * GIB, device="cpu", max_model_len=512, native=None, host=None, **args):
     host = available if host is None else host
-    sizes = (10**6, 512, max_model_len, available, host, native)
-    return memory_table(EngineArgs(**args), spec, device, "float32", *sizes)
+    sizes = (10**6, 512, max_model_len, available, host)
+    return memory_table(EngineArgs(**args), spec, sizing_of(device, native), "float32", *sizes)
 
 
 def big(spec, **changes):
@@ -64,7 +83,7 @@ def test_a_gpu_gets_all_that_is_left(spec):
     table = solve(big(spec), available=64 * GIB, device="cuda", max_model_len=10**6)
     assert table.kv_cache > 50 * GIB and 0 <= table.remainder < table.block + table.attention
     # The CPU's tiles are not on the device; partial results of decode rows are, in proportion to the blocks.
-    per_block = sizing.decode_bytes_per_block(EngineArgs(), big(spec), table.block_size)
+    per_block = decode_bytes_per_block(EngineArgs(), big(spec), table.block_size)
     assert table.attention == table.num_blocks * per_block
     assert 0 < table.attention < table.kv_cache / 100
 
@@ -96,7 +115,7 @@ def test_the_partial_results_of_a_gpu_are_counted_as_they_are_allocated(
         return sum(x.nbytes for attention in attentions for x in attention.buffers().values())
 
     grown = allocated(400) - allocated(len(small.groups))
-    counted = 400 * sizing.decode_bytes_per_block(args, small, 64)
+    counted = 400 * decode_bytes_per_block(args, small, 64)
     assert 0 < grown <= counted
     if windows == (None,) * 4:  # a window bounds them by the rows
         assert grown > 0.9 * counted
@@ -162,13 +181,9 @@ def test_native_attention_takes_the_threads_tiles_and_splits_and_no_more():
     assert used <= cpu_attention_native.workspace_bytes(4, 256) + 4 * 64
 
 
-@pytest.mark.parametrize(
-    "device, block_size, expected", [("cpu", 32, True), ("cpu", 12, False), ("cuda", 32, False)]
-)
-def test_the_torch_path_is_sized_where_native_attention_cannot_run(
-    spec, device, block_size, expected
-):
-    size = sizing.native_attention_bytes(spec, device, block_size, 2)
+@pytest.mark.parametrize("block_size, expected", [(32, True), (12, False)])
+def test_the_torch_path_is_sized_where_native_attention_cannot_run(spec, block_size, expected):
+    size = CpuSizing(num_threads=2).native_attention_bytes(spec, block_size)
     assert (size is not None) == (expected and cpu_attention.has_native())
 
 
@@ -440,7 +455,7 @@ def test_cuda_without_a_gpu_is_refused(spec, monkeypatch):
     ],
 )
 def test_automatic_dtype(device, parameters, flags, expected):
-    assert choose_dtype(device, "bfloat16", parameters, frozenset(flags)) == expected
+    assert sizing_of(device).choose_dtype("bfloat16", parameters, frozenset(flags)) == expected
 
 
 def machine(tmp_path, files: dict[str, str]):

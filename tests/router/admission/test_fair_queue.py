@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.router.admission.fair_queue import AGEING, OLDEST_EVERY, FairQueue, Ticket
+from quire.protos.fairness import AGEING, OLDEST_EVERY
+from quire.router.admission.fair_queue import FairQueue, Ticket
 
 TENANTS = "abcdef"
 QUANTUM = 100

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from quire.protos.wire import ROUTING_BLOCK_TOKENS, CacheEvents, Frame, Load
 from quire.router.fleet.event_replay import SNAPSHOT
-from quire.router.fleet.replicas import ReplicaState, ReplicaTable
+from quire.router.fleet.replicas import ReplicaTable
+from quire.router.fleet.tracked_replica import ReplicaState
 from quire.router.index.prefix_index import PrefixIndex
+from quire.router.policy.baselines import LeastLoaded
 from quire.router.policy.by_name import make_policy
-from quire.router.policy.policy import LeastLoaded, RouteRequest
+from quire.router.policy.policy import RouteRequest
 
 
 def u64(hashes):

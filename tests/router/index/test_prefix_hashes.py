@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
-from quire.kernels.compiled import NativeLibraryError
+from quire.kernels.library_loader import NativeLibraryError
 from quire.protos.wire import RoutingHasher
 from quire.router import compiled_router
 from quire.router.index.prefix_hashes import _weights, prefix_hashes

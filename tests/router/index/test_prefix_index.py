@@ -175,7 +175,7 @@ def test_slots_are_used_again_and_come_back_clean():
         index.reset("a", f"epoch {round_}", 0, u64([round_, round_ + 1]))
         assert index.match([round_ + 1]) == {"a": 1}
         assert index.match([round_ - 1] if round_ else [7]) == {}
-    assert index._num_slots < 10 and len(index) < 10
+    assert index._slots.num_slots < 10 and len(index) < 10
 
 
 def test_at_the_bound_new_hashes_are_dropped_and_the_replica_is_incomplete():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.router.policy.columns import NUM_COLUMNS, NUM_PLACES, SEEN_S, ReplicaColumns
+from quire.router.policy.columns import COLUMN, NUM_COLUMNS, PerColumn, ReplicaColumns
+from quire.router.policy.fleet_view import FleetView
 
 ACTIONS = st.lists(
     st.tuples(
@@ -19,14 +21,14 @@ ACTIONS = st.lists(
 )
 
 
-@given(ACTIONS, st.sampled_from([SEEN_S, NUM_PLACES]))
+@given(ACTIONS, st.sampled_from([COLUMN.seen_s, COLUMN.num_places]))
 def test_whether_some_are_below_a_bound_is_known(actions, column):
     table, rows, num_added = ReplicaColumns(), {}, 0
 
     def write(name, value):
         values = [7.0] * NUM_COLUMNS
         values[column] = rows[name] = value
-        table.write(table.names.index(name), tuple(values))
+        table.write(table.names.index(name), PerColumn(*values))
 
     for action, which, value in actions:
         if action == "add":
@@ -44,3 +46,16 @@ def test_whether_some_are_below_a_bound_is_known(actions, column):
                 moved = table.remove(table.names.index(name))
                 if moved is not None:
                     write(moved, rows[moved])
+
+
+def test_each_value_of_a_row_is_in_the_column_of_its_name():
+    table = ReplicaColumns()
+    row = PerColumn(*(float(100 + i) for i in range(NUM_COLUMNS)))
+    table.write(table.add("r"), row)
+    fleet = FleetView(table.names, table.columns, np.zeros((2, 1)), np.zeros(1), now_s=1000.0)
+    values = fleet.named() | {"seen_s": table.columns[COLUMN.seen_s]}
+    for name, value in row._asdict().items():
+        if name in ("report_s", "head_s"):
+            assert values[name.replace("_s", "_age_s")] == 1000.0 - value
+        else:
+            assert values["reported_work" if name == "queued_tokens" else name] == value

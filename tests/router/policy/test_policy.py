@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from routing_fleets import FLEETS, fleet_of, idle
 
 from quire.cluster.config.app_config import RouterArgs
-from quire.router.policy.by_name import POLICY_NAMES, make_policy
+from quire.router.policy.by_name import POLICIES, POLICY_NAMES, make_policy
 from quire.router.policy.cost import CostPolicy
-from quire.router.policy.policy import MAX_RANKED, RouteRequest
-
-pytestmark = pytest.mark.usefixtures("either_library")
+from quire.router.policy.policy import MAX_RANKED, RouteRequest, ranked_rows
 
 
 @given(FLEETS, st.integers(1, 50_000), st.integers(0, 2**32), st.sampled_from(POLICY_NAMES))
@@ -32,6 +30,17 @@ def test_the_ranking_names_each_replica_once_in_order_of_cost(rows, num_tokens, 
     assert np.isfinite(costs).all()
     assert all(a <= b + 1e-6 for a, b in pairwise(costs))
     assert not rows or costs[0] <= ranking.cost_s.min() + 1e-6
+
+
+# Few values, so that many costs are equal; and fleets on both sides of the size from which parts are compared first.
+@given(st.lists(st.integers(0, 40).map(float), min_size=1, max_size=300))
+def test_the_cheapest_come_first_and_equal_ones_in_their_order(costs):
+    cost = np.array(costs)
+    by_cost = cost.argsort(kind="stable")[:MAX_RANKED].tolist()
+    rows = ranked_rows(cost, random.Random(0)).tolist()
+    first = rows.pop(0)
+    assert cost[first] == cost.min()
+    assert rows == [row for row in by_cost if row != first][: len(by_cost) - 1]
 
 
 @given(FLEETS, st.integers(0, 2**32), st.sampled_from(POLICY_NAMES))
@@ -77,6 +86,7 @@ def test_prefix_affinity_follows_the_longest_match_into_any_queue():
 
 def test_policies_are_made_by_the_names_that_the_configuration_takes():
     assert get_args(RouterArgs.model_fields["policy"].annotation) == POLICY_NAMES
+    assert tuple(POLICIES) == POLICY_NAMES
     assert make_policy("slo", eta=0.5) == CostPolicy(eta=0.5)
     assert make_policy("e2e").eta > make_policy("slo").eta
     with pytest.raises(ValueError, match=r"policy must be one of slo, .*, got 'best'"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.protos.wire import PROBATION_TOKENS
+from quire.protos.wire import ISOLATED_TOKENS
 from quire.router.request.crash_record import CrashRecord, Standing
 
 # What becomes of an attempt: tokens that it adds, and whether it ends in an incident or by somebody else's fault.
-ATTEMPTS = st.lists(st.tuples(st.integers(0, 3 * PROBATION_TOKENS), st.booleans()), max_size=12)
+ATTEMPTS = st.lists(st.tuples(st.integers(0, 3 * ISOLATED_TOKENS), st.booleans()), max_size=12)
 
 
 @given(ATTEMPTS)
@@ -24,7 +24,7 @@ def test_standing(attempts):
         for _ in range(num_new):
             num_emitted += 1
             record.progress(num_emitted)
-        if alone and num_new >= PROBATION_TOKENS:
+        if alone and num_new >= ISOLATED_TOKENS:
             incidents = 0
             assert record.standing is Standing.FREE
         if is_incident:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from local_serve import LocalCluster, LocalReplica, assert_idle, start_replica, until
 
-from quire.cluster.bench.report import Bar, write
+from quire.cluster.bench.results.report import Bar, write
 from quire.protos.errors import Unavailable
 from quire.protos.wire import Grammar
 from quire.replica.core.request import Phase, RequestDelta
@@ -83,8 +83,8 @@ def aborted_in(patch) -> list[Phase]:
     abort = Scheduler.abort
 
     def record(scheduler: Scheduler, key: Hashable) -> RequestDelta | None:
-        if key in scheduler._requests:
-            phases.append(scheduler._requests[key].phase)
+        if key in scheduler.book.requests:
+            phases.append(scheduler.book.requests[key].phase)
         return abort(scheduler, key)
 
     patch.setattr(Scheduler, "abort", record)
@@ -179,7 +179,7 @@ class Visitors:
         streams = getattr(stream, "_streams", [stream])  # of the choices
         attempts = [s._attempt for s in streams if s._attempt is not None]
         for attempt in attempts:
-            requests = self._replicas[attempt.replica].engine._loop._scheduler._requests
+            requests = self._replicas[attempt.replica].engine._loop._scheduler.book.requests
             request = requests.get((self._service.router_id, attempt.stream_id))
             if request is not None and request.phase is Phase.OFFLOADED:
                 return True
@@ -197,7 +197,9 @@ def leaks(cluster: LocalCluster) -> Counter[str]:
         left["leases"] += len(actor._leases._streams)
         left["open calls"] += len(actor._finished)
     left["attempts"] += len(cluster.bus._attempts)
-    left["bookings"] += sum(len(entry.bookings) for entry in cluster.table._replicas.values())
+    left["bookings"] += sum(
+        entry.bookings.num_unreported for entry in cluster.table._replicas.values()
+    )
     return left
 
 

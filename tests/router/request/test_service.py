@@ -34,7 +34,8 @@ from quire.replica.embedded_model import CHECKPOINT
 from quire.replica.serving import actor as actor_module
 from quire.replica.serving.leases import Leases
 from quire.router.admission.wait_bounds import AdmissionLimits
-from quire.router.fleet.replicas import ReplicaState, ReplicaTable
+from quire.router.fleet.replicas import ReplicaTable
+from quire.router.fleet.tracked_replica import ReplicaState
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.observer import AnswerEnd, Observer
 from quire.router.policy.by_name import make_policy

@@ -13,7 +13,7 @@ from quire.router.fleet.replicas import ReplicaTable
 from quire.router.index.prefix_index import PrefixIndex
 from quire.router.transport.bus import Bus
 from quire.router.transport.transport import Lost
-from tests.perf.bus_overhead import StubHandle
+from tests.perf.router.bus_overhead import StubHandle
 
 
 def make_bus():

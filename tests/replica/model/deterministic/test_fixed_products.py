@@ -80,7 +80,7 @@ def linear(columns, depth, bias=True, dtype=torch.float32):
 
 
 def test_every_product_is_replaced_and_its_parameters_are_shared():
-    model = nn.Sequential(linear(5, 7), Product([linear(3, 5), linear(2, 5)], "triton"), nn.SiLU())
+    model = nn.Sequential(linear(5, 7), Product([linear(3, 5), linear(2, 5)]), nn.SiLU())
     weights = [module.weight for module in model[:2]]
     fix_products(model)
     fix_products(model)

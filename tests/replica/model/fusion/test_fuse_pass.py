@@ -17,16 +17,20 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.cpu_attention import has_native
+from quire.kernels.cpu.cpu_decoder_layer import PreparedLayer
+from quire.kernels.cpu.cpu_layer_stack import LayerStack
 from quire.kernels.cpu.cpu_linear import PackedWeight
-from quire.kernels.cpu.cpu_sequence import LayerSequence, LayerStack
 from quire.replica.checkpoint.model_spec import ModelSpec
 from quire.replica.device.kv_pool import KVPool
 from quire.replica.engine import Engine
+from quire.replica.model.attention import StepContext
+from quire.replica.model.fusion import cpu_fused_layer as fused_layer_module
 from quire.replica.model.fusion import fuse_pass as fuse_module
-from quire.replica.model.fusion import fused_layer as fused_layer_module
+from quire.replica.model.fusion.cpu_cos_sin_cache import tabled_rotation
+from quire.replica.model.fusion.cpu_fused_layer import CpuLayer
+from quire.replica.model.fusion.cpu_fused_parts import CpuAttention, PackedEmbedding, PackedProduct
 from quire.replica.model.fusion.fused_layer import FusedLayer
-from quire.replica.model.fusion.fused_parts import PackedEmbedding, Product
-from quire.replica.model.fusion.layer_chains import tabled_rotation
+from quire.replica.model.fusion.fused_parts import Product
 from quire.replica.model.fusion.probe import Probe
 from quire.replica.model.loader import load_model
 from quire.replica.runner import runner as runner_module
@@ -128,7 +132,9 @@ def test_merged_weights_replace_the_original_ones(zoo):
     assert not [m for m in runner.model.modules() if type(m) in (nn.Linear, nn.Embedding)]
     # Panels of 64 columns are padded, which weighs much in a small model; nothing exists twice.
     packed = {
-        m.packed.data.data_ptr(): m.packed for m in runner.model.modules() if isinstance(m, Product)
+        m.packed.data.data_ptr(): m.packed
+        for m in runner.model.modules()
+        if isinstance(m, PackedProduct)
     }
     assert sum(p.columns * p.depth for p in packed.values()) + sum(
         p.numel() for p in runner.model.parameters()
@@ -166,7 +172,7 @@ def test_products_of_a_gpu_are_views_of_the_loaded_weights(zoo):
         [attention.q_proj, attention.k_proj, attention.v_proj],
         [mlp.gate_proj, mlp.up_proj],
     ):
-        product = Product(parts, "triton")
+        product = Product(parts)
         assert product.weight.data_ptr() == parts[0].weight.data_ptr()
         assert torch.equal(product.weight, torch.cat([part.weight for part in parts]))
 
@@ -250,7 +256,7 @@ def test_a_module_that_cannot_be_probed_stays(zoo):
 @pytest.mark.parametrize("what", ["q", "k", "v"])
 def test_a_wrong_query_key_or_value_is_found_out(zoo, what, monkeypatch):
     """Were only outputs compared, a few tokens with flat scores would hide it."""
-    original = fuse_module.FusedAttention._write_cpu
+    original = CpuAttention.write
 
     def wrong(self, qkv, tables, step):
         q = original(self, qkv, tables, step)
@@ -262,7 +268,7 @@ def test_a_wrong_query_key_or_value_is_found_out(zoo, what, monkeypatch):
         pages[rows] *= 1.001
         return q
 
-    monkeypatch.setattr(fuse_module.FusedAttention, "_write_cpu", wrong)
+    monkeypatch.setattr(CpuAttention, "write", wrong)
     runner = make_runner(zoo("llama"))
     assert runner.fused.fused["layers"] == runner.fused.fused["attentions"] == 0
     assert sum("attention model.layers" in reason for reason in runner.fused.dropped) == 3
@@ -434,7 +440,7 @@ _FACTORS = [1.0 + i / 4 for i in range(8)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_of_rotations_has_the_models_bits(rope, dtype):
     x = torch.zeros(1, 1, 64, dtype=dtype)
-    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], None)
+    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], StepContext)
     rotation = rotation_of(**rope)
     table = tabled_rotation(rotation, x, probe)
     assert table is not None
@@ -455,7 +461,7 @@ def test_a_table_of_rotations_has_the_models_bits(rope, dtype):
 )
 def test_rotations_that_go_by_the_longest_have_no_table(rope):
     x = torch.zeros(1, 1, 64)
-    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], None)
+    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], StepContext)
     rotation, untouched = rotation_of(**rope), rotation_of(**rope)
     assert tabled_rotation(rotation, x, probe) is None
     given = torch.tensor([[1, 100]])
@@ -465,7 +471,7 @@ def test_rotations_that_go_by_the_longest_have_no_table(rope):
 
 def test_a_part_that_is_called_otherwise_has_no_table():
     x = torch.zeros(1, 1, 64)
-    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], None)
+    probe = Probe(nn.Identity(), 1, SimpleNamespace(data=x, block_size=16), [], StepContext)
     assert tabled_rotation(nn.Linear(64, 64), x, probe) is None
 
 
@@ -498,12 +504,12 @@ def test_a_layer_whose_input_the_model_changes_begins_another_call(zoo, monkeypa
 @pytest.mark.parametrize("without, chains", [(0, [2]), (1, [1, 1]), (2, [2])])
 def test_a_layer_that_is_no_call_ends_a_chain(zoo, without, chains, monkeypatch):
     expected = logits_of(make_runner(zoo("llama")))
-    original = FusedLayer._make_sequence
+    original = CpuLayer._make_sequence
 
     def make(self, pool):
         return None if self.attention.facts.layer == without else original(self, pool)
 
-    monkeypatch.setattr(FusedLayer, "_make_sequence", make)
+    monkeypatch.setattr(CpuLayer, "_make_sequence", make)
     runner = make_runner(zoo("llama"))
     assert runner.fused.chains == chains
     assert np.array_equal(logits_of(runner), expected)
@@ -527,7 +533,7 @@ def test_a_model_that_calls_its_layers_otherwise_is_stopped(zoo, monkeypatch):
 
 @pytest.mark.parametrize("what", ["q", "k", "v", "output"])
 def test_it_is_the_one_call_that_is_proven(zoo, what, monkeypatch):
-    original, queries = LayerStack.__call__, LayerSequence.queries
+    original, queries = LayerStack.__call__, PreparedLayer.queries
 
     def wrong(self, x, step, *args, **kwargs):
         out = original(self, x, step, *args, **kwargs)
@@ -541,7 +547,7 @@ def test_it_is_the_one_call_that_is_proven(zoo, what, monkeypatch):
 
     monkeypatch.setattr(LayerStack, "__call__", wrong)
     if what == "q":
-        monkeypatch.setattr(LayerSequence, "queries", lambda *args: queries(*args) * 1.001)
+        monkeypatch.setattr(PreparedLayer, "queries", lambda *args: queries(*args) * 1.001)
     fused = make_runner(zoo("llama")).fused
     assert fused.fused["layers"] == 0 and fused.fused["attentions"] == 3
     assert sum("layer model.layers" in reason for reason in fused.dropped) == 3

@@ -18,7 +18,8 @@ from quire.kernels.cpu.cpu_attention import has_native
 from quire.protos.wire import SamplingParams
 from quire.replica.config import EngineConfig
 from quire.replica.core.request import Request
-from quire.replica.device.device import CpuDevice, Stream
+from quire.replica.device.cpu_device import CpuDevice
+from quire.replica.device.device import Stream
 from quire.replica.model.fusion.fused_parts import NormWeight
 from quire.replica.runner import queued_steps
 from quire.replica.runner.device_table import DeviceTable
@@ -402,7 +403,7 @@ def test_with_graphs_each_wait_is_needed_too(harness, wait):
 def move_inputs(runner: Runner) -> None:
     """The step's inputs lie elsewhere than when the graphs were captured."""
     capture_all(runner)
-    ring = runner.queued.inputs
+    ring = runner.steps.inputs
     ring.inputs = ring.inputs.clone()
 
 
@@ -432,7 +433,7 @@ def test_the_guard_names_the_buffer_that_has_moved(harness, what, caplog):
 
     def prepare(runner: Runner) -> None:
         capture_all(runner)
-        queued, decoder = runner.queued, runner.model.model
+        queued, decoder = runner.steps, runner.model.model
         if what == "the step's inputs":
             queued.inputs.inputs = queued.inputs.inputs.clone()
         elif what == "the KV pool":
@@ -469,7 +470,7 @@ def test_the_guard_names_the_buffer_that_has_moved(harness, what, caplog):
 def test_padding_that_writes_to_a_live_block_is_found(harness):
     def prepare(runner: Runner) -> None:
         capture_all(runner)
-        ring = runner.queued.inputs
+        ring = runner.steps.inputs
         row, position, kv_len, slot, key = ring._padding
         assert slot == runner.pool.trash_block * BLOCK_SIZE
         ring._padding = (row, position, kv_len, 3 * BLOCK_SIZE, key)
@@ -483,7 +484,7 @@ def test_padding_that_answers_for_a_live_row_is_found(harness):
 
     def prepare(runner: Runner) -> None:
         capture_all(runner)
-        ring = runner.queued.inputs
+        ring = runner.steps.inputs
         assert ring._padding[0] == runner.config.num_rows
         ring._padding = (0, *ring._padding[1:])
 
@@ -586,7 +587,7 @@ def test_the_runner_counts_steps_gaps_graphs_and_copies(harness, plans_ahead):
     def prepare(runner: Runner) -> None:
         capture_all(runner)
         runners.append(runner)
-        copies_before.append(runner.queued.inputs.num_copies)
+        copies_before.append(runner.steps.inputs.num_copies)
 
     device = FakeDevice(4)
     model.serve(

@@ -27,7 +27,7 @@ def mixed_config(model: Harness, make=config_of, **changes: object) -> EngineCon
 def capture_mixed(runner: Runner) -> None:
     """Have the graph of every shape."""
     runner.warm_up()
-    reach = runner.queued.table.blocks.shape[2] * BLOCK_SIZE
+    reach = runner.steps.table.blocks.shape[2] * BLOCK_SIZE
     for key in [
         *(GraphKey(n, GraphPart.FORWARD) for n in (1, 2, 4, 6)),
         *(GraphKey(n, part, size, reach) for part in GraphPart for size in TOKENS for n in ROWS),
@@ -225,7 +225,7 @@ def test_each_wait_is_needed(harness, wait):
 def test_padding_that_is_not_out_of_the_way_is_found(harness, what):
     def prepare(runner: Runner) -> None:
         capture_mixed(runner)
-        ring = runner.queued.inputs
+        ring = runner.steps.inputs
         row, position, kv_len, slot, key = ring._padding
         if what == "answers for a live row":
             ring._padding = (0, position, kv_len, slot, key)

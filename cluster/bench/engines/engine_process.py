@@ -1,0 +1,233 @@
+"""An engine in a process of its own, which is stopped while another one is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from quire.cluster.bench.engines import engine_adapters
+
+_END_S = 20.0  # for an engine to end before it is killed
+_SETTLE_PERIOD_S = 1.0
+_IDLE_CORES = 0.1  # in use, and less, is idle
+
+
+class EngineFailed(RuntimeError):
+    """An engine could not be loaded or could not answer; the message is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUsage:
+    """What an engine's processes have used, all of them together."""
+
+    cpu_s: float
+    peak_rss_mib: float  # the sum of each one's peak: shared pages count once for each
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine to run.
+
+    Read from `NAME[=JSON]` of a command line, where the JSON may have `engine` (one of `engine_adapters.ENGINES`; else
+    NAME), `model`, `dtype`, `threads`, `options`, `env` and `python`, the interpreter of the engine's environment.
+    """
+
+    name: str  # in tables
+    engine: str
+    model: str
+    dtype: str
+    threads: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+
+    def __post_init__(self) -> None:
+        if self.engine not in engine_adapters.ENGINES:
+            known = ", ".join(engine_adapters.ENGINES)
+            raise ValueError(f"engine: must be one of {known}, got {self.engine!r}")
+        if self.threads < 1:
+            raise ValueError(f"threads: must be >= 1, got {self.threads}")
+
+    @classmethod
+    def parse(cls, text: str, *, model: str, dtype: str, threads: int) -> EngineSpec:
+        """From the command line; the keyword arguments are what it leaves open.
+
+        Raises
+        ------
+        ValueError
+            Names the field that is wrong.
+        """
+        name, _, rest = text.partition("=")
+        try:
+            given = json.loads(rest) if rest else {}
+        except ValueError as error:
+            raise ValueError(f"engine {name}: not JSON: {error}") from None
+        allowed = {"engine", "model", "dtype", "threads", "options", "env", "python"}
+        if unknown := set(given) - allowed:
+            raise ValueError(f"engine {name}: unknown {', '.join(sorted(unknown))}")
+        return cls(
+            **{
+                "name": name,
+                "engine": name,
+                "model": model,
+                "dtype": dtype,
+                "threads": threads,
+                **given,
+            }
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings, without paths of this machine."""
+        return {
+            "engine": self.engine,
+            "model": Path(self.model).name,
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "options": dict(self.options),
+            "env": {name: value for name, value in self.env.items() if "/" not in value},
+        }
+
+
+def wait_until_idle(used_s: Callable[[], float], most_s: float) -> float:
+    """Until whoever has used so many seconds of CPU uses no more, at most so long; returns the seconds it took."""
+    began, now_s = time.perf_counter(), used_s()
+    while time.perf_counter() - began < most_s:
+        time.sleep(_SETTLE_PERIOD_S)
+        before_s, now_s = now_s, used_s()
+        if now_s - before_s < _IDLE_CORES * _SETTLE_PERIOD_S:
+            break
+    return time.perf_counter() - began
+
+
+class EngineProcess:
+    """A loaded engine.
+
+    Parameters
+    ----------
+    log
+        Takes what the engine prints.
+
+    Raises
+    ------
+    EngineFailed
+        It could not be loaded.
+    """
+
+    def __init__(self, spec: EngineSpec, log: TextIO):
+        self.spec = spec
+        facts = {
+            "model": spec.model,
+            "dtype": spec.dtype,
+            "threads": spec.threads,
+            "options": dict(spec.options),
+        }
+        command = ["env", *(f"{name}={value}" for name, value in spec.env.items())]
+        # -I: the folder of engine_adapters.py is not where its imports come from.
+        command += [spec.python, "-I", engine_adapters.__file__, spec.engine, json.dumps(facts)]
+        began = time.perf_counter()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # one group, which is stopped as a whole
+        )
+        try:
+            self.startup: dict[str, float] = self._read()
+        except BaseException:
+            self.close()
+            raise
+        self.startup["ready_s"] = time.perf_counter() - began
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+        """The engine's answer: `seconds` and `outputs`.
+
+        Raises
+        ------
+        EngineFailed
+            It failed, or an answer has not `max_tokens` tokens.
+        """
+        request = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineFailed(f"{self.spec.name}: the process has ended") from None
+        answer = self._read()
+        lengths = {len(output) for output in answer["outputs"]}
+        if len(answer["outputs"]) != len(prompts) or lengths != {max_tokens}:
+            raise EngineFailed(
+                f"{self.spec.name}: wanted {len(prompts)} answers of {max_tokens} tokens, got "
+                f"{len(answer['outputs'])} of {sorted(lengths)}"
+            )
+        return answer
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[EngineProcess]:
+        """Run for the length of the block; stopped before and after."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield self
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def usage(self) -> GroupUsage:
+        """CPU and memory of the engine's processes so far; zeros where /proc is absent."""
+        cpu_ticks = peak_kib = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[2]) != self._process.pid:
+                    continue
+                status = (folder / "status").read_text()
+            except OSError:  # gone meanwhile
+                continue
+            cpu_ticks += int(fields[11]) + int(fields[12])
+            peak_kib += int(status.partition("VmHWM:")[2].split()[0])
+        return GroupUsage(cpu_ticks / os.sysconf("SC_CLK_TCK"), peak_kib / 1024)
+
+    def settle(self, most_s: float) -> None:
+        """Let the engine end what it does in the background once it is ready: wait until it uses no CPU any more, at
+        most so long. `startup` then has that time."""
+        self.startup["settled_s"] = wait_until_idle(lambda: self.usage().cpu_s, most_s)
+
+    def stop(self) -> None:
+        """Use no CPU until the next `awake`."""
+        self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End the process and everything it started."""
+        self._signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            pass
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise EngineFailed(f"{self.spec.name}: the process ended; its log says why")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineFailed(f"{self.spec.name}: {answer['error']}")
+        return answer
+
+    def _signal(self, number: int) -> None:
+        # The group outlives its leader while a child of the engine's runs.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)

@@ -1,0 +1,90 @@
+"""An engine in this process behind the same interface as a server: `load` drives both."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from quire.cluster.bench.load.cache_watch import CacheSample
+from quire.cluster.bench.load.clients import Answer, RequestFailed
+from quire.protos.errors import QuireError
+from quire.protos.wire import SamplingParams
+from quire.replica.core.request import Request
+from quire.replica.engine import Engine
+from quire.replica.loop import LoopOutput
+
+
+class EngineClient:
+    """Owns an engine; every method but the engine's callback runs in one event loop.
+
+    Parameters
+    ----------
+    args
+        Those of `quire.replica.config.EngineArgs`.
+    """
+
+    def __init__(self, **args: Any):
+        self._engine = Engine(on_output=self._on_output, **args)
+        self.config = self._engine.config
+        self.checkpoint = self._engine.checkpoint
+        self.startup_s = self._engine.startup_s
+        self.samples: list[CacheSample] = []  # one for each turn of the engine's loop
+        self._keys = itertools.count()
+        self._sinks: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue]] = {}
+
+    def _on_output(self, output: LoopOutput) -> None:
+        """Engine's thread."""
+        now_s, load = time.perf_counter(), output.load
+        self.samples.append(
+            CacheSample(
+                now_s, load.blocks_free, load.blocks_cached, load.blocks_in_use, load.blocks_total
+            )
+        )
+        found: dict[asyncio.AbstractEventLoop, list] = {}
+        for delta in output.deltas:
+            if sink := self._sinks.get(delta.key):
+                found.setdefault(sink[0], []).append((sink[1], delta))
+        for loop, deltas in found.items():  # one wake-up a step, not one a token
+            loop.call_soon_threadsafe(_hand_out, now_s, deltas)
+
+    async def complete(
+        self, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
+    ) -> Answer:
+        key = next(self._keys)
+        queue: asyncio.Queue = asyncio.Queue()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self._sinks[key] = (asyncio.get_running_loop(), queue)
+        answer = Answer(prompt_tokens=len(prompt_ids))
+        try:
+            self._engine.submit(Request(key, prompt_ids, params))
+            while True:
+                now_s, delta = await queue.get()
+                if delta.error is not None:
+                    raise delta.error
+                if delta.token_ids:
+                    if not answer.tokens:
+                        answer.cached_tokens = delta.num_cached_tokens
+                    answer.arrivals_s.append(now_s)
+                    answer.tokens.append(len(delta.token_ids))
+                    answer.token_ids += delta.token_ids
+                if delta.finish_reason is not None:
+                    return answer
+        except QuireError as error:
+            raise RequestFailed(error.message) from None
+        finally:
+            del self._sinks[key]
+
+    def telemetry(self) -> dict[str, Any]:
+        """`Engine.telemetry`."""
+        return self._engine.telemetry()
+
+    async def close(self) -> None:
+        self._engine.close()
+
+
+def _hand_out(now_s: float, deltas: list) -> None:
+    for queue, delta in deltas:
+        queue.put_nowait((now_s, delta))

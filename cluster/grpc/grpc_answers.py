@@ -1,0 +1,198 @@
+"""The router's answers, errors and reports as gRPC messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from quire.cluster.api_common.front_end import (
+    TIMEOUT_HEADER,
+    Progress,
+    explain_headers,
+    internal_error,
+    renamed,
+    retry_after_ms,
+)
+from quire.cluster.grpc.grpc_requests import Context
+from quire.protos import control_pb2 as control
+from quire.protos import generation_pb2 as generation
+from quire.protos.errors import QuireError
+from quire.protos.wire import Load
+from quire.router.request.resume import EventIds
+from quire.router.types import (
+    GenerationRequest,
+    GenerationStream,
+    OutputDelta,
+    ReplicaStatus,
+    ScoredToken,
+    TokenScores,
+    Usage,
+)
+
+_FINISH_REASONS = {
+    "stop": generation.FINISH_REASON_STOP,
+    "length": generation.FINISH_REASON_LENGTH,
+}
+
+# The router's names of fields, where the API has others.
+_NAMES = {"tenant": "cache_salt", "deadline_s": TIMEOUT_HEADER, "timeout": TIMEOUT_HEADER}
+
+
+class Responses:
+    """The messages of one stream, made of its deltas in their order."""
+
+    def __init__(self, stream: GenerationStream, asked: GenerationRequest):
+        marks = asked.marks
+        self._stream = stream
+        self._is_resumed = asked.resume_from is not None
+        self._ids = EventIds(stream.origin, marks)
+        self._told = [mark.num_tokens for mark in marks]  # by choice: the client has them
+        self._sent = [Progress() for _ in marks]
+        self._unfinished = [
+            progress for progress, mark in zip(self._sent, marks, strict=True) if not mark.finished
+        ]
+        self._num_open = len(self._unfinished)
+        self._is_first = True
+        self.are_complete = not self._unfinished  # the last one is made
+
+    def of(self, delta: OutputDelta) -> generation.GenerateResponse:
+        """Runs for every token of every stream: setting fields takes half the time of naming them to the
+        constructor, and those that few messages have are left alone."""
+        choice = delta.choice
+        progress = self._sent[choice]
+        index = self._told[choice] + progress.num_tokens
+        progress.add(delta)
+        response = generation.GenerateResponse()
+        response.text = delta.text
+        response.token_ids.extend(delta.token_ids)
+        response.index = index
+        if choice:
+            response.choice = choice
+        response.event_id = self._ids.after(delta)
+        if delta.logprobs is not None:
+            response.logprobs.extend(token_scores(delta.logprobs))
+        if self._is_first:
+            self._is_first = False
+            self._introduce(response)
+        if delta.finish_reason is not None:
+            set_finish(response, progress)
+            self._num_open -= 1
+            self.are_complete = not self._num_open
+        if self.are_complete:
+            set_usage(response, self._stream.usage)
+        return response
+
+    def _introduce(self, response: generation.GenerateResponse) -> None:
+        """What the first message tells of the whole stream."""
+        stream = self._stream
+        response.seed = stream.origin.seed
+        response.request_id = stream.request_id
+        response.model = stream.model
+        if not self._is_resumed:
+            response.prompt_logprobs.extend(prompt_scores(stream))
+
+    def end(self) -> None:
+        """The stream has ended: check that every choice has."""
+        for progress in self._unfinished:
+            progress.end()
+
+
+def set_finish(
+    response: generation.GenerateResponse | generation.GenerateOnceResponse | generation.Choice,
+    ended: Progress,
+) -> None:
+    response.finish_reason = _FINISH_REASONS[ended.finish_reason]
+    if isinstance(ended.stop_reason, str):
+        response.stop_string = ended.stop_reason
+    elif ended.stop_reason is not None:
+        response.stop_token_id = ended.stop_reason
+
+
+def token_scores(scores: list[TokenScores] | None) -> list[generation.TokenScores]:
+    def scored(token: ScoredToken) -> generation.ScoredToken:
+        return generation.ScoredToken(
+            token_id=token.token_id, logprob=token.logprob, utf8=token.utf8
+        )
+
+    return [
+        generation.TokenScores(
+            token=scored(of_token.token), top=map(scored, of_token.top), rank=of_token.rank
+        )
+        for of_token in scores or ()
+    ]
+
+
+def prompt_scores(stream: GenerationStream) -> list[generation.TokenScores]:
+    """Without the first token, which has no log-probability."""
+    return token_scores((stream.prompt_scores or [])[1:])
+
+
+def set_usage(
+    response: generation.GenerateResponse | generation.GenerateOnceResponse, usage: Usage
+) -> None:
+    response.usage.prompt_tokens = usage.prompt_tokens
+    response.usage.completion_tokens = usage.completion_tokens
+    response.usage.cached_tokens = usage.cached_tokens
+    response.usage.host_cached_tokens = usage.host_cached_tokens
+
+
+def set_explain(context: Context, explain: Any) -> None:
+    context.set_trailing_metadata(list(explain_headers(explain, complete=True).items()))
+
+
+def set_status(context: Context, error: Exception) -> QuireError:
+    """Put an error into the call's status and trailing metadata."""
+    error = renamed(error, _NAMES) if isinstance(error, QuireError) else internal_error(error)
+    context.set_code(grpc.StatusCode[error.grpc_status])
+    context.set_details(error.message)
+    metadata = [("x-quire-error-code", error.code)]
+    if error.field is not None:
+        metadata.append(("x-quire-error-field", error.field))
+    if error.retry_after_s is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(retry_after_ms(error.retry_after_s))))
+    context.set_trailing_metadata(metadata)
+    return error
+
+
+def replica_load(status: ReplicaStatus) -> control.ReplicaLoad:
+    load = status.load
+    return control.ReplicaLoad(
+        replica=status.replica,
+        epoch=status.epoch,
+        attached=status.attached,
+        report_age_ms=status.report_age_s * 1000,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        num_decode_tokens=load.num_decode_tokens,
+        prefill_ms_per_token=load.prefill_s_per_token * 1000,
+        decode_step_ms=load.decode_step_s * 1000,
+        num_steps=load.num_steps,
+        num_compiles=load.num_compiles,
+        num_preemptions=load.num_preemptions,
+        cache=_occupancy(load),
+    )
+
+
+def replica_cache(status: ReplicaStatus) -> control.ReplicaCache:
+    return control.ReplicaCache(
+        replica=status.replica,
+        epoch=status.epoch,
+        attached=status.attached,
+        report_age_ms=status.report_age_s * 1000,
+        cache=_occupancy(status.load),
+        indexed_blocks=status.indexed_blocks,
+    )
+
+
+def _occupancy(load: Load) -> control.CacheOccupancy:
+    """The tiers that replicas report; so far the device's."""
+    device = control.TierOccupancy(
+        tier=control.TIER_DEVICE,
+        blocks_free=load.blocks_free,
+        blocks_cached=load.blocks_cached,
+        blocks_in_use=load.blocks_in_use,
+        blocks_total=load.blocks_total,
+    )
+    return control.CacheOccupancy(tiers=[device])

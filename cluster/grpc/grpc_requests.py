@@ -1,0 +1,163 @@
+"""gRPC messages to the router's requests."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from quire.cluster.api_common import structured_output
+from quire.cluster.api_common.front_end import (
+    TIMEOUT_HEADER,
+    is_label,
+    request_label,
+    served_role,
+    timeout_seconds,
+)
+from quire.protos import control_pb2 as control
+from quire.protos import generation_pb2 as generation
+from quire.protos.errors import InvalidRequest
+from quire.protos.wire import Grammar
+from quire.router.request import params
+from quire.router.request.params import DEFAULT_LIMITS
+from quire.router.text.template_kwargs import parse_template_kwargs
+from quire.router.types import GenerationRequest
+
+MIN_PERIOD_MS, DEFAULT_PERIOD_MS, MAX_PERIOD_MS = 100, 1000, 60_000
+
+
+class Context(Protocol):
+    """The part of Serve's `RayServegRPCContext` in use; without it, this module needs no Ray."""
+
+    def set_code(self, code: grpc.StatusCode) -> None: ...
+
+    def set_details(self, details: str) -> None: ...
+
+    def set_trailing_metadata(self, metadata: list[tuple[str, str]]) -> None: ...
+
+    def invocation_metadata(self) -> Any: ...
+
+    def peer(self) -> str: ...
+
+
+def generation_request(request: generation.GenerateRequest, context: Context) -> GenerationRequest:
+    """The request for the router, which checks all bounds.
+
+    Raises
+    ------
+    InvalidRequest
+        No input, a label that is not printable, an unknown role.
+    """
+    options = request.sampling
+    given = {field.name: value for field, value in options.ListFields()}
+    for name in ("allowed_token_ids", "bad_words"):
+        given[name] = _bounded(name, getattr(options, name))
+    given["logit_bias"] = tuple(sorted(options.logit_bias.items()))
+    return GenerationRequest(
+        request_id=_request_id(request, context),
+        model=request.model or None,
+        **_input(request),
+        **given,
+        n=request.n if request.HasField("n") else 1,
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        grammar=_grammar(request),
+        stop=_bounded("stop", request.stop),
+        stop_token_ids=_bounded("stop_token_ids", request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=(
+            request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        ),
+        add_special_tokens=(
+            request.add_special_tokens if request.HasField("add_special_tokens") else None
+        ),
+        tenant=request.cache_salt,
+        session=request.session,
+        priority=request.priority,
+        deadline_s=timeout_seconds(dict(context.invocation_metadata()).get(TIMEOUT_HEADER)),
+    )
+
+
+def _bounded(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    """A repeated field, before it becomes a Python object for each value. Most have smaller bounds in the router."""
+    params.at_most(name, len(values), DEFAULT_LIMITS.max_allowed_token_ids, "values")
+    return tuple(values)
+
+
+def period_s(request: control.WatchCacheRequest) -> float:
+    period_ms = request.period_ms if request.HasField("period_ms") else DEFAULT_PERIOD_MS
+    if not MIN_PERIOD_MS <= period_ms <= MAX_PERIOD_MS:
+        raise InvalidRequest(
+            f"period_ms must be in [{MIN_PERIOD_MS}, {MAX_PERIOD_MS}], got {period_ms}",
+            field="period_ms",
+        )
+    return period_ms / 1000
+
+
+def _input(request: generation.GenerateRequest) -> dict[str, Any]:
+    kind = request.WhichOneof("input")
+    if kind == "prompt":
+        return {"prompt": request.prompt}
+    if kind == "token_ids":
+        ids = request.token_ids.ids
+        params.at_most("token_ids", len(ids), DEFAULT_LIMITS.max_prompt_ids, "token ids")
+        return {"prompt": tuple(ids)}
+    if kind == "messages":
+        num_messages = len(request.messages.messages)
+        params.at_most("messages", num_messages, DEFAULT_LIMITS.max_messages, "messages")
+        turns = tuple(map(_turn, range(1 << 31), request.messages.messages))
+        return {"messages": turns, **_template_options(request.messages)}
+    raise InvalidRequest("input is required: one of prompt, token_ids and messages", field="input")
+
+
+def _template_options(chat: generation.ChatMessages) -> dict[str, Any]:
+    """How messages become a prompt."""
+    options: dict[str, Any] = {"continue_final_message": chat.continue_final_message}
+    if chat.HasField("add_generation_prompt"):
+        options["add_generation_prompt"] = chat.add_generation_prompt
+    if chat.chat_template_kwargs:
+        options["chat_template_kwargs"] = parse_template_kwargs(chat.chat_template_kwargs)
+    return options
+
+
+def _grammar(request: generation.GenerateRequest) -> Grammar | None:
+    if not request.HasField("structured_output"):
+        return None
+    asked = request.structured_output
+    kind = asked.WhichOneof("kind")
+    field = f"structured_output.{kind}"
+    if kind == "json_schema":
+        return structured_output.json_schema(asked.json_schema, field)
+    if kind == "json_object" and asked.json_object:
+        return structured_output.json_object(field)
+    if kind == "choice":
+        return structured_output.choice(list(asked.choice.texts), field)
+    if kind == "regex":
+        return Grammar("regex", asked.regex, field)
+    if kind == "grammar":
+        return Grammar("lark", asked.grammar, field)
+    raise InvalidRequest(
+        "structured_output must have one of json_schema, json_object, regex, choice and grammar, got none",
+        field="structured_output",
+    )
+
+
+def _turn(i: int, message: generation.ChatMessage) -> dict[str, str]:
+    role = served_role(message.role, f"messages[{i}].role")
+    turn = {"role": role, "content": message.content}
+    if message.name:
+        turn["name"] = message.name
+    return turn
+
+
+def _request_id(request: generation.GenerateRequest, context: Context) -> str:
+    if request.request_id:
+        return request_label(request.request_id, "request_id")
+    for key, value in context.invocation_metadata():
+        # One that cannot be logged is replaced, as over HTTP.
+        if key == "x-request-id" and is_label(value):
+            return value
+    return uuid.uuid4().hex

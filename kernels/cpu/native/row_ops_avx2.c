@@ -1,0 +1,12 @@
+/* AVX2 with fused multiply-add. */
+#include "row_ops.h"
+
+#if defined(__x86_64__)
+#define TARGETED __attribute__((target("avx2,fma,f16c")))
+#define FN static inline __attribute__((always_inline, target("avx2,fma,f16c")))
+#define NAME(function) quire_##function##_avx2
+
+#include "simd_avx2.h"
+
+#include "row_ops_tile.h"
+#endif

@@ -1,0 +1,59 @@
+"""A step's metadata on the CPU, where layers run as one call and may leave out tokens that are not read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from quire.kernels.cpu.cpu_call_sequence import Workspace
+from quire.kernels.cpu.cpu_decoder_layer import LayerStep, Selection
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.model.attention import StepContext, Tables
+
+
+@dataclass(slots=True)
+class CpuStepContext(StepContext):
+    """What every layer of one step needs to know."""
+
+    workspace: Workspace | None = None  # of layers that run as one call
+    # [S] int64, tokens whose hidden states are read after the last layer; None: all
+    selected: np.ndarray | None = None
+    _layer_steps: dict[int, tuple[Tables, LayerStep]] = field(default_factory=dict)
+
+    def write_rows(self, g: int) -> torch.Tensor:
+        """See `StepContext.write_rows`."""
+        if g not in self._write_rows:
+            self._write_rows[g] = _rows_of(self.pool, g, self.slots[g])
+        return self._write_rows[g]
+
+    def layer_step(self, g: int, tables: Tables) -> LayerStep:
+        """What layers of a group that run as one call are told; made when the first of them asks."""
+        made = self._layer_steps.get(g)
+        if made is None or made[0] is not tables:
+            cos, sin = (table.reshape(-1, table.shape[-1]) for table in tables)
+            made = tables, LayerStep.of(self.plan(g), self.write_rows(g), cos, sin)
+            self._layer_steps[g] = made
+        return made[1]
+
+    def selection(self, g: int) -> Selection:
+        """The selected tokens, as a layer of a group that runs as one call is told of them."""
+        tokens = self.selected
+        row = np.searchsorted(self.cu_q, tokens, side="right") - 1
+        # Each as a row of its own, that ends with it.
+        plan = self.attentions[g].plan(
+            np.arange(len(tokens) + 1),
+            self.kv_len[row] - (self.cu_q[row + 1] - 1 - tokens),
+            self.block_tables[g][row],
+        )
+        return Selection(torch.from_numpy(tokens), plan)
+
+
+def _rows_of(pool: KVPool, g: int, slots: torch.Tensor) -> torch.Tensor:
+    """`KVPool.rows_of` by numpy, which takes a third of the time for a few tokens."""
+    group, block_size = pool.groups[g], pool.block_size
+    blocks, offsets = np.divmod(slots.numpy(), block_size)
+    first = blocks * (pool.data.shape[1] // group.head_dim) + offsets
+    heads = np.arange(group.num_kv_heads) * block_size
+    return torch.from_numpy(np.add.outer(first, heads).ravel())

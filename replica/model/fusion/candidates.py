@@ -1,0 +1,198 @@
+"""What a module of a model may be fused to, by its structure: RMS norms, MLPs, attentions.
+
+Names of classes play no part: a module's parameters, its children's names, and its call in the probing pass decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.fusion.fuse_report import deviation
+from quire.replica.model.fusion.fused_parts import (
+    Activation,
+    AttentionFacts,
+    FusedAttention,
+    FusedMLP,
+    FusedNorm,
+)
+from quire.replica.model.fusion.fusion_backend import FusionBackend
+
+
+@dataclass(slots=True)
+class Call:
+    """A module's call in the probing pass."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Observed:
+    """What the probing pass has seen."""
+
+    calls: dict[nn.Module, Call] = field(default_factory=dict)
+    order: dict[nn.Module, list[nn.Module]] = field(default_factory=dict)  # of a parent's children
+    attention_calls: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # by layer
+
+    def forget(self, replaced: nn.Module) -> None:
+        """Let go of a module's weights."""
+        for children in self.order.values():
+            children[:] = [child for child in children if child is not replaced]
+        for module in replaced.modules():
+            self.calls.pop(module, None)
+            self.order.pop(module, None)
+
+
+class Candidates:
+    """Builds the fused form of a module; None where its structure is another.
+
+    Parameters
+    ----------
+    backend
+        Of the fused forms.
+    pool
+        Its groups give the shapes of attention.
+    random
+        Where input comes from.
+    """
+
+    def __init__(
+        self, observed: Observed, backend: FusionBackend, pool: KVPool, random: torch.Generator
+    ):
+        self._observed = observed
+        self._backend = backend
+        self._pool = pool
+        self._random = random
+
+    def norm(self, module: nn.Module) -> FusedNorm | None:
+        """An RMS norm; whether it scales by its weight or by 1 + weight is tried out."""
+        weight, eps = _norm_parameters(module)
+        if weight is None:
+            return None
+        x = torch.randn(4, len(weight), generator=self._random)
+        x = x.to(weight.dtype).to(weight.device)
+        expected = module(x).float()
+        rms = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        deviations = {
+            plus_one: deviation(x.float() * rms * (weight.float() + plus_one), expected)
+            for plus_one in (False, True)
+        }
+        best = min(deviations, key=deviations.__getitem__)
+        return self._backend.norm(self._backend.norm_weight(weight.detach(), eps, best))
+
+    def mlp(self, module: nn.Module) -> FusedMLP | None:
+        """Gate, up and down, with an activation that the kernels have."""
+        linears = _linears(module)
+        if set(linears) == {"gate_proj", "up_proj", "down_proj"}:
+            parts = [linears["gate_proj"], linears["up_proj"]]
+        elif set(linears) == {"gate_up_proj", "down_proj"}:
+            parts = [linears["gate_up_proj"]]
+        else:
+            return None
+        others = [child for name, child in module.named_children() if name not in linears]
+        if any(num_parameters(child) for child in others):
+            return None
+        activation = _activation_of(module)
+        if activation is None:
+            return None
+        product = self._backend.product
+        return self._backend.mlp(product(parts), product([linears["down_proj"]]), activation)
+
+    def attention(self, module: nn.Module, table_repeats: int) -> FusedAttention | None:
+        """`table_repeats`: see `AttentionFacts`."""
+        linears = _linears(module)
+        call = self._observed.attention_calls.get(module.layer_idx)
+        group = self._pool.groups[self._pool.group_of(module.layer_idx)]
+        if call is None or group.head_dim > 512:
+            return None
+        if table_repeats == 2 and not self._has_half_tables(module, group.head_dim):
+            return None
+        norms = None
+        others = {n: child for n, child in module.named_children() if n not in linears}
+        others = {n: child for n, child in others.items() if num_parameters(child)}
+        if others:
+            if set(others) != {"q_norm", "k_norm"}:
+                return None
+            fused = [self.norm(others[name]) for name in ("q_norm", "k_norm")]
+            if any(norm is None for norm in fused) or fused[0].weight.eps != fused[1].weight.eps:
+                return None
+            if any(len(_norm_parameters(m)[0]) != group.head_dim for m in others.values()):
+                return None
+            norms = (fused[0].weight, fused[1].weight)
+        sinks = call["sinks"]
+        names = ("q_proj", "k_proj", "v_proj") if "q_proj" in linears else ("qkv_proj",)
+        facts = AttentionFacts(
+            layer=module.layer_idx,
+            num_heads=call["q"].shape[1],
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
+            scaling=call["scaling"],
+            softcap=call["softcap"],
+            sinks=None if sinks is None else self._backend.sinks(sinks),
+            table_repeats=table_repeats,
+        )
+        width = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
+        if sum(linears[name].out_features for name in names) != width:
+            return None
+        qkv = self._backend.product([linears[name] for name in names])
+        output = self._backend.product([linears["o_proj"]])
+        return self._backend.attention(facts, qkv, output, norms)
+
+    def _has_half_tables(self, module: nn.Module, head_dim: int) -> bool:
+        """Whether the rotation's tables hold the angles of one half of a head for both."""
+        tables = self._observed.calls[module].kwargs.get("position_embeddings")
+        return tables is not None and 2 * tables[0].shape[-1] == head_dim
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Parameters of a module and of all below it."""
+    return sum(1 for _ in module.parameters())
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear | Fp8Linear]:
+    kinds = (nn.Linear, Fp8Linear)
+    return {n: child for n, child in module.named_children() if type(child) in kinds}
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether it has the products and the layer number of an attention."""
+    names = set(_linears(module))
+    return hasattr(module, "layer_idx") and names in (
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+        {"qkv_proj", "o_proj"},
+    )
+
+
+def _norm_parameters(module: nn.Module) -> tuple[torch.Tensor | None, float]:
+    """The weight and epsilon of what may be an RMS norm."""
+    parameters = dict(module.named_parameters())
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1:
+        return None, 0.0
+    return (parameters["weight"], eps) if isinstance(eps, float) else (None, 0.0)
+
+
+def _activation_of(module: nn.Module) -> Activation | None:
+    """Which activation the module's is, by what it computes."""
+    for name in ("act_fn", "activation_fn"):
+        function = getattr(module, name, None)
+        if not callable(function):
+            continue
+        x = torch.linspace(-6.0, 6.0, 97)
+        known: dict[Activation, torch.Tensor] = {
+            "silu": F.silu(x),
+            "gelu_tanh": F.gelu(x, approximate="tanh"),
+        }
+        for activation, expected in known.items():
+            # The exact GELU is off by 5e-4.
+            if (function(x) - expected).abs().max() < 1e-5:
+                return activation
+    return None

@@ -1,0 +1,179 @@
+"""Fused layers on the CPU: a layer whose products are all packed is one call into the compiled library.
+
+```
+ norm │ qkv │ norm, rotate, write │ attend │ o + residual │ norm │ gate, up │ act·mul │ down + residual
+```
+
+So is a chain of such layers (`kernels/cpu/cpu_layer_stack.py`). In the last layer tokens that are not read may be left
+out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from quire.kernels.cpu import cpu_attention_native
+from quire.kernels.cpu.cpu_decoder_layer import LayerParts, PreparedLayer, Selection
+from quire.kernels.cpu.cpu_layer_stack import LayerStack
+from quire.kernels.cpu.cpu_lm_head import NormedProduct
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.model.attention import RanAhead, Rotation, Tables
+from quire.replica.model.cpu_step_context import CpuStepContext
+from quire.replica.model.fusion.cpu_fused_parts import PackedProduct, norm_part
+from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
+from quire.replica.model.fusion.fused_parts import FusedAttention, FusedMLP, FusedNorm
+
+# Multiplications that selecting tokens must save: they take about 0.3 ms, as do another plan and two more calls.
+_MIN_WORK_SAVED = 2**28
+
+
+class CpuLayer(FusedLayer):
+    """See `FusedLayer`."""
+
+    def __init__(
+        self,
+        attention_norm: FusedNorm,
+        attention: FusedAttention,
+        mlp_norm: FusedNorm,
+        mlp: FusedMLP,
+    ):
+        super().__init__(attention_norm, attention, mlp_norm, mlp)
+        # All of it as one call, made for a pool; or None for that pool, where some of it has no such form.
+        self._sequence: tuple[KVPool, PreparedLayer | None] | None = None
+        # The model treats each token of its result by itself, so tokens that are not read may be left out.
+        self.is_last = False
+        self._stack: LayerStack | None = None
+
+    def run(self, x: torch.Tensor, tables: Tables, step: CpuStepContext) -> torch.Tensor:
+        """See `FusedLayer.run`."""
+        if step.workspace is not None and self.sequence(step.pool) is not None:
+            return self.run_chained(x, tables, step)
+        # The products add the residual.
+        middle, _ = self.attention(self.attention_norm(x), tables, residual=x, quire=step)
+        return self.mlp(self.mlp_norm(middle), middle)
+
+    def runs_chained(self, pool: KVPool) -> bool:
+        """Only as one call."""
+        return self.sequence(pool) is not None
+
+    def runs_like(self, other: FusedLayer, pool: KVPool) -> bool:
+        """One call runs layers of one group and of one kind."""
+        groups = {pool.group_of(layer.attention.facts.layer) for layer in (self, other)}
+        kinds = {layer.sequence(pool).kind for layer in (self, other)}
+        return len(groups) == len(kinds) == 1
+
+    def forget_sequence(self) -> None:
+        """Its products have changed, or will: nothing here may keep the ones before."""
+        self._sequence = self._stack = None
+
+    def sequence(self, pool: KVPool) -> PreparedLayer | None:
+        """All of it as one call; None where some of it has no such form."""
+        if self._sequence is None or self._sequence[0] is not pool:
+            self._sequence = pool, self._make_sequence(pool)
+        return self._sequence[1]
+
+    def selection(self, step: CpuStepContext) -> Selection | None:
+        """The tokens it runs for where that saves more than it costs; None for all."""
+        if not self.is_last or step.selected is None:
+            return None
+        left_out = int(step.cu_q[-1]) - len(step.selected)
+        if left_out * self.sequence(step.pool).selectable_work < _MIN_WORK_SAVED:
+            return None
+        return step.selection(step.pool.group_of(self.attention.facts.layer))
+
+    def _make_sequence(self, pool: KVPool) -> PreparedLayer | None:
+        attention, mlp = self.attention, self.mlp
+        facts = attention.facts
+        k_cache = pool.keys(facts.layer)
+        products = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
+        if not all(isinstance(product, PackedProduct) for product in products):
+            return None
+        if not cpu_attention_native.supports(k_cache, facts.num_heads):
+            return None
+        qkv, output, gate_up, down = (product.part() for product in products)
+        k_pages, v_pages = pool.pages(facts.layer)
+        norms = attention.norms
+        return PreparedLayer(
+            LayerParts(
+                attention_norm=norm_part(self.attention_norm.weight),
+                qkv=qkv,
+                head_norms=None if norms is None else (norm_part(norms[0]), norm_part(norms[1])),
+                num_heads=facts.num_heads,
+                scale=facts.scaling,
+                softcap=facts.softcap,
+                sinks=facts.sinks,
+                output=output,
+                mlp_norm=norm_part(self.mlp_norm.weight),
+                gate_up=gate_up,
+                gelu=mlp.activation == "gelu_tanh",
+                down=down,
+                k_cache=k_cache,
+                v_cache=pool.values(facts.layer),
+                k_pages=k_pages,
+                v_pages=v_pages,
+            )
+        )
+
+    def run_chained(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Tables,
+        step: CpuStepContext,
+    ) -> torch.Tensor:
+        """As `forward`, with the layers that are chained to it; each has a form as one call."""
+        facts = self.attention.facts
+        tables = step.layer_step(step.pool.group_of(facts.layer), position_embeddings)
+        chain = self._called(step)
+        sequences = tuple(layer.sequence(step.pool) for layer in chain)
+        if self._stack is None or self._stack.layers != sequences:
+            self._stack = LayerStack(sequences)
+        selection = chain[-1].selection(step)
+        x = hidden_states.contiguous()
+        out = self._stack(x, tables, step.workspace, selection=selection)
+        step.ran_ahead = RanAhead(chain[1:], out, position_embeddings)
+        if step.on_attend is not None:
+            q = sequences[0].queries(step.workspace)
+            step.on_attend(facts.layer, q, facts.scaling, facts.softcap, facts.sinks)
+        return out
+
+
+class CpuDecoder(FusedDecoder):
+    """See `FusedDecoder`.
+
+    Attributes
+    ----------
+    head
+        The norm and the model's output head as one call, for hidden states of `before_norm`; None where the head does
+        anything else.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        embedding: nn.Module,
+        rotation: Rotation,
+        first: FusedLayer,
+        norm: nn.Module,
+    ):
+        super().__init__(decoder, embedding, rotation, first, norm)
+        self.head: NormedProduct | None = None
+
+    def runs_whole(self, step: CpuStepContext) -> bool:
+        """See `FusedDecoder.runs_whole`."""
+        return step.on_attend is None and step.workspace is not None
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, step: CpuStepContext
+    ) -> torch.Tensor:
+        """See `FusedDecoder.run`."""
+        x = self.before_norm(token_ids[0], positions[0], step)
+        return self.last_norm(x)[None]
+
+    def before_norm(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, step: CpuStepContext
+    ) -> torch.Tensor:
+        """[T] and [T] to what the last norm gets, [T, hidden]; `step` has a workspace."""
+        _, embedding, rotation, first, _ = self._parts
+        x = embedding(token_ids)
+        return first.run_chained(x, rotation(x[None], positions[None]), step)

@@ -1,0 +1,122 @@
+"""Fused parts by the compiled library for CPUs; weights of products are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from quire.kernels.cpu import cpu_linear, cpu_row_ops
+from quire.kernels.cpu.cpu_call_sequence import NormPart, ProductPart
+from quire.kernels.cpu.cpu_linear import PackedWeight, packed_linear
+from quire.replica.model.attention import Tables
+from quire.replica.model.cpu_step_context import CpuStepContext
+from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.fusion.fused_parts import (
+    FusedAttention,
+    FusedMLP,
+    FusedNorm,
+    NormWeight,
+    Product,
+    merged_bias,
+)
+
+
+class PackedProduct(Product):
+    """Linear layers of the same input as one product, with weights in the compiled library's order."""
+
+    def __init__(self, parts: Sequence[nn.Linear]):
+        nn.Module.__init__(self)
+        weights = [part.weight.detach() for part in parts]
+        self.in_features = weights[0].shape[1]
+        self.out_features = sum(len(weight) for weight in weights)
+        self.fp8 = None
+        self.packed = PackedWeight.pack(weights, self.out_features)
+        bias = merged_bias(parts)
+        self.bias = None if bias is None else self.packed.pad_bias(bias)
+
+    def quantize(self) -> bool:
+        """Store bfloat16 weights in int8; False where they are of another kind."""
+        if self.packed.dtype != torch.bfloat16 or self.in_features % 4:
+            return False
+        self.packed = PackedWeight.pack([self.packed.unpack()], int8=True)
+        return True
+
+    def part(self) -> ProductPart:
+        """For the compiled library."""
+        return ProductPart(self.packed, self.bias)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., in_features], residual and result [..., out_features]."""
+        shape = (*x.shape[:-1], self.out_features)
+        rows = x.reshape(-1, self.in_features)
+        if residual is not None:
+            residual = residual.reshape(-1, self.out_features)
+        return packed_linear(rows, self.packed, bias=self.bias, residual=residual).view(shape)
+
+
+def cpu_product(parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
+    """Packed where the compiled library takes such weights; FP8 and other dtypes stay as they are."""
+    first = parts[0].weight
+    is_fp8 = any(isinstance(part, Fp8Linear) for part in parts)
+    if is_fp8 or not cpu_linear.supports(first.shape[1], first.dtype, first.device):
+        return Product(parts)
+    return PackedProduct(parts)
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding whose table is the packed weight of the output head."""
+
+    def __init__(self, packed: PackedWeight):
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[...] int64 to [..., hidden]."""
+        return self.packed.rows(ids)
+
+
+def cpu_norm_weight(weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
+    """From a module's weight [columns]: padded, with the 1 added."""
+    weight = weight.float() + 1.0 if plus_one else weight
+    return NormWeight(cpu_row_ops.pad_weight(weight), eps, plus_one)
+
+
+def norm_part(norm: NormWeight) -> NormPart:
+    """For the compiled library."""
+    return NormPart(norm.weight, norm.eps)
+
+
+class CpuNorm(FusedNorm):
+    """See `FusedNorm`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., columns] to the same."""
+        rows = x.reshape(-1, x.shape[-1])
+        return cpu_row_ops.rms_norm(rows, self.weight.weight, self.weight.eps).view(x.shape)
+
+
+class CpuMLP(FusedMLP):
+    """See `FusedMLP`."""
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `FusedMLP.gate`."""
+        return cpu_row_ops.gated(gate_up, gelu=self.activation == "gelu_tanh")
+
+
+class CpuAttention(FusedAttention):
+    """See `FusedAttention`."""
+
+    def write(self, qkv: torch.Tensor, tables: Tables, step: CpuStepContext) -> torch.Tensor:
+        """See `FusedAttention.write`."""
+        facts = self.facts
+        cos, sin = (table.reshape(len(qkv), -1) for table in tables)
+        norms = {}
+        if self.norms is not None:
+            q_norm, k_norm = self.norms
+            norms = dict(q_norm=q_norm.weight, k_norm=k_norm.weight, eps=q_norm.eps)
+        rows = step.write_rows(step.pool.group_of(facts.layer))
+        return cpu_row_ops.rotate_and_write(
+            qkv, facts.num_heads, *step.pool.pages(facts.layer), rows, cos, sin, **norms
+        )

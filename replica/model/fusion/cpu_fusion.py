@@ -1,0 +1,181 @@
+"""The fused forms of a CPU, and what only they need: packed products, int8, the last norm and head as one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.cpu.cpu_call_sequence import ProductPart, Workspace
+from quire.kernels.cpu.cpu_lm_head import NormedProduct
+from quire.replica.model.attention import Rotation
+from quire.replica.model.cpu_step_context import CpuStepContext
+from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.fusion.cpu_cos_sin_cache import tabled_rotation
+from quire.replica.model.fusion.cpu_fused_layer import CpuDecoder, CpuLayer
+from quire.replica.model.fusion.cpu_fused_parts import (
+    CpuAttention,
+    CpuMLP,
+    CpuNorm,
+    PackedEmbedding,
+    PackedProduct,
+    cpu_norm_weight,
+    cpu_product,
+    norm_part,
+)
+from quire.replica.model.fusion.fuse_report import MAX_DEVIATION, deviation, same_tensor
+from quire.replica.model.fusion.fused_layer import FusedLayer
+from quire.replica.model.fusion.fused_parts import FusedNorm, NormWeight, Product
+from quire.replica.model.fusion.fusion_backend import ReplaceProduct
+from quire.replica.model.fusion.probe import Probe
+from quire.replica.model.output_head import split_model
+
+
+class CpuFusion:
+    """See `FusionBackend`; the compiled library must be there.
+
+    Parameters
+    ----------
+    workspace
+        The runner's, where layers run as one call: as such they are compared. None: each of their parts is a call.
+    """
+
+    table_repeats = (1,)
+    norm = CpuNorm
+    mlp = CpuMLP
+    attention = CpuAttention
+    layer = CpuLayer
+    decoder = CpuDecoder
+
+    def __init__(self, workspace: Workspace | None):
+        self.has_chains = workspace is not None
+        self.context = partial(CpuStepContext, workspace=workspace)
+
+    def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
+        """Packed, where the library takes such weights."""
+        return cpu_product(parts)
+
+    def norm_weight(self, weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
+        """Padded, with the 1 added."""
+        return cpu_norm_weight(weight, eps, plus_one)
+
+    def sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        """As the model has them."""
+        return sinks
+
+    def mark_last(self, layer: CpuLayer, probe: Probe) -> None:
+        """Tokens that are not read may be left out of it, if the model treats each of its result by itself."""
+        layer.is_last = _is_last(layer, probe)
+
+    def takes_last_norm(self, norm: nn.Module) -> bool:
+        """Any."""
+        return True
+
+    def rotations(
+        self, rotation: nn.Module, like: torch.Tensor, probe: Probe
+    ) -> Iterator[Rotation]:
+        """A table, if there can be one; then the model's own."""
+        table = tabled_rotation(rotation, like, probe)
+        if table is not None:
+            yield table
+        yield rotation
+
+    def fuse_head(self, model: nn.Module, decoder: CpuDecoder, probe: Probe) -> bool:
+        """See `FusionBackend.fuse_head`."""
+        _, head = split_model(model)
+        decoder.head = fused_head(head, decoder.last_norm, model.get_output_embeddings(), probe)
+        return decoder.head is not None
+
+    def replace_rest(self, model: nn.Module, probe: Probe, replace: ReplaceProduct) -> list[str]:
+        """Pack the linear layers left over, one at a time; an embedding tied to one becomes a look-up."""
+        reasons: list[str] = []
+        for path in [path for path, m in model.named_modules() if type(m) is nn.Linear]:
+            parent_path, _, name = path.rpartition(".")
+            module = model.get_submodule(path)
+            users = [
+                (p, n, m)
+                for p in model.modules()
+                for n, m in p.named_children()
+                if m is not module and m._parameters.get("weight") is module.weight
+            ]
+            if any(type(m) is not nn.Embedding or m.max_norm is not None for _, _, m in users):
+                kind = type(users[0][2]).__name__
+                reasons.append(f"product {path}: shares its weight with {kind}")
+                continue
+            product = cpu_product([module])
+            if not isinstance(product, PackedProduct):
+                continue
+            x = _input_of(module, probe).to(module.weight.dtype)
+            deviates = deviation(product(x).float(), module(x).float())
+            if not deviates <= MAX_DEVIATION[x.dtype]:
+                reasons.append(f"product {path}: deviates by {deviates:.2g}")
+                continue
+            replace("products", model.get_submodule(parent_path), name, product)
+            for p, n, _ in users:
+                replace("embeddings", p, n, PackedEmbedding(product.packed))
+        return reasons
+
+    def quantize(self, model: nn.Module, probe: Probe) -> list[float]:
+        """Products but the output head's to int8; the deviation of each on normal input."""
+        head = model.get_output_embeddings()
+        deviations = []
+        for module in model.modules():  # a layer before its products
+            if isinstance(module, CpuLayer):
+                module.forget_sequence()
+            if not isinstance(module, PackedProduct) or module is head:
+                continue
+            x = _input_of(module, probe).to(module.packed.dtype)
+            expected = module(x).float()
+            if module.quantize():
+                deviations.append(deviation(module(x).float(), expected))
+        return deviations
+
+
+def _input_of(module: nn.Linear | Product, probe: Probe) -> torch.Tensor:
+    """Normal input of a product [probe's tokens, in_features] float32."""
+    return torch.randn(probe.num_tokens, module.in_features, generator=probe.random)
+
+
+def fused_head(
+    head: nn.Module, norm: nn.Module, product: nn.Module, probe: Probe
+) -> NormedProduct | None:
+    """The last norm and the output head as one call, where that has every bit of both; None where it has not.
+
+    Parameters
+    ----------
+    head
+        Of `split_model`: normed hidden states to logits.
+    norm
+        Before it.
+    product
+        Part of it, which may be all of it.
+    """
+    if not isinstance(norm, FusedNorm) or not isinstance(product, PackedProduct):
+        return None
+    fused = NormedProduct(norm_part(norm.weight), ProductPart(product.packed, product.bias))
+    x = probe.normal(probe.run(probe.context())[0])
+    # Of several sizes: a bound on the logits must show.
+    for normed in (x / 64, x, x * 64):
+        expected = head(inputs_embeds=normed[None], use_cache=False).logits[0]
+        if not same_tensor(product(normed), expected):
+            return None
+    return fused if same_tensor(fused(x, Workspace()), product(norm(x))) else None
+
+
+def _is_last(layer: FusedLayer, probe: Probe) -> bool:
+    """Whether what the model makes of a token after this layer is a function of that token's result alone."""
+    kept = probe.num_tokens // 2  # others before it and after it
+
+    def change(_layer: FusedLayer, _args: tuple[Any, ...], result: torch.Tensor) -> torch.Tensor:
+        changed = probe.normal(result)
+        changed[:, kept] = result[:, kept]
+        return changed
+
+    given = probe.input()
+    expected = probe.run(probe.context(), given)
+    with layer.register_forward_hook(change):
+        found = probe.run(probe.context(), given)
+    return torch.equal(found[:, kept], expected[:, kept])

@@ -1,0 +1,62 @@
+"""Fused layers on a GPU: additions to the residual stream are left to the norm that comes next.
+
+```
+ residual + norm │ qkv │ norm, rotate, write │ attend │ o │ residual + norm │ gate, up │ act·mul │ down
+```
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.model.attention import RanAhead, StepContext, Tables
+from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
+
+
+class GpuLayer(FusedLayer):
+    """See `FusedLayer`."""
+
+    def run(self, x: torch.Tensor, tables: Tables, step: StepContext) -> torch.Tensor:
+        """See `FusedLayer.run`."""
+        x, addend = self.run_unsummed(x, tables, step)
+        out = x + addend
+        step.ran_ahead = RanAhead(self._called(step)[1:], out, tables)
+        return out
+
+    def run_unsummed(
+        self, x: torch.Tensor, tables: Tables, step: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its chain, from [1, T, hidden] to two tensors of that shape whose sum is the result."""
+        addend = None
+        for layer in self._called(step):
+            if addend is None:
+                normed = layer.attention_norm(x)
+            else:
+                normed, x = layer.attention_norm.add(addend, x)
+            mixed, _ = layer.attention(normed, tables, quire=step)
+            normed, x = layer.mlp_norm.add(mixed, x)
+            addend = layer.mlp(normed)
+        return x, addend
+
+    def runs_chained(self, pool: KVPool) -> bool:
+        """Every layer does."""
+        return True
+
+    def runs_like(self, other: FusedLayer, pool: KVPool) -> bool:
+        """Every layer does."""
+        return True
+
+
+class GpuDecoder(FusedDecoder):
+    """See `FusedDecoder`; the last norm is fused, and adds what the last layer leaves."""
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepContext
+    ) -> torch.Tensor:
+        """See `FusedDecoder.run`."""
+        _, embedding, rotation, first, norm = self._parts
+        x = embedding(token_ids)
+        x, addend = first.run_unsummed(x, rotation(x, positions), step)
+        normed, _ = norm.add(addend, x)
+        return normed

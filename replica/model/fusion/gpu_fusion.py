@@ -1,0 +1,69 @@
+"""The fused forms of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from quire.replica.model.attention import Rotation
+from quire.replica.model.fp8 import Fp8Linear
+from quire.replica.model.fusion.fused_layer import FusedDecoder, FusedLayer
+from quire.replica.model.fusion.fused_parts import FusedNorm, NormWeight, Product
+from quire.replica.model.fusion.fusion_backend import ReplaceProduct
+from quire.replica.model.fusion.gpu_fused_layer import GpuDecoder, GpuLayer
+from quire.replica.model.fusion.gpu_fused_parts import GpuAttention, GpuMLP, GpuNorm
+from quire.replica.model.fusion.probe import Probe
+from quire.replica.model.gpu_step_context import GpuStepContext
+
+
+class GpuFusion:
+    """See `FusionBackend`."""
+
+    # 2: the tables hold the angles of one half of a head for both.
+    table_repeats = (1, 2, 0)
+    has_chains = True
+    context = GpuStepContext
+    norm = GpuNorm
+    mlp = GpuMLP
+    attention = GpuAttention
+    layer = GpuLayer
+    decoder = GpuDecoder
+
+    def product(self, parts: Sequence[nn.Linear | Fp8Linear]) -> Product:
+        """One product of the vendor's library."""
+        return Product(parts)
+
+    def norm_weight(self, weight: torch.Tensor, eps: float, plus_one: bool) -> NormWeight:
+        """As the model has it."""
+        return NormWeight(weight, eps, plus_one)
+
+    def sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        """In float32: a layer would convert them in every step."""
+        return sinks.detach().float()
+
+    def mark_last(self, layer: FusedLayer, probe: Probe) -> None:
+        """It runs for all tokens: graphs have fixed shapes."""
+
+    def takes_last_norm(self, norm: nn.Module) -> bool:
+        """It adds what the last layer leaves."""
+        return isinstance(norm, FusedNorm)
+
+    def rotations(
+        self, rotation: nn.Module, like: torch.Tensor, probe: Probe
+    ) -> Iterator[Rotation]:
+        """The model's own: the host, which could look a table up, does not know the positions."""
+        yield rotation
+
+    def fuse_head(self, model: nn.Module, decoder: FusedDecoder, probe: Probe) -> bool:
+        """The last norm belongs to the layers."""
+        return False
+
+    def replace_rest(self, model: nn.Module, probe: Probe, replace: ReplaceProduct) -> list[str]:
+        """They are the vendor's products already."""
+        return []
+
+    def quantize(self, model: nn.Module, probe: Probe) -> list[float]:
+        """`startup.sizing` refuses int8 on a GPU."""
+        raise NotImplementedError

@@ -1,0 +1,163 @@
+"""Writing a step's plan from the request table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.replica.core.step_plan import PromptTargets, SamplingBatch, StepPlan
+from quire.replica.request_table.decode_rows import DecodeRows
+from quire.replica.request_table.rows import RowTable
+
+
+class PlanWriter:
+    """Turns the rows of a step into the flat arrays of a `StepPlan`.
+
+    Parameters
+    ----------
+    table
+        The rows.
+    """
+
+    def __init__(self, table: RowTable):
+        self._table = table
+
+    def write(
+        self,
+        step: int,
+        decodes: DecodeRows,
+        chunks: Sequence[tuple[int, int]],
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
+        """Write the plan of a step, and count its tokens as computed.
+
+        The block tables of a plan may be overwritten by the second plan after it.
+
+        Parameters
+        ----------
+        decodes
+            Rows that compute their last token: as `decode_rows` has just returned them.
+        chunks
+            (row, tokens) of each prefill.
+        copies
+            (from, to) blocks to copy first; only with chunks.
+
+        Returns
+        -------
+        The plan, [n] its rows, and [S] the rows of them that sample.
+        """
+        if chunks:
+            return self._write_mixed(step, decodes.ids, chunks, copies)
+        table = self._table
+        rows, kv_len = decodes.ids, decodes.length
+        if decodes.is_plain:
+            sampling = SamplingBatch(
+                token_index=decodes.cu_q[:-1],
+                temperature=decodes.temperature,
+                top_k=decodes.top_k,
+                top_p=decodes.top_p,
+                seed=decodes.seed,
+                choice=decodes.choice,
+                position=kv_len.astype(np.int64),
+                rows=rows,
+            )
+        else:
+            sampling = table.sampling.batch(table, rows, decodes.cu_q[:-1], kv_len)
+        plan = StepPlan(
+            step=step,
+            num_decode_rows=len(rows),
+            token_ids=table.last_token[rows],
+            positions=decodes.position,
+            cu_q=decodes.cu_q,
+            kv_len=kv_len,
+            block_tables=table.planned.take(rows, decodes.num_blocks, decodes),
+            slots=decodes.take_slots(table.flat_tables),
+            sampling=sampling,
+            decode_rows=rows,
+            rows=rows,
+            changes=table.journal.take(table.sampling.claimed),
+        )
+        table.count_computed(rows, kv_len, len(rows), 0)
+        decodes.advance()
+        return plan, rows, rows
+
+    def _write_mixed(
+        self,
+        step: int,
+        decode_rows: np.ndarray,
+        chunks: Sequence[tuple[int, int]],
+        copies: Sequence[tuple[int, int]],
+    ) -> tuple[StepPlan, np.ndarray, np.ndarray]:
+        table = self._table
+        rows = np.concatenate([decode_rows, np.array([row for row, _ in chunks], np.int64)])
+        num_q = np.ones(len(rows), np.int32)
+        num_q[len(decode_rows) :] = [count for _, count in chunks]
+        cu_q = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(num_q, out=cu_q[1:])
+        start = table.num_computed[rows]
+        kv_len = start + num_q
+        positions = np.arange(cu_q[-1], dtype=np.int32) - np.repeat(cu_q[:-1] - start, num_q)
+        # A decoding row's newest token may not be known here yet, so its length says nothing.
+        samples = np.ones(len(rows), bool)
+        chunked = slice(len(decode_rows), None)
+        samples[chunked] = kv_len[chunked] == table.length[rows[chunked]]
+        samples = np.flatnonzero(samples)
+        sample_rows = rows[samples]
+        block_size = table.block_size
+        block_index = positions // block_size
+        slots = table.block_tables[:, np.repeat(rows, num_q), block_index].astype(
+            np.int64, order="C"
+        )
+        slots *= block_size
+        slots += positions - block_index * block_size
+        plan = StepPlan(
+            step=step,
+            num_decode_rows=len(decode_rows),
+            token_ids=self._chunk_tokens(decode_rows, chunks, cu_q),
+            positions=positions,
+            cu_q=cu_q,
+            kv_len=kv_len,
+            block_tables=table.planned.take(rows, -(-int(kv_len.max()) // block_size)),
+            slots=slots,
+            sampling=table.sampling.batch(
+                table, sample_rows, cu_q[samples + 1] - 1, kv_len[samples]
+            ),
+            copies=tuple(copies),
+            prompts=self._prompt_targets(chunks, cu_q[len(decode_rows) :].tolist()),
+            decode_rows=decode_rows,
+            rows=rows,
+            changes=table.journal.take(table.sampling.claimed),
+        )
+        num_decode_rows = len(decode_rows)
+        table.count_computed(rows, kv_len, num_decode_rows, int(cu_q[-1]) - num_decode_rows)
+        return plan, rows, sample_rows
+
+    def _prompt_targets(
+        self, chunks: Sequence[tuple[int, int]], begins: Sequence[int]
+    ) -> tuple[PromptTargets, ...]:
+        """What the chunks compute of the prompts whose log-probabilities are asked for."""
+        table, targets = self._table, []
+        for (row, count), begin in zip(chunks, begins[:-1], strict=True):
+            request = table.request(row)
+            start = int(table.num_computed[row])
+            first = max(start, request.num_scored)
+            end = min(start + count, request.num_to_score)
+            num_top = request.params.prompt_logprobs
+            if num_top is not None and first < end:
+                ids = request.token_ids[first + 1 : end + 1].astype(np.int64)
+                targets.append(PromptTargets(row, begin + first - start, first + 1, ids, num_top))
+        return tuple(targets)
+
+    def _chunk_tokens(
+        self, decode_rows: np.ndarray, chunks: Sequence[tuple[int, int]], cu_q: np.ndarray
+    ) -> np.ndarray:
+        table = self._table
+        token_ids = np.empty(cu_q[-1], np.int32)
+        token_ids[: len(decode_rows)] = table.last_token[decode_rows]
+        begin = len(decode_rows)
+        for row, count in chunks:
+            start = int(table.num_computed[row])
+            token_ids[begin : begin + count] = table.request(row).token_ids[start : start + count]
+            begin += count
+        return token_ids

@@ -1,0 +1,79 @@
+"""A forward pass on the CPU: attention's plans are made from numpy, the last norm and the head may be one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from quire.kernels.attention.paged_attention import PagedAttention
+from quire.kernels.cpu.cpu_call_sequence import Workspace
+from quire.kernels.cpu.cpu_lm_head import NormedProduct
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.model.cpu_step_context import CpuStepContext
+from quire.replica.model.fusion.cpu_fused_layer import CpuDecoder
+from quire.replica.runner.forward import Forward
+from quire.replica.sampling.logprobs import score_by_torch
+
+
+class CpuForward(Forward):
+    """See `Forward`.
+
+    Parameters
+    ----------
+    workspace
+        Of layers that run as one call; None: each of their parts is a call.
+    """
+
+    score = staticmethod(score_by_torch)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pool: KVPool,
+        attentions: Sequence[PagedAttention],
+        max_logits_rows: int,
+        workspace: Workspace | None = None,
+    ):
+        super().__init__(model, pool, attentions, max_logits_rows)
+        self._workspace = workspace
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cu_q: torch.Tensor,
+        kv_len: torch.Tensor,
+        block_tables: torch.Tensor,
+        slots: torch.Tensor,
+        num_query: np.ndarray,
+        selected: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """See `Forward.hidden`."""
+        context = CpuStepContext(
+            self._pool,
+            self._attentions,
+            *(x.numpy().astype(np.int64) for x in (cu_q, kv_len, block_tables)),
+            slots=slots,
+            num_query=num_query,
+            workspace=self._workspace,
+            selected=selected,
+        )
+        if self._fused_head is not None:
+            return self._decoder.before_norm(token_ids, positions, context)
+        return self._run_decoder(token_ids, positions, context)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Forward.logits`."""
+        if self._fused_head is not None:
+            return self._fused_head(hidden, self._workspace)
+        return super().logits(hidden)
+
+    @property
+    def _fused_head(self) -> NormedProduct | None:
+        """The last norm and the head as one call: then the norm waits for it, and is of the tokens that are read."""
+        if self._workspace is None or not isinstance(self._decoder, CpuDecoder):
+            return None
+        return self._decoder.head

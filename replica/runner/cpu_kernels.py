@@ -1,0 +1,101 @@
+"""A model on the compiled library for CPUs, or on torch where that cannot be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quire.kernels.attention.paged_attention import Backend, PagedAttention
+from quire.kernels.cpu import cpu_attention_native, native_library
+from quire.kernels.cpu.cpu_attention_torch import choose_query_tokens
+from quire.kernels.cpu.cpu_call_sequence import Workspace
+from quire.replica.config import EngineConfig
+from quire.replica.device.device import Device
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.kv_cache.groups import LayerGroup
+from quire.replica.model.deterministic.deterministic_linear import make_deterministic
+from quire.replica.model.fusion.cpu_fusion import CpuFusion
+from quire.replica.model.fusion.fuse_pass import fuse
+from quire.replica.model.fusion.fuse_report import FuseReport
+from quire.replica.model.output_head import split_model
+from quire.replica.runner.cpu_forward import CpuForward
+from quire.replica.runner.cpu_step_outputs import CpuStepOutputs
+from quire.replica.runner.device_sampler import DeviceSampler
+from quire.replica.runner.device_table import DrawColumns
+from quire.replica.sampling.sampler import Draw, draw
+
+
+class CpuKernels:
+    """See `ModelKernels`.
+
+    Parameters
+    ----------
+    num_threads
+        That the process computes with from now on.
+
+    Attributes
+    ----------
+    workspace
+        What fused layers pass from part to part.
+    """
+
+    backend: Backend = "cpu"
+
+    def __init__(self, num_threads: int):
+        torch.set_num_threads(num_threads)
+        self.workspace = Workspace()
+
+    def attention_options(
+        self, config: EngineConfig, group: LayerGroup, pool: KVPool, num_heads: int
+    ) -> dict[str, Any]:
+        """Prefill tile of the torch path with the decode tiles' bits; the compiled library needs no such choice."""
+        k_cache = pool.keys(group.layers[0])
+        if not config.deterministic or cpu_attention_native.supports(k_cache, num_heads):
+            return {}
+        shape = (num_heads, group.num_kv_heads, group.head_dim, config.block_size)
+        return {"query_tokens": choose_query_tokens(*shape)}
+
+    def fuse(
+        self, config: EngineConfig, model: nn.Module, pool: KVPool, attentions: list[PagedAttention]
+    ) -> FuseReport:
+        """The fused forms need the compiled library; without it the model stays as it is."""
+        if config.fuse == "off" or native_library.load() is None:
+            return FuseReport()
+        decoder, _ = split_model(model)
+        backend = CpuFusion(self.workspace)
+        return fuse(model, decoder, pool, attentions, backend, int8=config.weights == "int8")
+
+    def fix_order(self, model: nn.Module) -> None:
+        """See `ModelKernels.fix_order`."""
+        make_deterministic(model)
+
+    def warm_fixed_products(self, model: nn.Module, max_batch_tokens: int) -> None:
+        """Nothing is compiled."""
+
+    def forward(
+        self,
+        model: nn.Module,
+        pool: KVPool,
+        attentions: list[PagedAttention],
+        max_logits_rows: int,
+    ) -> CpuForward:
+        """See `ModelKernels.forward`."""
+        return CpuForward(model, pool, attentions, max_logits_rows, self.workspace)
+
+    def outputs(self, device: Device, max_rows: int) -> CpuStepOutputs:
+        """See `ModelKernels.outputs`."""
+        return CpuStepOutputs(device, max_rows)
+
+    def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
+        """None: `StepSampler` draws."""
+        return None
+
+    def draw(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
+        """See `ModelKernels.draw`."""
+        keys = columns.noise_keys.numpy().view(np.uint64)
+        temperature, top_k, top_p, min_p, _ = (column.numpy() for column in columns)
+        limits = (temperature, top_k, top_p, min_p)
+        return draw(logits.float(), Draw(*limits, lambda random: keys[random]))

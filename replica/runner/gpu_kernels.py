@@ -1,0 +1,76 @@
+"""A model on Triton's kernels and the GPU's libraries, or on Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.kernels.attention.paged_attention import Backend, PagedAttention
+from quire.kernels.sampling.sampling_kernel import sample_tokens
+from quire.replica.config import EngineConfig
+from quire.replica.device.device import Device
+from quire.replica.device.kv_pool import KVPool
+from quire.replica.kv_cache.groups import LayerGroup
+from quire.replica.model.deterministic.fixed_products import fix_products, warm_products
+from quire.replica.model.fusion.fuse_pass import fuse
+from quire.replica.model.fusion.fuse_report import FuseReport
+from quire.replica.model.fusion.gpu_fusion import GpuFusion
+from quire.replica.model.output_head import split_model
+from quire.replica.runner.device_sampler import DeviceSampler
+from quire.replica.runner.device_table import DrawColumns
+from quire.replica.runner.forward import Forward
+from quire.replica.runner.step_outputs import StepOutputs
+
+
+class GpuKernels:
+    """See `ModelKernels`."""
+
+    backend: Backend = "triton"
+
+    def attention_options(
+        self, config: EngineConfig, group: LayerGroup, pool: KVPool, num_heads: int
+    ) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def fuse(
+        self, config: EngineConfig, model: nn.Module, pool: KVPool, attentions: list[PagedAttention]
+    ) -> FuseReport:
+        """See `ModelKernels.fuse`."""
+        if config.fuse == "off":
+            return FuseReport()
+        decoder, _ = split_model(model)
+        return fuse(model, decoder, pool, attentions, GpuFusion())
+
+    def fix_order(self, model: nn.Module) -> None:
+        """See `ModelKernels.fix_order`."""
+        fix_products(model)
+
+    def warm_fixed_products(self, model: nn.Module, max_batch_tokens: int) -> None:
+        """Each kernel is compiled for the numbers of rows that it may get."""
+        with torch.inference_mode():
+            warm_products(model, max_batch_tokens)
+
+    def forward(
+        self,
+        model: nn.Module,
+        pool: KVPool,
+        attentions: list[PagedAttention],
+        max_logits_rows: int,
+    ) -> Forward:
+        """See `ModelKernels.forward`."""
+        return Forward(model, pool, attentions, max_logits_rows)
+
+    def outputs(self, device: Device, max_rows: int) -> StepOutputs:
+        """See `ModelKernels.outputs`."""
+        return StepOutputs(device, max_rows)
+
+    def sampler(self, device: Device, vocab_size: int) -> DeviceSampler | None:
+        """See `ModelKernels.sampler`."""
+        return DeviceSampler(device, vocab_size)
+
+    def draw(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
+        """See `ModelKernels.draw`."""
+        return sample_tokens(logits, *columns)

@@ -1,0 +1,86 @@
+"""Plans of steps that write to the trash block only: for warm-up and measurements."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.replica.config import EngineConfig
+from quire.replica.core.step_plan import (
+    Penalties,
+    PromptTargets,
+    SamplingBatch,
+    StepPlan,
+    TokenRules,
+)
+
+
+class TrashPlans:
+    """Makes plans. The pool's own blocks, and the rows of requests, are not touched.
+
+    Parameters
+    ----------
+    num_groups
+        Layer groups of the pool.
+    trash_block
+        Its id.
+    """
+
+    def __init__(self, config: EngineConfig, num_groups: int, trash_block: int):
+        self._config = config
+        self._num_groups = num_groups
+        self._trash_block = trash_block
+
+    def plan(self, lengths: list[int], temperature: float) -> StepPlan:
+        """A step of rows with these numbers of new tokens, all of whose KV goes to the trash block."""
+        num_rows, num_tokens = len(lengths), sum(lengths)
+        block_size, trash = self._config.block_size, self._trash_block
+        cu_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+        rows = np.full(num_rows, self._config.num_rows)  # the one that has no request
+        decodes = max(lengths) == 1
+        columns = SamplingBatch(
+            token_index=cu_q[1:] - 1,
+            temperature=np.full(num_rows, temperature, np.float32),
+            top_k=np.full(num_rows, min(20, self._config.vocab_size), np.int32),
+            top_p=np.full(num_rows, 0.9, np.float32),
+            seed=np.zeros(num_rows, np.uint64),
+            choice=np.zeros(num_rows, np.int32),
+            position=np.asarray(lengths, np.int64),
+            rows=rows,
+        )
+        return StepPlan(
+            step=0,
+            num_decode_rows=sum(n == 1 for n in lengths),
+            token_ids=np.zeros(num_tokens, np.int32),
+            positions=positions,
+            cu_q=cu_q,
+            kv_len=np.asarray(lengths, np.int32),
+            block_tables=np.full(
+                (self._num_groups, num_rows, -(-max(lengths) // block_size)), trash, np.int32
+            ),
+            slots=np.tile(
+                trash * block_size + positions.astype(np.int64) % block_size, (self._num_groups, 1)
+            ),
+            sampling=columns,
+            decode_rows=rows if decodes else rows[:0],
+            rows=rows,
+        )
+
+    def special_plan(self, num_rows: int) -> StepPlan:
+        """Rows that ask for masks, lists and log-probs, one with penalties: all that a sampler has kernels for.
+
+        Only row 0 gets counts, which stay: the first request there brings its own history.
+        """
+        plan = self.plan([1] * num_rows, 0.0)
+        one, zero = np.ones(1, np.float32), np.zeros(1, np.int64)
+        two_ids = TokenRules(allowed_ids=np.arange(2))
+        return plan._replace(
+            sampling=plan.sampling._replace(
+                suppressed=tuple((i, (1,)) for i in range(num_rows)),
+                rules=tuple((i, two_ids) for i in range(num_rows)),
+                penalties=Penalties(zero, zero, one, one, one, ((0, zero, zero),)),
+                logprobs=tuple((i, 1) for i in range(num_rows)),
+            ),
+            prompts=(PromptTargets(self._config.num_rows, 0, 1, zero, 1),),
+            decode_rows=plan.decode_rows[:0],
+        )

@@ -1,0 +1,149 @@
+"""The rows and blocks of one engine, and the one way to give them back.
+
+```
+ EngineMemory
+  ├─ rows            which request has which row
+  ├─ blocks          owners of the device's blocks        ◀── deferred_frees: blocks given back during a step
+  ├─ host            owners of the host tier's blocks
+  ├─ prefix          which blocks are cached, in both tiers
+  └─ events          what routers are told about the cache
+```
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from quire.replica.config import EngineConfig
+from quire.replica.core.request import Request
+from quire.replica.kv_cache.blocks import BlockManager, IntegrityError
+from quire.replica.kv_cache.cache_events import EventLog
+from quire.replica.kv_cache.deferred_frees import DeferredFrees
+from quire.replica.kv_cache.host_tier import HostTier, Transfers
+from quire.replica.kv_cache.prefix import PrefixCache
+from quire.replica.request_table import table_checks
+from quire.replica.request_table.rows import RowTable
+from quire.replica.scheduler.queues import BlockedHead
+
+
+class EngineMemory:
+    """Rows, blocks of both tiers, the prefix index and its events.
+
+    Everything that gives memory back goes through here, so that no block is reused while a step in flight
+    uses it, and the blocked head of the queue is looked at again.
+
+    Parameters
+    ----------
+    config
+        The engine's sizes.
+    epoch, max_event_batches
+        See `EventLog`.
+    """
+
+    def __init__(self, config: EngineConfig, epoch: str | None, max_event_batches: int):
+        self._num_blocks = config.num_blocks
+        self.events = EventLog(epoch, max_event_batches)
+        self.prefix = PrefixCache(
+            config.block_size,
+            config.num_blocks,
+            self.events,
+            num_host_blocks=config.num_host_blocks,
+            groups=config.groups,
+            model_name=config.model_name,
+            revision=config.revision,
+        )
+        self.host = HostTier(config.num_host_blocks, self.prefix)
+        self.blocks = BlockManager(
+            config.num_blocks, on_evict=self.host.take_evicted, order=config.demotion_order
+        )
+        self.rows = RowTable(
+            config.num_rows,
+            config.max_row_blocks,
+            config.block_size,
+            config.vocab_size,
+            config.groups,
+        )
+        self.deferred_frees = DeferredFrees(self.blocks)
+        self.blocked_head = BlockedHead()
+
+    def give_back(self, blocks: Iterable[int], *, passed: bool = False) -> None:
+        """Release blocks once no step in flight uses them; arguments of `BlockManager.release`."""
+        self.deferred_frees.give_back(blocks, passed=passed)
+
+    def vacate(self, request: Request) -> None:
+        """Give back a running request's row and blocks; its full blocks stay cached."""
+        self.give_back(reversed(self.rows.vacate(request.row)))
+        self.blocked_head.unblock()
+
+    def release_tip(self, request: Request) -> None:
+        """Drop the request's reference to the prefix entry of its last indexed block."""
+        self.prefix.release_entry(request.tip)
+        request.tip, request.num_indexed = None, 0
+
+    def trim(self, held: Mapping[int, int] | None = None) -> bool:
+        """Free the blocks that fell out of the rows' windows; returns whether there were any.
+
+        Parameters
+        ----------
+        held
+            See `RowTable.trim`.
+        """
+        stale = self.rows.trim(held)
+        if stale:
+            self.give_back(stale, passed=True)
+            self.blocked_head.unblock()
+        return bool(stale)
+
+    def launch(self, step: int) -> None:
+        """Count this step as in flight: it may use every block that is given back before it lands."""
+        self.deferred_frees.launch(step)
+
+    def land(self, step: int, transfers: Transfers) -> None:
+        """Release what was held for a step that has run or failed."""
+        self.host.land(transfers)
+        if self.deferred_frees.land(step):
+            self.blocked_head.unblock()
+
+    def clear_cache(self) -> None:
+        """Forget every cached block of both tiers. Live requests keep their blocks, but no later request can
+        share them."""
+        blocks, host_blocks = self.prefix.clear()
+        for block in blocks:
+            self.blocks.forget_content(block)
+        for block in host_blocks:
+            self.host.blocks.forget_content(block)
+        self.blocked_head.unblock()
+
+    def counts_in_use(self) -> dict[str, int]:
+        """What live requests hold, by name; all 0 when no request is alive."""
+        return {
+            "blocks of the device": self.blocks.num_in_use,
+            "blocks of the host tier": self.host.blocks.num_in_use,
+            "rows": self.rows.num_active,
+            "decoding tokens": self.rows.num_decode_tokens,
+            "missing tokens": self.rows.num_missing_tokens,
+        }
+
+    def check(self, requests: Collection[Request], num_ahead: int) -> None:
+        """Raise `IntegrityError` where two records of rows, blocks or prefix entries disagree.
+
+        Parameters
+        ----------
+        requests
+            Every live request.
+        num_ahead
+            See `table_checks.check`.
+        """
+        self.prefix.check()
+        owners = table_checks.num_owners(self.rows, self._num_blocks)
+        held = self.deferred_frees.num_owners()
+        self.blocks.check((owners + held).tolist(), self.prefix.__contains__)
+        self.host.check(b.host_block for r in requests if r.parked for b in r.parked.blocks)
+        table_checks.check(self.rows, owners, num_ahead)
+        tips = Counter(id(r.tip) for r in requests if r.tip is not None)
+        for request in requests:
+            if request.tip is not None and request.tip.num_rows != tips[id(request.tip)]:
+                raise IntegrityError(
+                    f"the prefix entry of request {request.key!r} counts {request.tip.num_rows} rows"
+                )

@@ -1,0 +1,468 @@
+"""Where each live request is: the owner of every queue, and the one way in and out.
+
+```
+ add ──▶ FORK ──▶ WAITING ──┐
+ add ──▶ WAITING ───────────┤ start
+ add ──▶ ISOLATED ──────────┼───────▶ PREFILLING ──first token──▶ DECODING
+            ┌──▶ RETURNING ─┘              │                         │
+            │                              └────────┬────────────────┘
+            └────────────── preempt ────────────────┘
+
+ pause   WAITING (at the head), ISOLATED, RETURNING ──▶ PAUSED         a running request keeps its row
+ resume  PAUSED ──▶ WAITING (in front), or RETURNING if it was preempted
+ release any stage ──▶ gone
+```
+
+`Request.phase` says what a client may observe; the stage says which collection holds the request.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from quire.protos.errors import DeadlineExceeded, Overloaded, QuireError
+from quire.replica.config import EngineConfig
+from quire.replica.core.request import FinishReason, Phase, Request
+from quire.replica.core.step_plan import RequestDelta
+from quire.replica.kv_cache.blocks import IntegrityError
+from quire.replica.scheduler.admission import Admission
+from quire.replica.scheduler.engine_memory import EngineMemory
+from quire.replica.scheduler.forks import WaitingForks, find_parent
+from quire.replica.scheduler.isolation import IsolatedRequests
+from quire.replica.scheduler.offload import Offload, PendingRestores
+from quire.replica.scheduler.order import POLICIES
+from quire.replica.scheduler.preemption import ReturnQueue
+from quire.replica.scheduler.queues import Deadlines, KeyedRequests, RequestCollection
+from quire.replica.scheduler.speed import StepSpeed
+
+
+class Stage(enum.Enum):
+    """Which collection holds a live request."""
+
+    # In the queue of the scheduler's order.
+    WAITING = "waiting"
+    # Outside the queue, until its parent has its first token.
+    FORK = "fork"
+    # Outside the queue, until it may run alone.
+    ISOLATED = "isolated"
+    # Preempted: starts again before every request that waits.
+    RETURNING = "returning"
+    # Paused without a row, taken out of its queue so that it does not block it. A paused request further back in
+    # the waiting queue stays there until it becomes the head.
+    PAUSED = "paused"
+    # Has a row; some of its known tokens are not computed yet.
+    PREFILLING = "prefilling"
+    # Has a row; gets one token a step.
+    DECODING = "decoding"
+
+
+_WITHOUT_ROW = frozenset(Stage) - {Stage.PREFILLING, Stage.DECODING}
+# From every stage a request may also be released.
+TRANSITIONS: Mapping[Stage, frozenset[Stage]] = {
+    Stage.WAITING: frozenset({Stage.PREFILLING, Stage.PAUSED}),
+    Stage.FORK: frozenset({Stage.WAITING}),
+    Stage.ISOLATED: frozenset({Stage.PREFILLING, Stage.PAUSED}),
+    Stage.RETURNING: frozenset({Stage.PREFILLING, Stage.PAUSED}),
+    Stage.PAUSED: frozenset({Stage.WAITING, Stage.RETURNING}),
+    Stage.PREFILLING: frozenset({Stage.DECODING, Stage.RETURNING, Stage.PAUSED}),
+    Stage.DECODING: frozenset({Stage.RETURNING, Stage.PAUSED}),
+}
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened to requests since the start."""
+
+    num_preemptions: int = 0
+    num_offloads: int = 0
+    num_restores: int = 0
+    num_prefix_tokens_queried: int = 0
+    num_prefix_tokens_hit: int = 0
+    num_prefix_tokens_hit_on_host: int = 0
+
+
+class RequestBook:
+    """Every live request and its stage.
+
+    Parameters
+    ----------
+    config
+        The engine's limits.
+    memory
+        Rows and blocks, which requests give back here.
+    admission
+        Held back after a preemption.
+    offload
+        Copies of preempted requests in the host tier.
+    restores
+        Which prefills wait for such copies.
+    speed
+        Estimates the prefill of waiting requests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        memory: EngineMemory,
+        admission: Admission,
+        offload: Offload,
+        restores: PendingRestores,
+        speed: StepSpeed,
+    ):
+        self._config = config
+        self._memory = memory
+        self._admission = admission
+        self._offload = offload
+        self._restores = restores
+        self._speed = speed
+        self.counters = Counters()
+        # Every live request by key.
+        self.requests: dict[Hashable, Request] = {}
+        self._stages: dict[Hashable, Stage] = {}
+        self.waiting = POLICIES[config.scheduler].make_queue(self._estimated_prefill_s)
+        self.forks = WaitingForks()
+        self.isolated = IsolatedRequests()
+        self.returning = ReturnQueue()
+        self._paused = KeyedRequests()
+        # In order of admission.
+        self.prefilling = KeyedRequests()
+        # The row table holds the decoding requests.
+        self._collections: dict[Stage, RequestCollection] = {
+            Stage.WAITING: self.waiting,
+            Stage.FORK: self.forks,
+            Stage.ISOLATED: self.isolated,
+            Stage.RETURNING: self.returning,
+            Stage.PAUSED: self._paused,
+            Stage.PREFILLING: self.prefilling,
+        }
+        self.deadlines = Deadlines()
+        self._num_submitted = 0
+        self._ended: list[RequestDelta] = []
+        # Requests that started since the last plan: their blocks are not filled yet.
+        self._unfilled: set[Hashable] = set()
+        # Parents that got their first token since the last plan.
+        self._fresh_parents: list[Request] = []
+
+    def reconfigure(self, config: EngineConfig) -> None:
+        """Apply another `max_waiting_requests`; queued requests stay queued."""
+        self._config = config
+
+    def _estimated_prefill_s(self, request: Request) -> float:
+        """Seconds of prefill that a waiting request needs; 0 while the speed is not known."""
+        num_missing = request.num_missing_tokens
+        return self._speed.prefill_s(request.num_tokens - num_missing, num_missing)
+
+    @property
+    def num_waiting(self) -> int:
+        """Live requests without a row."""
+        return len(self.requests) - self._memory.rows.num_active
+
+    @property
+    def num_queued_prefill_tokens(self) -> int:
+        """Tokens that waiting and running requests must compute before they generate. A fork computes one."""
+        queued = self.waiting.num_missing_tokens + self.returning.num_tokens + len(self.forks)
+        return queued + self._memory.rows.num_missing_tokens
+
+    def stage(self, request: Request) -> Stage:
+        return self._stages[request.key]
+
+    # -- moving requests ---------------------------------------------------------------------------------
+
+    def _move(self, request: Request, stage: Stage, *, to_front: bool = False) -> None:
+        """Take a request out of the collection that holds it and put it into another one."""
+        before = self._stages[request.key]
+        if stage not in TRANSITIONS[before]:
+            raise ValueError(f"request {request.key!r} cannot go from {before} to {stage}")
+        self._take_out(request, is_start=stage is Stage.PREFILLING)
+        self._put(request, stage, to_front=to_front)
+
+    def _take_out(self, request: Request, *, is_start: bool = False) -> None:
+        stage = self._stages[request.key]
+        if is_start and stage is Stage.WAITING:
+            self.waiting.start(request)
+        elif is_start and stage is Stage.ISOLATED:
+            self.isolated.start(request)
+        elif stage in self._collections:
+            self._collections[stage].remove(request)
+
+    def _put(self, request: Request, stage: Stage, *, to_front: bool = False) -> None:
+        self._stages[request.key] = stage
+        if to_front:
+            self.waiting.push_front(request)
+        elif stage in self._collections:
+            self._collections[stage].append(request)
+
+    def _vacate(self, request: Request) -> None:
+        """Give back a running request's row and blocks."""
+        self._memory.vacate(request)
+        self._restores.drop(request.key)
+
+    # -- in and out --------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has been validated.
+
+        Raises
+        ------
+        Overloaded
+            `max_waiting_requests` requests wait.
+        InvalidRequest
+            `fork_of` names a request with another prompt.
+        """
+        self._check_room()
+        parent = find_parent(request, self.requests, self.forks)
+        request.accept(self._config.eos_token_ids)
+        request.arrival_index = self._num_submitted
+        self._num_submitted += 1
+        self.requests[request.key] = request
+        request.parent = parent
+        if request.alone:
+            self._put(request, Stage.ISOLATED)
+        elif parent is None:
+            self._put(request, Stage.WAITING)
+        elif parent.phase in (Phase.PENDING, Phase.PREFILLING):
+            self._put(request, Stage.FORK)
+        else:
+            self._put(request, Stage.WAITING, to_front=True)
+            self._memory.blocked_head.unblock()
+        if request.deadline_s is not None:
+            self.deadlines.push(request, request.deadline_s, len(self.requests))
+
+    def _check_room(self) -> None:
+        bound = self._config.max_waiting_requests
+        if self.num_waiting >= bound:
+            num_missing = self.waiting.num_missing_tokens + self.returning.num_tokens
+            wait_s = num_missing * self._speed.prefill_s_per_token
+            raise Overloaded(
+                f"the waiting queue is full: {self.num_waiting} requests, the bound is {bound} "
+                "(max_waiting_requests)",
+                retry_after_s=max(1.0, wait_s),
+            )
+
+    def release(
+        self,
+        request: Request,
+        reason: FinishReason,
+        token_ids: Sequence[int] = (),
+        error: QuireError | None = None,
+    ) -> RequestDelta:
+        """End a request: give back everything that it holds, and return its last delta.
+
+        Parameters
+        ----------
+        token_ids
+            Tokens of the request that no delta has reported yet.
+        """
+        self._take_out(request)
+        if request.row >= 0:
+            self._vacate(request)
+        else:
+            if request.parked is not None:
+                self._offload.drop(request)
+            self._memory.blocked_head.unblock()
+        self._memory.release_tip(request)
+        request.enter(Phase.FINISHED)
+        del self.requests[request.key], self._stages[request.key]
+        self._replace_parent(request)
+        index = request.num_tokens - request.num_prompt_tokens - len(token_ids)
+        return request.delta(index, list(token_ids), reason, error)
+
+    def _replace_parent(self, ended: Request) -> None:
+        """Let the first fork of a request that ended or paused compute the prompt for the other forks."""
+        forks = self.forks.take(ended)
+        if not forks:
+            return
+        heir, *others = forks
+        heir.parent = None
+        self._put(heir, Stage.WAITING)
+        for fork in others:
+            fork.parent = heir
+            self._put(fork, Stage.FORK)
+
+    def release_unreported(
+        self, request: Request, reason: FinishReason, error: QuireError | None = None
+    ) -> None:
+        """End a request now, and keep its delta for `take_ended`."""
+        self._ended.append(self.release(request, reason, error=error))
+
+    def expire(self, now_s: float) -> None:
+        """End the requests whose deadline has passed."""
+        for deadline_s, request in self.deadlines.pop_expired(now_s):
+            late_s = now_s - deadline_s
+            error = DeadlineExceeded(f"the request's deadline passed {late_s:.3f} s ago")
+            self.release_unreported(request, FinishReason.ABORT, error)
+
+    def take_ended(self) -> list[RequestDelta]:
+        """The deltas that `release_unreported` kept since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # -- starting and stopping ---------------------------------------------------------------------------
+
+    def next_to_start(self) -> Request | None:
+        """The first preempted request, or, when there is none, the first waiting request that is not paused."""
+        if self.returning:
+            return self.returning.head()
+        while self.waiting:
+            request = self.waiting.head()
+            if not request.is_paused:
+                return request
+            self._move(request, Stage.PAUSED)
+        return None
+
+    def start(self, request: Request) -> None:
+        """Count a request as prefilling; the caller gives it its row next."""
+        self._move(request, Stage.PREFILLING)
+        request.enter(Phase.PREFILLING)
+        request.parent = None
+        request.is_preempted = False
+        self._unfilled.add(request.key)
+
+    def begin_decoding(self, request: Request, now_s: float) -> None:
+        """Count a request whose first token has been sampled as decoding; its forks may start."""
+        self._move(request, Stage.DECODING)
+        request.enter(Phase.DECODING)
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+        if forks := self.forks.take(request):
+            for fork in reversed(forks):
+                self._put(fork, Stage.WAITING, to_front=True)
+            self._memory.blocked_head.unblock()
+            self._fresh_parents.append(request)
+
+    @property
+    def fresh_parents(self) -> Sequence[Request]:
+        """Requests that got their first token since the last plan, and whose forks start next."""
+        return self._fresh_parents
+
+    def end_plan(self) -> None:
+        """A step is planned: the blocks of started requests will be filled, and parents may drop old blocks."""
+        self._unfilled.clear()
+        self._fresh_parents.clear()
+
+    def preempt(self, request: Request, *, may_offload: bool = True) -> None:
+        """Take a running request's row and blocks away.
+
+        Its blocks are copied to the host tier if they fit there; otherwise it computes them again.
+        """
+        parked = None
+        # Blocks that are not filled yet cannot be copied: a step makes its copies before it computes.
+        if may_offload and request.key not in self._unfilled:
+            parked = self._offload.save(request)
+        self._vacate(request)
+        if parked is None:
+            self._memory.release_tip(request)
+        request.parked = parked
+        request.enter(Phase.PENDING if parked is None else Phase.OFFLOADED)
+        request.is_preempted = True
+        self._move(request, Stage.PAUSED if request.is_paused else Stage.RETURNING)
+        self._admission.hold()
+        self.counters.num_preemptions += 1
+        self.counters.num_offloads += parked is not None
+
+    def recompute(self, request: Request) -> None:
+        """Drop the copies of an offloaded request, which must compute its tokens again."""
+        stage = self._stages[request.key]
+        self._take_out(request)
+        self._offload.drop(request)
+        self._memory.release_tip(request)
+        request.enter(Phase.PENDING)
+        self._put(request, stage)
+
+    def pause(self, key: Hashable) -> None:
+        """See `Scheduler.pause`."""
+        request = self.requests.get(key)
+        if request is None or request.is_paused:
+            return
+        request.is_paused = True
+        self._replace_parent(request)
+        match self._stages[key]:
+            case Stage.FORK:
+                self._move(request, Stage.WAITING)
+                request.parent = None
+            case Stage.ISOLATED | Stage.RETURNING:
+                self._move(request, Stage.PAUSED)
+            case Stage.PREFILLING | Stage.DECODING:
+                self._memory.rows.set_paused(request.row, True)
+        self._memory.blocked_head.unblock()
+
+    def resume(self, key: Hashable) -> None:
+        """See `Scheduler.resume`."""
+        request = self.requests.get(key)
+        if request is None or not request.is_paused:
+            return
+        request.is_paused = False
+        match self._stages[key]:
+            case Stage.PAUSED if request.is_preempted:
+                self._move(request, Stage.RETURNING)
+            case Stage.PAUSED:
+                self._move(request, Stage.WAITING, to_front=True)
+            case Stage.PREFILLING | Stage.DECODING:
+                self._memory.rows.set_paused(request.row, False)
+        self._memory.blocked_head.unblock()
+
+    # -- inspection --------------------------------------------------------------------------------------
+
+    def counts_held(self) -> dict[str, int]:
+        """Requests in each collection; all 0 when no request is alive."""
+        return {f"{s.value} requests": len(c) for s, c in self._collections.items()}
+
+    def snapshot(self) -> dict[str, object]:
+        """The requests without a row as plain data."""
+        return {
+            "returning": [_describe(request) for request in self.returning],
+            "waiting": [_describe(request) for request in self.waiting],
+            "waiting_forks": len(self.forks),
+            "paused": [_describe(request) for request in self._paused.values()],
+        }
+
+    def check(self) -> None:
+        """Raise `IntegrityError` where a request is not exactly where its stage says."""
+        by_stage: dict[Stage, set[Hashable]] = {stage: set() for stage in Stage}
+        for key, stage in self._stages.items():
+            by_stage[stage].add(key)
+        if self._stages.keys() != self.requests.keys():
+            raise IntegrityError("a live request has no stage, or a stage has no live request")
+        for stage, collection in self._collections.items():
+            if collection.keys() != by_stage[stage]:
+                raise IntegrityError(
+                    f"{stage} holds {collection.keys()}, not the requests of that stage: "
+                    f"{by_stage[stage]}"
+                )
+        self.waiting.check()
+        self.returning.check()
+        self.forks.check(self.requests)
+        num_with_row = len(by_stage[Stage.PREFILLING]) + len(by_stage[Stage.DECODING])
+        if num_with_row != self._memory.rows.num_active:
+            raise IntegrityError(
+                f"{num_with_row} requests run, {self._memory.rows.num_active} rows are in use"
+            )
+        for key, request in self.requests.items():
+            stage = self._stages[key]
+            if (stage in _WITHOUT_ROW) != (request.row < 0):
+                raise IntegrityError(f"request {key!r} is {stage} and has row {request.row}")
+            for phase, own in (
+                (Phase.PREFILLING, stage is Stage.PREFILLING),
+                (Phase.DECODING, stage is Stage.DECODING),
+                (Phase.OFFLOADED, request.parked is not None),
+            ):
+                if (request.phase is phase) != own:
+                    raise IntegrityError(
+                        f"request {key!r} is {request.phase}, its stage is {stage}, "
+                        f"it has parked: {request.parked}"
+                    )
+            if stage is Stage.PAUSED and not request.is_paused:
+                raise IntegrityError(
+                    f"request {key!r} waits with the paused ones and is not paused"
+                )
+
+
+def _describe(request: Request) -> dict[str, object]:
+    """A request without a row as plain data."""
+    entry: dict[str, object] = {"key": request.key, "length": request.num_tokens}
+    if request.parked is not None:
+        entry["num_computed"] = request.parked.num_computed
+        entry["host_blocks"] = [block.host_block for block in request.parked.blocks]
+    return entry

@@ -1,0 +1,287 @@
+"""Committing a step: its tokens enter the request table, finished requests end, failed steps are undone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.protos.errors import EngineError, QuireError
+from quire.replica.config import EngineConfig
+from quire.replica.core.request import DeltaBatch, FinishReason
+from quire.replica.core.step_plan import NO_TOKEN, RequestDelta, StepPlan, StepResult
+from quire.replica.kv_cache.host_tier import Transfers
+from quire.replica.request_table.decode_rows import DecodeRows
+from quire.replica.scheduler.chunking import Chunking
+from quire.replica.scheduler.copy_speed import CopySpeed
+from quire.replica.scheduler.engine_memory import EngineMemory
+from quire.replica.scheduler.offload import PendingRestores
+from quire.replica.scheduler.request_book import RequestBook
+from quire.replica.scheduler.steps_in_flight import Step, StepIndexer, StepsInFlight
+
+
+class _DeltaColumns(NamedTuple):
+    """The columns of a `DeltaBatch`."""
+
+    keys: np.ndarray
+    sources: np.ndarray
+    stream_ids: np.ndarray
+    output_index: np.ndarray
+    tokens: np.ndarray
+
+
+class _Recorded(NamedTuple):
+    """Tokens that have entered the request table; m rows."""
+
+    rows: np.ndarray  # [m] int64
+    tokens: np.ndarray  # [m] int32
+    length: np.ndarray  # [m] int32, tokens of the row with this one
+    columns: _DeltaColumns
+    # The rows, if the step held decoding rows only and all of them are still there.
+    decodes: DecodeRows | None
+
+
+class StepCommitter:
+    """Takes in what steps have computed.
+
+    Parameters
+    ----------
+    config
+        The engine's limits.
+    memory
+        Rows and blocks.
+    book
+        The live requests.
+    steps
+        The steps in flight.
+    indexer
+        Indexes blocks whose tokens have become known.
+    chunking, copies
+        Measure speeds.
+    restores
+        Prefills that wait for copies from the host tier.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        memory: EngineMemory,
+        book: RequestBook,
+        steps: StepsInFlight,
+        *,
+        indexer: StepIndexer,
+        chunking: Chunking,
+        copies: CopySpeed,
+        restores: PendingRestores,
+    ):
+        self._vocab_size = config.vocab_size
+        self._memory = memory
+        self._rows = memory.rows
+        self._book = book
+        self._steps = steps
+        self._indexer = indexer
+        self._chunking = chunking
+        self._copies = copies
+        self._restores = restores
+
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> DeltaBatch:
+        """See `Scheduler.commit`."""
+        step = self._steps.oldest(plan)
+        tokens = np.asarray(result.token_ids)
+        try:
+            has_stuck = self._has_stuck(step, tokens)
+        except EngineError as error:
+            return DeltaBatch(self.fail(plan, error))
+        self._steps.land()
+        self._memory.land(step.number, step.transfers)
+        self._note_restores(result)
+        # Before any of these rows ends.
+        scored = self._prompt_scores(step, plan, result)
+        complete: dict[int, RequestDelta] = {}
+        recorded = self._record(step, tokens, has_stuck, complete, now_s)
+        for behind in self._steps:
+            self._indexer.register_known(behind)
+            self._indexer.adopt(behind)
+        self._end_finished(recorded, complete)
+        if result.logprobs:
+            _add_logprobs(step, result, recorded, complete)
+        self._chunking.observe(
+            step.budget, plan.num_decode_rows, result.duration_s, step.leaves_out_decodes, now_s
+        )
+        whole = [*scored, *self._book.take_ended(), *complete.values()]
+        batch = DeltaBatch(whole, *recorded.columns)
+        return batch.without(complete) if complete else batch
+
+    def fail(self, plan: StepPlan, error: QuireError) -> list[RequestDelta]:
+        """See `Scheduler.fail_step`."""
+        self._steps.oldest(plan)
+        failed = self._steps.land_all()
+        for step in failed:
+            self._memory.land(step.number, step.transfers)
+        deltas = self._book.take_ended()
+        for step in failed:
+            for row in step.rows[step.is_alive(self._rows, step.rows)].tolist():
+                request = self._rows.request(row)
+                deltas.append(self._book.release(request, FinishReason.ERROR, error=error))
+        unknown: list[int] = []
+        for step in failed:
+            if step.transfers:
+                self._recompute_copied(step.transfers)
+            unknown += [*step.registered, *step.transfers.restores]
+        # All steps at once: blocks of one step may continue blocks of another one.
+        self._indexer.forget(unknown)
+        for step in failed:
+            self._memory.host.forget_saves(step.transfers)
+        # The device's copy of the request table may lack what the failed plans changed.
+        self._rows.report_again()
+        return deltas
+
+    def _recompute_copied(self, transfers: Transfers) -> None:
+        """Let requests compute again what a failed step should have copied between the tiers for them."""
+        for row in np.flatnonzero(self._rows.active).tolist():
+            # Such a row is not in the step: it waits for its blocks.
+            if not transfers.restores.keys().isdisjoint(self._rows.blocks(row)):
+                self._book.preempt(self._rows.request(row), may_offload=False)
+        for request in list(self._book.requests.values()):
+            if request.parked is not None:
+                host_blocks = (block.host_block for block in request.parked.blocks)
+                if not transfers.saves.keys().isdisjoint(host_blocks):
+                    self._book.recompute(request)
+
+    # -- checks and measurements -------------------------------------------------------------------------
+
+    def _has_stuck(self, step: Step, tokens: np.ndarray) -> bool:
+        """Whether some row got no token, because its constraints left none.
+
+        Raises
+        ------
+        EngineError
+            The tokens cannot be right.
+        """
+        if tokens.shape != step.sample_rows.shape:
+            wrong = f"sampled {tokens.shape}, planned {step.sample_rows.shape}"
+            raise EngineError(f"step {step.number} {wrong}")
+        # Negative ids, NO_TOKEN among them, are huge as unsigned numbers: one pass finds all wrong ids.
+        if not len(tokens) or tokens.astype(np.uint64).max() < self._vocab_size:
+            return False
+        chosen = tokens[tokens != NO_TOKEN]
+        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < self._vocab_size:
+            raise EngineError(f"step {step.number} sampled an id out of the vocabulary")
+        return True
+
+    def _note_restores(self, result: StepResult) -> None:
+        """Measure the copies from the host tier that have ended; their prefills take part in the next plan."""
+        for num_blocks, seconds in result.restores:
+            self._copies.observe(num_blocks, seconds)
+        through = result.restored_step
+        self._restores.land(self._steps.num_planned if through is None else through)
+
+    def _prompt_scores(self, step: Step, plan: StepPlan, result: StepResult) -> list[RequestDelta]:
+        """Deltas with the log-probabilities of prompts; they come before the first token."""
+        deltas = []
+        for targets, scores in zip(plan.prompts, result.prompt_logprobs, strict=True):
+            if not step.is_alive(self._rows, np.array([targets.row]))[0]:
+                continue
+            request = self._rows.request(targets.row)
+            request.num_scored = targets.start + len(scores) - 1
+            delta = request.delta(request.num_emitted, [])
+            delta.prompt_logprobs = scores
+            deltas.append(delta)
+        return deltas
+
+    # -- tokens ------------------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        step: Step,
+        tokens: np.ndarray,
+        has_stuck: bool,
+        complete: dict[int, RequestDelta],
+        now_s: float,
+    ) -> _Recorded:
+        """Append the tokens to their rows.
+
+        Parameters
+        ----------
+        complete
+            Receives the deltas of first tokens, by index in the result.
+        """
+        decodes = step.decodes
+        if decodes is not None and not has_stuck and self._rows.are_unchanged(decodes):
+            then = step.decodes_then
+            return self._record_decodes(decodes if then is None else then, step, tokens)
+        table, rows = self._rows, step.sample_rows
+        alive = step.is_alive(table, rows)
+        if not alive.all():
+            # Some requests were aborted while the step was in flight, or ended by the step before.
+            rows, tokens = rows[alive], tokens[alive]
+        if has_stuck:
+            rows, tokens = self._end_stuck(rows, tokens)
+        tokens = tokens.astype(np.int32, copy=False)
+        length = table.record(rows, tokens)
+        index = length - 1 - table.num_prompt_tokens[rows]
+        owners = (table.keys[rows], table.sources[rows], table.stream_ids[rows])
+        self._end_prefills(rows, index, tokens, complete, now_s)
+        return _Recorded(rows, tokens, length, _DeltaColumns(*owners, index, tokens), None)
+
+    def _record_decodes(self, decodes: DecodeRows, step: Step, tokens: np.ndarray) -> _Recorded:
+        """`_record` for a step whose rows all decode and are all still there: their columns are at hand."""
+        tokens = tokens.astype(np.int32, copy=False)
+        length = self._rows.record_decodes(decodes, tokens)
+        index = decodes.position - decodes.num_prompt_tokens
+        columns = _DeltaColumns(decodes.keys, decodes.sources, decodes.stream_ids, index, tokens)
+        return _Recorded(step.sample_rows, tokens, length, columns, decodes)
+
+    def _end_stuck(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """End the rows whose constraints left no token; returns the other rows and their tokens."""
+        stuck = tokens == NO_TOKEN
+        for row in rows[stuck].tolist():
+            index = int(self._rows.length[row] - self._rows.num_prompt_tokens[row])
+            request = self._rows.request(row)
+            error = request.stuck_error(index)
+            self._book.release_unreported(request, FinishReason.ERROR, error)
+        return rows[~stuck], tokens[~stuck]
+
+    def _end_prefills(
+        self,
+        rows: np.ndarray,
+        index: np.ndarray,
+        tokens: np.ndarray,
+        complete: dict[int, RequestDelta],
+        now_s: float,
+    ) -> None:
+        """Let rows whose last chunk was in this step decode from now on; adds their deltas to `complete`."""
+        prefilled = np.flatnonzero(~self._rows.decoding[rows])
+        for i in prefilled.tolist():
+            request = self._rows.request(int(rows[i]))
+            self._book.begin_decoding(request, now_s)
+            complete[i] = request.delta(int(index[i]), [int(tokens[i])])
+        if len(prefilled):
+            self._rows.begin_decoding(rows[prefilled])
+
+    def _end_finished(self, recorded: _Recorded, complete: dict[int, RequestDelta]) -> None:
+        """End the requests whose last token was in this step; adds their deltas to `complete`."""
+        rows, tokens, length, _, decodes = recorded
+        for i, reason in self._rows.ended(rows, tokens, length, decodes).items():
+            request = self._rows.request(int(rows[i]))
+            if reason is FinishReason.LENGTH and length[i] < request.max_length:
+                if length[i] >= request.run_length:
+                    # Its credit is spent.
+                    self._book.pause(request.key)
+                continue
+            complete[i] = self._book.release(request, reason, [int(tokens[i])])
+
+
+def _add_logprobs(
+    step: Step, result: StepResult, recorded: _Recorded, complete: dict[int, RequestDelta]
+) -> None:
+    """Put the log-probabilities of sampled tokens into complete deltas of their rows."""
+    logprobs = {int(step.sample_rows[i]): found for i, found in result.logprobs.items()}
+    columns = recorded.columns
+    for i, row in enumerate(recorded.rows.tolist()):
+        if row in logprobs:
+            token = int(recorded.tokens[i])
+            delta = complete.setdefault(
+                i, RequestDelta(columns.keys[i], int(columns.output_index[i]), [token])
+            )
+            delta.logprobs = [logprobs[row]]

@@ -1,0 +1,115 @@
+"""Sizing on a CPU: several replicas share a machine, and the host tier is the same memory."""
+
+from __future__ import annotations
+
+from quire.kernels.cpu import cpu_attention, cpu_attention_native, native_library
+from quire.kernels.cpu.cpu_attention_torch import PREFILL_ROWS
+from quire.kernels.cpu.cpu_decoder_layer import workspace_columns
+from quire.replica.checkpoint.model_spec import ModelSpec
+from quire.replica.config import EngineArgs, SizingError
+from quire.replica.startup.device_sizing import GIB, AttentionBytes, host_blocks_asked_for
+
+_KV_BYTES = 1 * GIB
+_BLOCK_SIZE = 32
+# Below, float32 is fast enough to have exactness for free.
+_SMALL_MODEL_PARAMETERS = 200_000_000
+
+
+class CpuSizing:
+    """See `DeviceSizing`.
+
+    Parameters
+    ----------
+    num_threads
+        That the engine computes with.
+    """
+
+    device = "cpu"
+    batch_tokens = 512
+    is_async = False
+    is_host_separate = False
+    is_final = True
+
+    def __init__(self, num_threads: int):
+        self._num_threads = num_threads
+
+    def check_args(self, args: EngineArgs, weights: str, dtype: str) -> None:
+        """No graphs, no FP8 cache; int8 only with the compiled library."""
+        if args.cuda_graphs == "on":
+            raise SizingError("cuda_graphs is 'on', which needs device 'cuda'; it is 'cpu'")
+        if weights == "int8":
+            has_library = native_library.load() is not None
+            if (dtype, args.fuse, has_library) != ("bfloat16", "auto", True):
+                raise SizingError(
+                    "weights is 'int8', which needs dtype 'bfloat16', fuse 'auto' and the compiled library; they are "
+                    f"{dtype!r}, {args.fuse!r} and {'there' if has_library else 'absent'}"
+                )
+        if args.kv_cache_dtype == "fp8":
+            raise SizingError(
+                "kv_cache_dtype is 'fp8', which needs device 'cuda'; it is 'cpu', where attention reads pages in the "
+                "model's dtype only"
+            )
+
+    def check_deterministic(self, args: EngineArgs, weights: str, dtype: str) -> None:
+        """In float32."""
+        if dtype != "float32":
+            raise SizingError(
+                f"deterministic is true, which on the CPU needs dtype 'float32'; it is {dtype!r}; use 'float32', "
+                "device 'cuda' with any dtype, or deterministic false"
+            )
+
+    def is_deterministic(self, dtype: str) -> bool:
+        """In float32."""
+        return dtype == "float32"
+
+    def choose_dtype(
+        self, checkpoint_dtype: str, num_parameters: int, flags: frozenset[str]
+    ) -> str:
+        """float32 for small models; for larger ones bfloat16 if the CPU multiplies it in hardware, else float32."""
+        hardware = flags & {"avx512_bf16", "amx_bf16"}
+        return "bfloat16" if num_parameters >= _SMALL_MODEL_PARAMETERS and hardware else "float32"
+
+    def choose_block_size(self, args: EngineArgs) -> int:
+        """As asked for, or the size that attention reads best."""
+        return args.block_size or _BLOCK_SIZE
+
+    def default_q_padding(self, args: EngineArgs, highest: int) -> int | None:
+        """Nothing is captured."""
+        return None
+
+    def layer_width(self, spec: ModelSpec, width: int) -> int:
+        """A fused layer's input and result beside its workspace, if that is more."""
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size)
+        return max(width, 2 * spec.hidden_size + workspace_columns(spec.hidden_size, *shape))
+
+    def attention_bytes(
+        self, args: EngineArgs, spec: ModelSpec, block_size: int, element: int
+    ) -> AttentionBytes:
+        """The threads' tiles; on the torch path what it gathers of the longest request that fits.
+
+        `cpu_attention_torch` widens K and V of a request to float32 and holds scores and weights of one query tile.
+        """
+        native = self.native_attention_bytes(spec, block_size)
+        if native is not None:
+            return AttentionBytes(fixed=native)
+        per_token = spec.num_kv_heads * (2 * spec.head_dim * (element + 4) + 2 * PREFILL_ROWS * 4)
+        return AttentionBytes(per_request_block=per_token * block_size)
+
+    def native_attention_bytes(self, spec: ModelSpec, block_size: int) -> int | None:
+        """Workspace of the compiled attention, or None where some layers need the torch path."""
+        if not cpu_attention.has_native():
+            return None
+        for group in spec.groups:
+            shape = (spec.num_heads, group.num_kv_heads, group.head_dim, block_size)
+            if not cpu_attention_native.fits(*shape):
+                return None
+        widest = max(group.head_dim for group in spec.groups)
+        return cpu_attention_native.workspace_bytes(self._num_threads, widest)
+
+    def num_host_blocks(self, args: EngineArgs, block: int, host_available: int) -> int:
+        """Off by default: it takes the memory of a larger pool, which holds as much without copies."""
+        return host_blocks_asked_for(args.cpu_offload_gib or 0.0, block)
+
+    def default_blocks(self, fits: int, block: int) -> int:
+        """At most 1 GiB: several replicas share a machine."""
+        return min(fits, _KV_BYTES // block - 1)

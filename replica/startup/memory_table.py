@@ -1,0 +1,216 @@
+"""The memory equation, solved for the number of blocks::
+
+    max_memory_percent * available = weights + activations + attention + logits + graphs
+                                     + (num_blocks + 1) * block_bytes
+                                     + num_host_blocks * block_bytes, if the device is the CPU
+
+`available` is what the device, or on the CPU the machine and the container's cgroup, still have to give. On a GPU the
+equation is solved twice: before the model is loaded, to refuse what cannot fit, and with what `device_memory.py` has
+measured in place of the first line's terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.replica.checkpoint.model_spec import ModelSpec
+from quire.replica.checkpoint.weight_bytes import ELEMENT_BYTES
+from quire.replica.config import EngineArgs, SizingError
+from quire.replica.device.kv_pool import block_elements
+from quire.replica.kv_cache.groups import sequence_blocks
+from quire.replica.startup.device_sizing import GIB, DeviceSizing
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """Bytes on a device, without the KV pool."""
+
+    available: int  # before the model was loaded
+    weights: int
+    workspace: int  # of the largest steps: activations, attention, logits, inputs, tables
+    graphs: int  # of `max_cached_graphs`
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTable:
+    """The terms of the memory equation, in bytes. `str()` prints them."""
+
+    available: int
+    max_memory_percent: float
+    weights: int
+    activations: int
+    # On the CPU the threads' tiles; without native attention: gathered keys and values, and scores, of the longest
+    # request that fits. On a GPU the partial results of split decode rows, which grow with the pool.
+    attention: int
+    logits: int
+    block: int  # one block over all layers of a group
+    num_blocks: int
+    block_size: int
+    num_host_blocks: int  # of the host tier
+    is_host_separate: bool  # its memory is not the device's
+    graphs: int = 0
+    # Weights, activations and graphs are measured: the activations hold the logits, and of attention's workspace all
+    # that does not grow with the pool.
+    is_measured: bool = False
+
+    @property
+    def budget(self) -> int:
+        """Bytes the engine may use."""
+        return int(self.available * self.max_memory_percent)
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes of the pool, the trash block included."""
+        return (self.num_blocks + 1) * self.block
+
+    @property
+    def host_tier(self) -> int:
+        """Bytes of the host tier."""
+        return self.num_host_blocks * self.block
+
+    @property
+    def remainder(self) -> int:
+        """Bytes of the budget that nothing uses; negative when it does not fit."""
+        used = self.weights + self.activations + self.attention + self.logits + self.graphs
+        used += self.kv_cache
+        return self.budget - used - (0 if self.is_host_separate else self.host_tier)
+
+    def __str__(self) -> str:
+        terms = [
+            ("weights", self.weights, ""),
+            ("activations", self.activations, "largest batch"),
+            ("attention", self.attention, "workspace"),
+            ("logits", self.logits, "all running requests"),
+        ]
+        if self.is_measured:
+            terms = [
+                ("weights", self.weights, "measured"),
+                ("workspace", self.activations, "measured at the largest batch"),
+                ("attention", self.attention, "partial results of decode rows"),
+                (
+                    "graphs",
+                    self.graphs,
+                    "as many as may be kept, from the largest that were captured",
+                ),
+            ]
+        rows = [
+            ("available", self.available, ""),
+            ("budget", self.budget, f"{self.max_memory_percent:.0%} of it"),
+            *terms,
+            (
+                "KV cache",
+                self.kv_cache,
+                f"{self.num_blocks} + 1 blocks of {self.block_size} tokens, {self.block / 1024:.0f} KiB each",
+            ),
+            (
+                "host tier",
+                self.host_tier,
+                f"{self.num_host_blocks} blocks, "
+                + ("pinned memory of the host" if self.is_host_separate else "of the same memory"),
+            ),
+            ("left", self.remainder, ""),
+        ]
+        return "\n".join(
+            f"{name:<12}{size / GIB:>10.3f} GiB  {note}".rstrip() for name, size, note in rows
+        )
+
+
+def memory_table(
+    args: EngineArgs,
+    spec: ModelSpec,
+    sizing: DeviceSizing,
+    dtype: str,
+    weight_bytes: int,
+    max_batch_tokens: int,
+    max_model_len: int,
+    available: int,
+    host_available: int,
+    measured: MeasuredMemory | None = None,
+) -> MemoryTable:
+    """Solve the memory equation for the number of blocks: a pure function of its arguments.
+
+    `num_blocks` is taken as asked, else `kv_cache_gib`, else the device's default for what the budget leaves. Without
+    `num_blocks` the pool is never larger than all running requests of full length can use.
+
+    `measured` stands in for all terms but the caches'.
+
+    Raises
+    ------
+    SizingError
+        The weights, or the cache asked for, do not fit, or not one block does.
+    """
+    element = ELEMENT_BYTES[dtype]
+    block_size = sizing.choose_block_size(args)
+    block = block_elements(spec.groups, block_size)
+    block *= 1 if args.kv_cache_dtype == "fp8" else element
+    num_host_blocks = sizing.num_host_blocks(args, block, host_available)
+    # Live at once in the widest place: the residual stream and its norm, q, k, v and the attention's output in
+    # float32, or gate, up and their product.
+    attention = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    width = 2 * spec.hidden_size + max(attention, 3 * spec.intermediate_size)
+    width = sizing.layer_width(spec, width)
+    extra = sizing.attention_bytes(args, spec, block_size, element)
+    # One group's layer attends at a time; a request of full length has blocks in all of them.
+    longest = -(-max_model_len // block_size)  # blocks of one group
+    request = sequence_blocks(spec.groups, max_model_len, max_batch_tokens, block_size)
+
+    def table(num_blocks: int) -> MemoryTable:
+        if measured is not None:
+            return MemoryTable(
+                available=measured.available,
+                max_memory_percent=args.max_memory_percent,
+                weights=measured.weights,
+                activations=measured.workspace,
+                attention=extra.per_block * num_blocks,
+                logits=0,
+                block=block,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_host_blocks=num_host_blocks,
+                is_host_separate=sizing.is_host_separate,
+                graphs=measured.graphs,
+                is_measured=True,
+            )
+        return MemoryTable(
+            available=available,
+            max_memory_percent=args.max_memory_percent,
+            weights=weight_bytes,
+            activations=max_batch_tokens * width * max(element, 4),
+            attention=extra.fixed
+            + extra.per_request_block * min(num_blocks, longest)
+            + extra.per_block * num_blocks,
+            # Logits in float32, sorted values, their ids and probabilities, and the noise.
+            logits=args.max_running_requests * spec.vocab_size * (4 * 4 + 8),
+            block=block,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_host_blocks=num_host_blocks,
+            is_host_separate=sizing.is_host_separate,
+        )
+
+    room = table(0).remainder
+    if room < 0 and room + table(0).host_tier >= 0:
+        raise SizingError(
+            f"cpu_offload_gib {args.cpu_offload_gib} does not fit beside the model\n{table(0)}"
+        )
+    if room < 0:
+        raise SizingError(f"{spec.path}: the model alone does not fit\n{table(0)}")
+    fits = room // (block + extra.per_request_block + extra.per_block)
+    if fits > longest:
+        fits = (room - extra.per_request_block * longest) // (block + extra.per_block)
+    num_blocks = args.num_blocks
+    if num_blocks is None:
+        useful = args.max_running_requests * request
+        wanted = sizing.default_blocks(fits, block)
+        if args.kv_cache_gib is not None:
+            wanted = int(args.kv_cache_gib * GIB) // block - 1
+        num_blocks = min(wanted, useful)
+    result = table(num_blocks)
+    if num_blocks < len(spec.groups):
+        raise SizingError(
+            f"the KV cache cannot hold one block of {block} bytes for each of {len(spec.groups)} layer "
+            f"groups\n{result}"
+        )
+    if result.remainder < 0:
+        raise SizingError(f"num_blocks {num_blocks} does not fit, at most {fits} do\n{result}")
+    return result

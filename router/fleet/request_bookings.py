@@ -1,0 +1,113 @@
+"""This router's requests on one replica, from the decision to the end of each.
+
+A request's prefill counts as queued from the decision on. The first report that can contain the request takes it out of
+`unreported`, its first token takes it out of `unanswered`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.router.index.holder_slots import Booking
+
+
+@dataclass(slots=True, eq=False)
+class RequestBooking:
+    """One request on one replica, from decision to end; see `ReplicaTable.book`."""
+
+    replica: str
+    epoch: str
+    prompt_tokens: int
+    # Part of `prompt_tokens` that the replica must prefill, by our prediction.
+    prefill_tokens: int
+    # Work of those.
+    work: float
+    booked_s: float
+    index_booking: Booking
+    answered: bool = False
+    ended: bool = False
+
+
+class ReplicaBookings:
+    """The requests of this router that are in flight on one replica.
+
+    Attributes
+    ----------
+    num_in_flight
+        Requests that have not ended.
+    num_unreported, num_unanswered
+        Requests that the last report cannot contain; requests without a first token.
+    unreported_work, unanswered_work
+        Their prefill work.
+    unanswered_tokens
+        Prompt tokens of the requests without a first token.
+    head_s
+        Time since which the oldest of the requests without a first token has been that.
+    """
+
+    def __init__(self) -> None:
+        self._unreported: dict[RequestBooking, None] = {}
+        self._unanswered: dict[RequestBooking, None] = {}
+        self.num_in_flight = 0
+        self.unreported_work = 0.0
+        self.unanswered_work = 0.0
+        self.unanswered_tokens = 0
+        self.head_s = 0.0
+
+    @property
+    def num_unreported(self) -> int:
+        return len(self._unreported)
+
+    @property
+    def num_unanswered(self) -> int:
+        return len(self._unanswered)
+
+    @property
+    def head_work(self) -> float:
+        """Prefill work of the oldest request without a first token."""
+        return next(iter(self._unanswered)).work if self._unanswered else 0.0
+
+    def add(self, booking: RequestBooking) -> None:
+        """Count a request that was sent at `booking.booked_s`, not before the one added last."""
+        if not self._unanswered:
+            self.head_s = booking.booked_s
+        self._unreported[booking] = None
+        self._unanswered[booking] = None
+        self.num_in_flight += 1
+        self._sum()
+
+    def report(self, until_s: float) -> None:
+        """Take in a report that contains the requests booked until then."""
+        num_unreported = len(self._unreported)
+        while self._unreported:
+            oldest = next(iter(self._unreported))
+            if oldest.booked_s > until_s:
+                break
+            del self._unreported[oldest]
+        if len(self._unreported) != num_unreported:
+            self._sum()
+
+    def answer(self, booking: RequestBooking, now_s: float) -> None:
+        """A request's first token arrived."""
+        self._unreported.pop(booking, None)
+        self._unanswered.pop(booking, None)
+        # The replica prefills one prompt after the other, the next one from now on.
+        self.head_s = now_s
+        self._sum()
+
+    def end(self) -> None:
+        """A request ended that was answered before."""
+        self.num_in_flight -= 1
+
+    def clear(self) -> None:
+        """Drop all requests, as after a restart of the replica's engine."""
+        self._unreported.clear()
+        self._unanswered.clear()
+        self.num_in_flight = 0
+        self._sum()
+
+    def _sum(self) -> None:
+        """Sum over all requests: adding and subtracting each would let rounding errors accumulate."""
+        self.unreported_work = sum(booking.work for booking in self._unreported)
+        self.unanswered_work = sum(booking.work for booking in self._unanswered)
+        self.unanswered_tokens = sum(booking.prompt_tokens for booking in self._unanswered)

@@ -1,0 +1,23 @@
+"""Which replica answered each session last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class Sessions:
+    """Session -> replica of its last request; beyond `max_sessions` the least recent are dropped."""
+
+    def __init__(self, max_sessions: int):
+        self._max_sessions = max_sessions
+        self._replicas: OrderedDict[str, str] = OrderedDict()
+
+    def replica(self, session: str) -> str | None:
+        """The replica of the session's last request; None: not known."""
+        return self._replicas.get(session)
+
+    def set_replica(self, session: str, replica: str) -> None:
+        self._replicas[session] = replica
+        self._replicas.move_to_end(session)
+        if len(self._replicas) > self._max_sessions:
+            self._replicas.popitem(last=False)

@@ -1,0 +1,190 @@
+"""One replica as this router sees it: its state, its last report, our requests on it.
+
+The states:
+
+    add ──▶ SYNCING ──replay agrees──▶ ATTACHED ──set_draining──▶ DRAINING ──▶ remove
+              ▲  ▲                        │
+              │  └──gap, other digest─────┤
+              └──add── LOST ◀──set_lost───┘
+
+`router/fleet/event_replay.py` says when the replay agrees, and what the router requests when it does not.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from quire.protos.wire import Load
+from quire.router.fleet.demand import HORIZON_S
+from quire.router.fleet.event_replay import Replay
+from quire.router.fleet.request_bookings import ReplicaBookings
+from quire.router.fleet.speeds import MeasuredSpeed
+from quire.router.policy.columns import PerColumn
+
+_EVICTION_HORIZON_S = 10.0
+
+
+class ReplicaState(enum.Enum):
+    SYNCING = "syncing"
+    ATTACHED = "attached"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+_TRANSITIONS: dict[ReplicaState, frozenset[ReplicaState]] = {
+    ReplicaState.SYNCING: frozenset(
+        {ReplicaState.ATTACHED, ReplicaState.DRAINING, ReplicaState.LOST}
+    ),
+    ReplicaState.ATTACHED: frozenset(
+        {ReplicaState.SYNCING, ReplicaState.DRAINING, ReplicaState.LOST}
+    ),
+    ReplicaState.DRAINING: frozenset({ReplicaState.LOST}),
+    ReplicaState.LOST: frozenset({ReplicaState.SYNCING, ReplicaState.DRAINING}),
+}
+
+
+@dataclass(slots=True)
+class TrackedReplica:
+    """One replica of a `ReplicaTable`.
+
+    Attributes
+    ----------
+    row
+        In `ReplicaColumns`.
+    draining
+        Stays True when the attach stream is lost and another one begins.
+    load, report_s
+        The last report, and when it arrived; None: never.
+    seen_s
+        Time of the last frame of this attach stream; None: it has brought none.
+    block_tokens
+        Tokens in one of its KV blocks; 0: not known.
+    weights
+        `Hello.weights`.
+    mean_kv_tokens
+        Of the decoding requests, mean over the reports of the last half minute.
+    removed_per_s, num_removed
+        Routing blocks that its cache evicts, as a rate and as the total at the last report.
+    """
+
+    name: str
+    epoch: str
+    replay: Replay
+    row: int
+    state: ReplicaState = ReplicaState.SYNCING
+    draining: bool = False
+    load: Load = field(default_factory=Load)
+    report_s: float | None = None
+    seen_s: float | None = None
+    block_tokens: int = 0
+    weights: str = ""
+    bookings: ReplicaBookings = field(default_factory=ReplicaBookings)
+    speed: MeasuredSpeed = field(default_factory=MeasuredSpeed)
+    mean_kv_tokens: float = 0.0
+    removed_per_s: float = 0.0
+    num_removed: int = 0
+
+    def move_to(self, state: ReplicaState) -> None:
+        if state is self.state:
+            return
+        if state not in _TRANSITIONS[self.state]:
+            raise RuntimeError(
+                f"replica {self.name}: {self.state.value} cannot become {state.value}"
+            )
+        self.state = state
+
+    def resume(self) -> None:
+        """A new attach stream is open; it begins with a snapshot."""
+        self.move_to(ReplicaState.DRAINING if self.draining else ReplicaState.SYNCING)
+        self.seen_s = None
+        self.replay.begin_stream()
+
+    def begin_epoch(self, epoch: str) -> None:
+        """Drop all that is known of the replica's former engine."""
+        self.epoch = epoch
+        self.replay.begin_epoch(epoch)
+        self.bookings.clear()
+        self.mean_kv_tokens = 0.0
+
+    def is_ready(self) -> bool:
+        """Whether it takes requests. Before the first frame of the attach stream its tokens have no way to us."""
+        return self.seen_s is not None and self.state in (
+            ReplicaState.SYNCING,
+            ReplicaState.ATTACHED,
+        )
+
+    def is_silent(self, now_s: float, lost_after_s: float) -> bool:
+        return self.seen_s is not None and now_s - self.seen_s > lost_after_s
+
+    def take_load(self, load: Load, num_removed: int, now_s: float) -> None:
+        """Take in a report.
+
+        Parameters
+        ----------
+        num_removed
+            Routing blocks that the replica has evicted in this epoch.
+        """
+        elapsed_s = math.inf if self.report_s is None else max(0.0, now_s - self.report_s)
+        if 0.0 < elapsed_s < math.inf:
+            keep = math.exp(-elapsed_s / _EVICTION_HORIZON_S)
+            # A new epoch counts from 0.
+            rate = max(0, num_removed - self.num_removed) / elapsed_s
+            self.removed_per_s = keep * self.removed_per_s + (1.0 - keep) * rate
+            self.num_removed = num_removed
+        part = 1.0 - math.exp(-elapsed_s / HORIZON_S)
+        self.mean_kv_tokens += part * (load.num_decode_tokens - self.mean_kv_tokens)
+        self.speed.take(load.prefill_s_per_token, now_s)
+        self.load = load
+        self.report_s = now_s
+
+    def columns(self, num_blocks: int, host_copy_s_per_token: float) -> PerColumn[float]:
+        """What a policy may know of it.
+
+        Parameters
+        ----------
+        num_blocks
+            Routing blocks in its cache.
+        """
+        load, ours = self.load, self.bookings
+        evicted_s = self.removed_per_s
+        # Little's law: a block stays in a full cache for the number of blocks over the rate at which they leave.
+        age_s = num_blocks / evicted_s if evicted_s > 1e-3 else math.inf
+        block = self.block_tokens
+        free = (load.blocks_free + load.blocks_cached) * block if load.blocks_total else math.inf
+        return PerColumn(
+            seen_s=-math.inf if self.seen_s is None or not self.is_ready() else self.seen_s,
+            report_s=-math.inf if self.report_s is None else self.report_s,
+            queued_tokens=load.queued_prefill_tokens,
+            booked_work=ours.unreported_work,
+            unanswered_work=ours.unanswered_work,
+            head_work=ours.head_work,
+            head_s=ours.head_s,
+            num_requests=load.num_running + load.num_waiting + ours.num_unreported,
+            kv_tokens=load.num_decode_tokens + ours.unanswered_tokens,
+            cache_age_s=age_s,
+            free_tokens=free if block else math.inf,
+            used_tokens=load.blocks_in_use * block,
+            host_copy_s_per_token=host_copy_s_per_token,
+            # Requests that arrived during a step wait for its end, not for a row.
+            num_waiting=max(0, load.num_waiting - load.num_startable),
+            mean_kv_tokens=self.mean_kv_tokens,
+            num_places=self._num_places(),
+        )
+
+    def _num_places(self) -> float:
+        """Requests of ours that the replica takes before it refuses one, as far as can be known.
+
+        Requests sent since its report wait there too. In a long step the replica takes in nothing: its report may lack
+        requests sent long before, and never contains those that other routers have just sent. So this router never has
+        more requests without a first token there than its share of the replica's bound.
+        """
+        load = self.load
+        if load.num_places is None:
+            return math.inf
+        share = max(1, (load.num_places + load.num_waiting) // load.num_routers)
+        return min(
+            load.num_places - self.bookings.num_unreported,
+            share - self.bookings.num_unanswered,
+        )

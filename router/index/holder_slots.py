@@ -1,0 +1,163 @@
+"""The holders of blocks, and the slot (bit number) that each has in every set of holders.
+
+    take ──▶ make_live ──▶ retire ──▶ swept out of all sets ──▶ free, taken again
+    (staged)               (dead)
+
+A dead bit stays in the sets until the sweep has passed them: it is not among `live`, so no match finds it. Dropping a
+holder, or all its blocks, is therefore O(1).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.router.index.bookings import Counts
+from quire.router.index.holder_map import HolderMap
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """One incarnation (epoch) of a replica.
+
+    Attributes
+    ----------
+    bit
+        1 << slot.
+    gpu_xor, host_xor
+        XOR of the confirmed hashes in the replica's `gpu` tier, and in its `host` tier.
+    num_removed
+        Evictions from its `gpu` tier that were replayed.
+    complete
+        False: a block was not stored, since the index was full.
+    begun
+        First hash of a booking -> the latest booking that begins with it.
+    row
+        Where `PrefixIndex.match_into` writes; -1: nowhere.
+    """
+
+    replica: str
+    epoch: str
+    seq: int
+    slot: int
+    bit: int
+    gpu_xor: int = 0
+    host_xor: int = 0
+    num_blocks: int = 0
+    num_removed: int = 0
+    complete: bool = True
+    booked: Counts = field(default_factory=dict)
+    begun: dict[int, Booking] = field(default_factory=dict)
+    alive: bool = True
+    row: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """Optimistic entries of one request on one replica; given back with `PrefixIndex.unbook`.
+
+    Attributes
+    ----------
+    hashes
+        Those that the holder's counts contain.
+    chain
+        The same, [blocks] uint64, for comparison with a prompt's.
+    """
+
+    holder: Holder
+    hashes: Sequence[int]
+    chain: np.ndarray
+    active: bool = True
+
+
+class HolderSlots:
+    """Gives slots to holders, and takes dead ones out of the sets of `maps`.
+
+    Attributes
+    ----------
+    live
+        Bits of the holders that a match may find.
+    row_by_slot
+        [slots] int64, `Holder.row` of the live ones; another array when there are more slots.
+    num_slots
+        Slots given so far, reused ones counted once.
+    """
+
+    def __init__(self, maps: Sequence[HolderMap]):
+        self.live = 0
+        self.row_by_slot = np.full(64, -1, np.int64)
+        self.num_slots = 0
+        self._maps = maps
+        self._by_slot: dict[int, Holder] = {}
+        self._free: list[int] = []  # heap
+        # Dead bits that wait for the next sweep; those of the sweep under way, and the maps that it has not finished.
+        self._retired = 0
+        self._sweeping = 0
+        self._unswept: list[HolderMap] = []
+
+    def take(self) -> int:
+        """Return a free slot, the lowest first."""
+        if self._free:
+            return heapq.heappop(self._free)
+        self.num_slots += 1
+        return self.num_slots - 1
+
+    def new_holder(self, replica: str, epoch: str, seq: int) -> Holder:
+        """Return a holder with a slot, not yet live."""
+        slot = self.take()
+        return Holder(replica, epoch, seq, slot, 1 << slot)
+
+    def make_live(self, holder: Holder) -> None:
+        """Let matches find the holder."""
+        while holder.slot >= len(self.row_by_slot):
+            more = np.full(len(self.row_by_slot), -1, np.int64)
+            self.row_by_slot = np.concatenate([self.row_by_slot, more])
+        self._by_slot[holder.slot] = holder
+        self.row_by_slot[holder.slot] = holder.row
+        self.live |= holder.bit
+
+    def retire(self, holder: Holder) -> None:
+        """Give up a live holder's slot; the holder may get another one."""
+        del self._by_slot[holder.slot]
+        self.live &= ~holder.bit
+        self._retired |= holder.bit
+
+    def retire_staged(self, holder: Holder) -> None:
+        """Give up the slot of a holder that was never live."""
+        self._retired |= holder.bit
+
+    def set_row(self, holder: Holder, row: int) -> None:
+        holder.row = row
+        self.row_by_slot[holder.slot] = row
+
+    def holders(self, mask: int) -> Iterator[Holder]:
+        """The live holders with these bits."""
+        while mask:
+            bit = mask & -mask
+            yield self._by_slot[bit.bit_length() - 1]
+            mask ^= bit
+
+    def rows(self, mask: int) -> np.ndarray:
+        """[holders] int64, the rows of many live holders, without those that have none."""
+        packed = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+        rows = self.row_by_slot[bits.nonzero()[0]]
+        return rows[rows >= 0]
+
+    def sweep_step(self) -> None:
+        """Clear the dead bits of the next buckets; after the last ones their slots are free again."""
+        if not self._sweeping:
+            self._sweeping, self._retired = self._retired, 0
+            self._unswept = list(self._maps) if self._sweeping else []
+        while self._unswept:
+            if not self._unswept[-1].sweep(self._sweeping):
+                return
+            self._unswept.pop()
+        dead, self._sweeping = self._sweeping, 0
+        while dead:
+            bit = dead & -dead
+            heapq.heappush(self._free, bit.bit_length() - 1)
+            dead ^= bit

@@ -1,0 +1,124 @@
+"""`quire bench` as a user runs it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+
+from quire.cluster.bench import commands, serve_command
+from quire.cluster.bench.engines.floor import ModelShape, Rates
+from quire.cluster.bench.load.load_generator import Record, Run
+
+
+def bench(*arguments):
+    command = [sys.executable, "-m", "quire.cluster.cli", "bench", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    commands.add_bench(parser.add_subparsers(required=True))
+    return parser.parse_args(["bench", *arguments])
+
+
+def test_offline_prints_a_table_and_writes_json_and_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    done = bench(
+        *("offline", "embedded", "--dtype", "float32", "--threads", 1, "--repetitions", 2),
+        *("--workloads", "4x20->8", "4x64+10->4", "--engine-options", '{"num_blocks": 64}'),
+        *("--out", out),
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((out / "offline.json").read_text())
+    first, shared = result["rows"]
+    assert first["num_requests"] == 4 and first["output_tokens"] == 32
+    assert first["seconds"]["turns"] == 2 and 0 < first["percent_of_floor"] < 100
+    assert first["hit_percent"] == 0
+    # One of four computes the two blocks that all share.
+    assert shared["cached_tokens"] == 3 * 64
+    assert result["settings"]["num_blocks"] == 64 and result["commit"] and result["hardware"]["cpu"]
+    assert str(tmp_path) not in json.dumps(result)
+    for name in ("offline_latency.png", "offline_4x20__8_cache.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert "of floor" in done.stdout and "GFLOP/s" in done.stdout
+
+
+def test_a_wrong_option_is_named(tmp_path):
+    done = bench("serve", "http://127.0.0.1:1", "--out", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "load: give --rate, --concurrency, --trace or --sessions\n"
+    done = bench("offline", "embedded", "--workloads", "W9", "--out", tmp_path)
+    assert done.returncode == 1 and "workload: must be one of W1" in done.stderr
+
+
+def test_a_server_that_refuses_is_a_failed_run(tmp_path):
+    done = bench(
+        *("serve", "http://127.0.0.1:1", "--model", "m", "--concurrency", 1),
+        *("--requests-per-user", 2, "--no-plots", "--out", tmp_path),
+    )
+    assert done.returncode == 1
+    (row,) = json.loads((tmp_path / "serve.json").read_text())["rows"]
+    assert row["num_failed"] == 2 and "ConnectionRefused" in row["first_error"]
+
+
+def test_without_a_model_and_without_a_server_the_model_is_asked_for(tmp_path):
+    done = bench("serve", "http://127.0.0.1:1", "--concurrency", 1, "--out", tmp_path)
+    assert done.returncode == 1 and "give --model" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_loads_are_run_in_order(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"at_s": 0, "prompt_tokens": 3, "output_tokens": 2}\n')
+    options = parse(
+        *("serve", "grpc://127.0.0.1:1", "--trace", str(trace), "--sessions", "2", "--rate", "5"),
+        *("--concurrency", "1", "3", "--prompt-tokens", "4-9", "--output-tokens", "2"),
+    )
+    chosen = list(serve_command.loads(options))
+    assert [load.name for load in chosen] == ["trace x1", "2 sessions", "5/s", "1 users", "3 users"]
+    assert [load.num_requests for load in chosen[-2:]] == [8, 24]
+    assert options.prompt_tokens == (4, 9) and options.output_tokens == (2, 2)
+
+
+def test_the_floor_of_a_run_counts_work_not_waiting():
+    shape = ModelShape(28, 16, 8, 128, 440_401_920, 32_000 * 1024, 2)
+    rates = Rates(33.0, 400.0)
+
+    def run(cached):
+        record = Record(0.0, 0.0, (5.0, 9.0), (1, 99), 1000, cached)
+        return Run([record, Record(0.0, 0.0, error="status 500")], 9.0)
+
+    # 99 steps of one request read the weights 99 times.
+    least_s = 99 * shape.weight_bytes / 33e9
+    assert serve_command.floor_s(run(999), shape, rates) == pytest.approx(least_s, rel=0.15)
+    assert (
+        serve_command.floor_s(run(0), shape, rates)
+        > serve_command.floor_s(run(999), shape, rates) + 2.0
+    )
+    assert serve_command.floor_s(Run([], 1.0), shape, rates) == 0.0
+
+
+def test_an_engine_in_this_process_is_a_client_like_any_other():
+    from quire.cluster.bench.load.engine_client import EngineClient
+
+    async def ask():
+        client = EngineClient(model="embedded", num_blocks=32, max_model_len=128, num_threads=1)
+        try:
+            answers = await asyncio.gather(*(client.complete([400 + i] * 40, 6) for i in range(3)))
+            again = await client.complete([400] * 40, 6)
+        finally:
+            await client.close()
+        return answers, again, client.samples
+
+    answers, again, samples = asyncio.run(ask())
+    assert [answer.num_tokens for answer in answers] == [6, 6, 6]
+    assert all(answer.arrivals_s == sorted(answer.arrivals_s) for answer in answers)
+    assert (answers[0].cached_tokens, again.cached_tokens) == (0, 32)
+    assert again.token_ids == answers[0].token_ids
+    assert all(s.free + s.cached + s.in_use == s.total == 32 for s in samples)

@@ -1,0 +1,91 @@
+"""The application with a device that takes 20 ms for every step and computes nothing: what is left is everything else.
+
+Scheduler, cache, loop, actor, frames, routers and proxies are the product's. Only the runner is another: steps follow
+one another without a gap, as on a GPU whose host is quick enough, whatever is in them, and their tokens spell `TEXT`
+again and again. `import_path: tests.perf.cluster.paced_replica:build` takes the arguments of `quire.cluster.app:build`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from ray.serve import Application
+
+from quire.cluster.app import application
+from quire.cluster.config.app_config import AppConfig
+from quire.replica.checkpoint.checkpoint import resolve_checkpoint
+from quire.replica.core.step_plan import StepPlan, StepResult
+from quire.replica.engine import Engine
+from quire.replica.loop import StepRunner
+from quire.replica.serving.actor import Replica
+from quire.router.text.tokenizer import TextTokenizer
+
+STEP_S = 0.02
+# Each of its tokens ends in whole characters: every one is an event of its own.
+TEXT = "A quire is a gathering of pages, and many voices that sing the same words at one time. "
+
+
+class _Launched(NamedTuple):
+    plan: StepPlan
+    started_s: float  # time.perf_counter: when the device begins with it
+    ends_s: float
+
+
+class PacedRunner:
+    """A `StepRunner` whose steps take their time.
+
+    Parameters
+    ----------
+    text_ids
+        [n] the tokens that answers consist of.
+    """
+
+    num_compiles = 0
+
+    def __init__(self, text_ids: np.ndarray, step_s: float = STEP_S):
+        self._text_ids = text_ids.astype(np.int64)
+        self._step_s = step_s
+        self._free_s = 0.0  # when the device is done with what it was given
+
+    def launch(self, plan: StepPlan) -> _Launched:
+        started_s = max(time.perf_counter(), self._free_s)
+        self._free_s = started_s + self._step_s
+        return _Launched(plan, started_s, self._free_s)
+
+    def collect(self, in_flight: _Launched) -> StepResult:
+        time.sleep(max(0.0, in_flight.ends_s - time.perf_counter()))
+        positions = in_flight.plan.sampling.position
+        tokens = self._text_ids[positions % len(self._text_ids)]
+        return StepResult(tokens, self._step_s)
+
+    def use_idle(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """It has no threads."""
+
+    def telemetry(self) -> dict[str, object]:
+        return {}
+
+
+class PacedEngine(Engine):
+    """An engine with that device. The model is loaded and not used."""
+
+    def _equip(self, runner: StepRunner) -> tuple[StepRunner, Callable[[], float]]:
+        tokenizer = TextTokenizer.load(resolve_checkpoint("embedded", None, weights=False))
+        text_ids = tokenizer.encode(TEXT, add_special_tokens=False)
+        return PacedRunner(text_ids), time.monotonic
+
+
+class PacedReplica(Replica):
+    """A replica with that engine."""
+
+    engine_class = PacedEngine
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application of `quire.cluster.app`, its replicas paced."""
+    return application(AppConfig.from_args(args), PacedReplica)

@@ -1,0 +1,38 @@
+"""The first part of the GPU benchmarks: how fast is the machine itself?"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from tests.perf.gpu.gpu_session import Part, Point, Row, Session, significant
+
+COPY_BYTES = 2 << 30
+GEMM_SIZE = 8192
+
+
+def machine_points(rehearsal: bool) -> list[Point]:
+    """A copy and a matrix product."""
+    if rehearsal:
+        return [{"roof": "copy", "bytes": 1 << 20}, {"roof": "gemm", "size": 64}]
+    return [{"roof": "copy", "bytes": COPY_BYTES}, {"roof": "gemm", "size": GEMM_SIZE}]
+
+
+def measure_machine(session: Session, point: Point) -> Row:
+    """The roofs; the session keeps them. A copy's bytes count twice, read and written."""
+    if point["roof"] == "copy":
+        source = session.normal(point["bytes"] // 2)
+        calls = [partial(torch.empty_like(source).copy_, source)]
+        rate = 2 * point["bytes"] / (session.timer.one(calls).median * 1e-3)
+        session.copy_bytes_per_s = rate
+        return {"gb_per_s": significant(rate / 1e9)}
+    size = point["size"]
+    x, w = session.normal(size, size), session.normal(size, size)
+    calls = [partial(torch.mm, x, w, out=torch.empty_like(x))]
+    rate = 2 * size**3 / (session.timer.one(calls).median * 1e-3)
+    session.gemm_flops_per_s = rate
+    return {"tflops": significant(rate / 1e12)}
+
+
+MACHINE = Part("machine", machine_points, measure_machine)
