@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ def name(path: Path) -> str:
 def here(path: Path) -> list[Block]:
     """The blocks of a document that need nothing but this process."""
     return [block for block in blocks(path) if block.runs and not block.needs]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> None:
+    """The kernels' example runs in Triton's interpreter, as the kernels' own tests do."""
+    if "TRITON_INTERPRET" in os.environ:
+        from quire.kernels.compile.interpreter import repair_interpreter
+
+        repair_interpreter()
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if here(path)], ids=name)
