@@ -97,6 +97,8 @@ class Runner:
         (shims / "quire").chmod(0o755)
         path = os.pathsep.join([str(shims), str(Path(sys.executable).parent), os.environ["PATH"]])
         self._environment = {**os.environ, "PATH": path, "HOME": str(folder)}
+        imports = (str(ROOT), os.environ.get("PYTHONPATH"))  # for `python -m tests.perf`
+        self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, imports))
 
     def run(self, block: Block) -> None:
         """Run a block.
