@@ -1,7 +1,7 @@
 # What people do here. `make serve` and `make test` need nothing but Python 3.11 or 3.12 with venv.
 #
 #   make serve   two routers and two CPU replicas of the embedded model, with a curl to paste
-#   make test    the tests that run on any machine
+#   make test    the tests that run on any machine   (its parts: test-units, test-clusters)
 #   make lint    ruff, formatting, the configuration
 #   make docs    the documentation as a site in .cache/docs; a broken link or a warning is an error
 #   make reference   regenerate the tables of docs/ that come from the code's schemas
@@ -20,7 +20,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos clients
+.PHONY: help venv serve test test-units test-clusters lint docs reference proto bench gpu gpu-1 gpu-2 gpu-3 gpu-kernels gpu-engine gpu-rehearse kernels-table chaos clients
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 # The first of these that is at least 3.11; `make PYTHON=/path/to/python3.12` to choose.
@@ -31,9 +31,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= cluster.yaml
 ARGS ?=
+LOG ?=
 SIZE ?= ci
 HERE := not gpu and not soak and not slow
-BY_ITSELF := system or chaos or alone
+ALONE := tests/perf
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -65,12 +66,24 @@ $(INSTALLED): pyproject.toml $(wildcard kernels/cpu/native/* router/native/*)
 serve: $(INSTALLED)
 	@exec $(BIN)/quire serve $(CONFIG) $(ARGS)
 
-# What starts no cluster and measures nothing runs on all cores. The cluster whose processes are killed and replaced
-# is one for all of tests/chaos, and ends with that command.
+# Tests without a cluster take what the clusters leave: a cluster mostly waits for its processes. Their output goes to a
+# file that is printed when they end, so the two do not mix. The cluster whose processes are killed and replaced is one
+# for all of tests/chaos, and ends with that command. Tests that measure speed come last, when nothing else runs.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "$(HERE) and not ($(BY_ITSELF))" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
-	$(BIN)/python -m pytest -m "$(HERE) and ($(BY_ITSELF))" --ignore tests/chaos $(ARGS)
-	$(BIN)/python -m pytest tests/chaos $(ARGS)
+	@mkdir -p .cache
+	@$(MAKE) --no-print-directory -j 2 test-clusters test-units LOG=.cache/test-clusters.log
+	$(BIN)/python -m pytest -m "$(HERE) and alone" $(ALONE) $(ARGS)
+
+test-units: $(INSTALLED)
+	nice -n 19 $(BIN)/python -m pytest -m "$(HERE) and not (system or chaos or alone)" \
+		-n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+test-clusters: $(INSTALLED)
+	@run() { \
+		$(BIN)/python -m pytest -m "$(HERE) and (system or chaos) and not alone" --ignore tests/chaos $(ARGS) && \
+		$(BIN)/python -m pytest tests/chaos $(ARGS); \
+	}; \
+	if [ -z "$(LOG)" ]; then run; else status=0; run >"$(LOG)" 2>&1 || status=$$?; cat "$(LOG)"; exit $$status; fi
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

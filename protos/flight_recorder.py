@@ -23,7 +23,7 @@ _HEADER = 2  # integers before the stream ids
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class FlightRecord:
     """The last moments of a replica."""
 
     stream_ids: frozenset[int]  # of the step that ran; empty between two steps
@@ -72,7 +72,7 @@ class FlightRecorder:
         os.fsync(self._report.fileno())
 
 
-def read_flight(path: Path) -> Flight | None:
+def read_flight_record(path: Path) -> FlightRecord | None:
     """What a dead process has left; None when there is nothing to be read."""
     try:
         record = np.fromfile(path, np.int64)
@@ -81,8 +81,8 @@ def read_flight(path: Path) -> Flight | None:
     except OSError:
         return None
     if len(record) < _HEADER or not record[0]:
-        return Flight(frozenset(), report)
-    return Flight(frozenset(record[_HEADER : _HEADER + int(record[1])].tolist()), report)
+        return FlightRecord(frozenset(), report)
+    return FlightRecord(frozenset(record[_HEADER : _HEADER + int(record[1])].tolist()), report)
 
 
 def _report_path(path: Path) -> Path:

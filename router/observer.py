@@ -47,7 +47,7 @@ class Observer:
     def on_inter_token(self, itl_s: float) -> None:
         """Seconds between two deltas of one stream."""
 
-    def on_move(self, stall_s: float) -> None:
+    def on_migration(self, stall_s: float) -> None:
         """A stream that lost its replica has its next token; seconds since the router knew of the loss."""
 
     def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:

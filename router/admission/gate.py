@@ -60,7 +60,7 @@ class Arrival:
     send: Callable[[Ranking], None]
 
 
-class Entry:
+class AdmittedRequest:
     """A request that the gate let through, until it ends: what it waits for its first token the next ones may wait,
     and as long as it keeps its place the next ones may keep theirs."""
 
@@ -77,13 +77,13 @@ class Entry:
         """Its first token came; not usual is that of a request that lost its replica before."""
         if self._answered_s is None and not self._has_left:
             estimate_s = self._estimate_s if is_usual else None
-            self._answered_s = self._gate._on_answer(estimate_s, self._entered_s)
+            self._answered_s = self._gate.on_answer(estimate_s, self._entered_s)
 
     def left(self) -> None:
         """It ended, with or without a first token."""
         if not self._has_left:
             self._has_left = True
-            self._gate._on_leave(self._answered_s)
+            self._gate.on_leave(self._answered_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,8 @@ class AdmissionGate:
             if error is not None:
                 raise error
 
-    async def enter(self, arrival: Arrival) -> Entry:
-        """Send a request, now or when it is its turn. Who gets the `Entry` tells it of the first token.
+    async def enter(self, arrival: Arrival) -> AdmittedRequest:
+        """Send a request, now or when it is its turn. Who gets the `AdmittedRequest` tells it of the first token.
 
         Raises
         ------
@@ -199,7 +199,7 @@ class AdmissionGate:
             now_s,
         )
         wait_s = self._expected_wait_s(ticket, view)
-        entry = Entry(self, wait_s, now_s)
+        admitted = AdmittedRequest(self, wait_s, now_s)
         if view.is_open and not self._queue:
             arrival.send(ranking)
         else:
@@ -211,7 +211,7 @@ class AdmissionGate:
                 self._wake.set()  # its turn may be at once
             await self._wait(ticket, arrival)
         self._num_unanswered += 1
-        return entry
+        return admitted
 
     def charge(self, tenant: str, tokens: float) -> None:
         """Tokens were computed for a tenant; negative ones were charged before and were not."""
@@ -222,7 +222,7 @@ class AdmissionGate:
         if self._queue:
             self._wake.set()
 
-    def _on_answer(self, estimate_s: float | None, entered_s: float) -> float:
+    def on_answer(self, estimate_s: float | None, entered_s: float) -> float:
         """Returns the time."""
         now_s = self._clock()
         self._num_unanswered -= 1
@@ -231,7 +231,7 @@ class AdmissionGate:
             self._shortfall.on_wait(estimate_s, now_s - entered_s, now_s)
         return now_s
 
-    def _on_leave(self, answered_s: float | None) -> None:
+    def on_leave(self, answered_s: float | None) -> None:
         # Not when it started: while empty places are being filled many start, and none comes free.
         if self._queue and self._last.lacks_places:
             self._request_rate.on_release(1)

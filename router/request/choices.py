@@ -54,7 +54,7 @@ class ChoicesStream:
     def usage(self) -> Usage:
         """The prompt once, the output of all choices; cached is what the first of them to run found."""
         usages = [stream.usage for stream in self._streams]
-        ran = [stream.usage for stream in self._streams if not stream.is_told] or usages
+        ran = [stream.usage for stream in self._streams if not stream.was_complete] or usages
         first = min(ran, key=lambda usage: (usage.cached_tokens, -usage.host_cached_tokens))
         return Usage(
             prompt_tokens=usages[0].prompt_tokens,

@@ -1,9 +1,16 @@
-"""Which request brings its replicas down: the poison rule.
+"""Recognises a poison request: one whose steps fail or crash every replica that runs it.
 
-An *incident* of a request is a step that it was in and that failed, or in which the process crashed. A process that
-was killed from outside, or drained, or whose node was lost, is none. Up to two incidents the request simply moves.
-Then it is suspected, and the next replica computes its next tokens in steps of their own. An incident there convicts
-it. Coming through acquits it; the others, who shared its steps, never get that far.
+An *incident* is a failed step, or a crash of the replica's process, while the request was in the running step. A
+replica that was killed from outside, that drained, or whose node was lost is not an incident.
+
+| incidents | state | next attempt |
+|---|---|---|
+| 0, 1 | clear | runs together with other requests |
+| 2 | suspected | computes its next `ISOLATED_TOKENS` tokens in steps without other requests |
+| 3 | confirmed | none: the request fails |
+
+A suspected request that completes those isolated steps is clear again. Other requests of the failed steps never reach
+the third incident, because they were not in the isolated step.
 """
 
 from __future__ import annotations
@@ -12,15 +19,16 @@ import enum
 
 from quire.protos.wire import ISOLATED_TOKENS
 
-MAX_INCIDENTS = 2  # before a request has to be alone
+# Incidents after which a request is suspected and runs isolated.
+SUSPECTED_AFTER = 2
 
 
-class Standing(enum.Enum):
-    """How a request may run next."""
+class PoisonState(enum.Enum):
+    """What the incidents say about a request."""
 
-    FREE = "free"
-    ALONE = "alone"
-    CONVICTED = "convicted"
+    CLEAR = "clear"
+    SUSPECTED = "suspected"
+    CONFIRMED = "confirmed"
 
 
 class CrashRecord:
@@ -28,31 +36,34 @@ class CrashRecord:
 
     def __init__(self) -> None:
         self.num_incidents = 0
-        self._alone_from: int | None = None  # output tokens when its trial began
+        # Output tokens when the isolated attempt began; None while the request runs with others.
+        self._isolated_from: int | None = None
 
     @property
-    def standing(self) -> Standing:
-        if self.num_incidents < MAX_INCIDENTS:
-            return Standing.FREE
-        return Standing.ALONE if self.num_incidents == MAX_INCIDENTS else Standing.CONVICTED
+    def state(self) -> PoisonState:
+        if self.num_incidents < SUSPECTED_AFTER:
+            return PoisonState.CLEAR
+        is_second = self.num_incidents == SUSPECTED_AFTER
+        return PoisonState.SUSPECTED if is_second else PoisonState.CONFIRMED
 
     @property
-    def on_trial(self) -> bool:
-        """Whether it runs alone, and `progress` may acquit it."""
-        return self._alone_from is not None
+    def is_isolated(self) -> bool:
+        """Whether the request runs in steps of its own; `on_tokens` ends that."""
+        return self._isolated_from is not None
 
-    def begin(self, num_emitted: int) -> bool:
-        """An attempt begins; whether it has to be alone."""
-        alone = self.standing is not Standing.FREE
-        self._alone_from = num_emitted if alone else None
-        return alone
+    def begin_attempt(self, num_emitted: int) -> bool:
+        """Start an attempt after `num_emitted` output tokens; return whether it must run isolated."""
+        is_isolated = self.state is not PoisonState.CLEAR
+        self._isolated_from = num_emitted if is_isolated else None
+        return is_isolated
 
-    def progress(self, num_emitted: int) -> None:
-        """The request has so many output tokens now."""
-        if self._alone_from is not None and num_emitted - self._alone_from >= ISOLATED_TOKENS:
-            self._alone_from = None
+    def on_tokens(self, num_emitted: int) -> None:
+        """Clear the record once an isolated attempt has generated enough tokens."""
+        start = self._isolated_from
+        if start is not None and num_emitted - start >= ISOLATED_TOKENS:
+            self._isolated_from = None
             self.num_incidents = 0
 
-    def incident(self) -> None:
-        """A step with the request in it has failed or crashed."""
+    def on_incident(self) -> None:
+        """Count a step that failed or crashed with the request in it."""
         self.num_incidents += 1

@@ -33,12 +33,12 @@ from quire.protos.wire import (
     TokenDelta,
 )
 from quire.router.admission.fair_queue import TOKENS_PER_GENERATED
-from quire.router.admission.gate import Arrival, Entry
+from quire.router.admission.gate import AdmittedRequest, Arrival
 from quire.router.fleet.request_bookings import RequestBooking
 from quire.router.observer import AnswerEnd
 from quire.router.policy.policy import Ranking, RouteRequest
 from quire.router.request import resume
-from quire.router.request.crash_record import MAX_INCIDENTS, CrashRecord, Standing
+from quire.router.request.crash_record import SUSPECTED_AFTER, CrashRecord, PoisonState
 from quire.router.text.detokenizer import Detokenizer
 from quire.router.text.stop import StopMatcher
 from quire.router.transport.transport import Attempt, Lost
@@ -134,17 +134,19 @@ class RequestStream:
         ] = []  # replica and stream id, not looked into yet
         self._full: set[str] = set()  # replicas that had no place for it
         self._refused: Overloaded | None = None  # by one of them
-        self._entry: Entry | None = None  # through the gate
+        self._admitted: AdmittedRequest | None = None  # through the gate
         self._sent = asyncio.Event()  # to some replica, or closed before that
         self._num_lost = 0  # attempts that a replica did not end as it should
         self._must_pay = False  # the next attempt is a move, not yet taken from the budget
         self._homeless_s: float | None = None  # since when it has been without a replica that works
         self._logged: int | None = None  # number of the last decision in the log
         self._first: OutputDelta | None = None
-        self._told = resume.Told(mark, request.resume_from.field) if mark.num_tokens else None
+        self._known_prefix = (
+            resume.KnownPrefix(mark, request.resume_from.field) if mark.num_tokens else None
+        )
         self._num_chars = 0  # of the emitted tokens, as far as `_on_tokens` has seen them
-        self._closed = self.is_told = mark.finished  # then nothing is left to do
-        if self.is_told:
+        self._closed = self.was_complete = mark.finished  # then nothing is left to do
+        if self.was_complete:
             self.usage.completion_tokens = mark.num_tokens
 
     async def start(self) -> None:
@@ -184,7 +186,7 @@ class RequestStream:
         """Submit. The first attempt passes the gate, the later ones of an accepted request do not; they wait for
         a replica when there is none."""
         if self.explain.attempts == 0 and self._lead is None:
-            self._entry = await self._service.gate.enter(self._arrival())
+            self._admitted = await self._service.gate.enter(self._arrival())
             return
         if self._lead is not None:
             await self._lead._sent.wait()
@@ -307,7 +309,7 @@ class RequestStream:
             deadline_s=deadline_s,
             priority=self._request.priority,
             fork_of=None if parent is None else parent.stream_id,
-            alone=self._crash_record.begin(len(self._emitted)),
+            alone=self._crash_record.begin_attempt(len(self._emitted)),
             num_expected_cached=num_cached,
         )
         self._attempt = service.transport.submit(submit, self._route)
@@ -349,8 +351,8 @@ class RequestStream:
             self._closed = True
             self._release_attempt()
             self._sent.set()
-            if self._entry is not None:
-                self._entry.left()
+            if self._admitted is not None:
+                self._admitted.left()
             self._service.gate.notify()
             self._service.observer.on_end(self._end(finish_reason))
 
@@ -422,14 +424,14 @@ class RequestStream:
                 "came before the first token"
             )
         if self._homeless_s is not None:
-            self._service.observer.on_move(self._service.clock() - self._homeless_s)
+            self._service.observer.on_migration(self._service.clock() - self._homeless_s)
             self._homeless_s = None
-        self._crash_record.progress(expected + len(new_ids))
+        self._crash_record.on_tokens(expected + len(new_ids))
         self._observe(event)
         pieces: list[str] = []
         matched: str | None = None
         offsets: list[int] = []
-        num_told = 0 if self._told is None else self._told.take(expected, new_ids)
+        num_known = 0 if self._known_prefix is None else self._known_prefix.take(expected, new_ids)
         for i, token_id in enumerate(new_ids):
             self._emitted.append(token_id)
             offsets.append(self._num_chars)
@@ -439,7 +441,7 @@ class RequestStream:
             text = self._detokenizer.feed([token_id])
             self._num_chars += len(text)
             text, matched = self._match(text)
-            if i >= num_told:
+            if i >= num_known:
                 pieces.append(text)
             if matched is not None:
                 new_ids = new_ids[: i + 1]
@@ -447,12 +449,12 @@ class RequestStream:
         self.usage.completion_tokens = len(self._emitted)
         self._service.gate.charge(self._request.tenant, TOKENS_PER_GENERATED * len(new_ids))
         ends = matched is not None or event.finish_reason is not None
-        if ends and self._told is not None:
-            self._told.check_end(len(self._emitted))
+        if ends and self._known_prefix is not None:
+            self._known_prefix.check_end(len(self._emitted))
         scores = self._scores(event, expected, new_ids, offsets)
-        if num_told:
-            new_ids = new_ids[num_told:]
-            scores = None if scores is None else scores[num_told:]
+        if num_known:
+            new_ids = new_ids[num_known:]
+            scores = None if scores is None else scores[num_known:]
             if not new_ids and not ends:
                 return None
         if matched is not None:
@@ -461,9 +463,9 @@ class RequestStream:
         if event.finish_reason is None:
             self._is_usual = not (
                 self._request.stop
-                or self._told is not None
+                or self._known_prefix is not None
                 or self._sampling.prompt_logprobs is not None
-                or self._crash_record.on_trial
+                or self._crash_record.is_isolated
             )
             return OutputDelta("".join(pieces), new_ids, logprobs=scores)
         delta = self._finish(event.finish_reason, pieces, new_ids)
@@ -565,8 +567,8 @@ class RequestStream:
             # What was charged when it was sent rested on the prediction.
             wrong = self.explain.predicted_cached_tokens - num_cached_tokens
             gate.charge(self._request.tenant, wrong)
-        if self._entry is not None:
-            self._entry.answered(is_usual=self._num_lost == 0)
+        if self._admitted is not None:
+            self._admitted.answered(is_usual=self._num_lost == 0)
         gate.notify()
 
     async def _on_failure(self, completion: Completion) -> None:
@@ -580,9 +582,9 @@ class RequestStream:
         elif isinstance(error, Unavailable):
             self._on_lost(error.message)
         elif isinstance(error, StepFailed):
-            self._crash_record.incident()
+            self._crash_record.on_incident()
             self._leave()
-            self._check_standing(error.message)
+            self._check_poison(error.message)
         elif isinstance(error, Overloaded):
             # Another may have a place; `_rank` gives up when none is left.
             self._full.add(self._attempt.replica)
@@ -602,19 +604,19 @@ class RequestStream:
         else:
             self._on_lost(lost.reason)
         # Also one that no frame has confirmed: the replica may have died of its first step with the request.
-        if self._crash_record.num_incidents + len(self._lost_attempts) >= MAX_INCIDENTS:
+        if self._crash_record.num_incidents + len(self._lost_attempts) >= SUSPECTED_AFTER:
             await self._look_into_losses()
-            self._check_standing(lost.reason)
+            self._check_poison(lost.reason)
 
     async def _look_into_losses(self) -> None:
         """Whether the replicas crashed, and in steps with this request; the first time nobody waits for the answer."""
         looked_into, self._lost_attempts = self._lost_attempts, []
         for replica, stream_id in looked_into:
             if await self._service.transport.crashed_with(replica, stream_id):
-                self._crash_record.incident()
+                self._crash_record.on_incident()
 
-    def _check_standing(self, reason: str) -> None:
-        if self._crash_record.standing is Standing.CONVICTED:
+    def _check_poison(self, reason: str) -> None:
+        if self._crash_record.state is PoisonState.CONFIRMED:
             raise EngineCrash(
                 f"the engine failed {self._crash_record.num_incidents} times with this request, the last time with "
                 f"nothing else in its step: {reason}"

@@ -81,7 +81,7 @@ class EventIds:
         return self._head + ",".join(self._marks)
 
 
-class Told:
+class KnownPrefix:
     """What the client of a resumed choice has: to be dropped when it is generated again, and checked.
 
     Parameters
@@ -105,16 +105,16 @@ class Told:
         InvalidRequest
             All that the client has is there, and it is something else.
         """
-        num_told = min(len(token_ids), max(0, self._mark.num_tokens - start))
-        if num_told:
-            self._checksum = checksum_of(token_ids[:num_told], self._checksum)
-            if start + num_told == self._mark.num_tokens and self._checksum != self._mark.checksum:
+        num_known = min(len(token_ids), max(0, self._mark.num_tokens - start))
+        if num_known:
+            self._checksum = checksum_of(token_ids[:num_known], self._checksum)
+            if start + num_known == self._mark.num_tokens and self._checksum != self._mark.checksum:
                 raise InvalidRequest(
                     f"{self._field}: generated again, the first {self._mark.num_tokens} tokens are not "
                     "those that this id was given for; the stream cannot be continued exactly",
                     field=self._field,
                 )
-        return num_told
+        return num_known
 
     def check_end(self, num_tokens: int) -> None:
         """Raise `InvalidRequest` when an answer of so many tokens is shorter than what the client has."""

@@ -204,7 +204,7 @@ class RouterMetrics(Observer):
     def on_first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
 
-    def on_move(self, stall_s: float) -> None:
+    def on_migration(self, stall_s: float) -> None:
         self._migration.observe(stall_s)
 
     def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:

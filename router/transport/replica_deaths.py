@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from quire.protos.flight_recorder import Flight, read_flight
+from quire.protos.flight_recorder import FlightRecord, read_flight_record
 from quire.protos.wire import Hello
 
 logger = logging.getLogger("ray.serve")
@@ -27,7 +27,7 @@ class ReplicaDeaths:
 
     def __init__(self) -> None:
         self._hellos: OrderedDict[str, Hello] = OrderedDict()
-        self._answers: dict[str, asyncio.Task[Flight | None]] = {}
+        self._answers: dict[str, asyncio.Task[FlightRecord | None]] = {}
 
     def remember(self, hello: Hello) -> None:
         """A replica has said hello."""
@@ -45,34 +45,34 @@ class ReplicaDeaths:
         task = self._answers.get(replica)
         if task is None:
             task = self._answers[replica] = asyncio.create_task(_read(hello))
-        flight = await asyncio.shield(task)
-        if flight is not None and not flight.crashed:
+        record = await asyncio.shield(task)
+        if record is not None and not record.crashed:
             self._answers.pop(replica, None)  # it may only have lost its stream, and crash later
-        return flight is not None and flight.crashed and stream_id in flight.stream_ids
+        return record is not None and record.crashed and stream_id in record.stream_ids
 
 
 def _is_here(node: str) -> bool:
     return not node or (ray.is_initialized() and node == ray.get_runtime_context().get_node_id())
 
 
-async def _read(hello: Hello) -> Flight | None:
+async def _read(hello: Hello) -> FlightRecord | None:
     path = Path(hello.flight)
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             if _is_here(hello.node):
-                flight = await asyncio.to_thread(read_flight, path)
+                record = await asyncio.to_thread(read_flight_record, path)
             elif not ray.is_initialized():  # a task would start one
                 return None
             else:
                 there = NodeAffinitySchedulingStrategy(hello.node, soft=False)
-                task = ray.remote(read_flight).options(num_cpus=0, scheduling_strategy=there)
-                flight = await task.remote(path)
+                task = ray.remote(read_flight_record).options(num_cpus=0, scheduling_strategy=there)
+                record = await task.remote(path)
     except Exception as error:
         logger.warning("how %s died is not known: %r", hello.replica, error)
         return None
-    if flight is not None and flight.crashed:
-        first = flight.report.splitlines()[0]
+    if record is not None and record.crashed:
+        first = record.report.splitlines()[0]
         logger.error(
-            "%s crashed with %d requests: %s", hello.replica, len(flight.stream_ids), first
+            "%s crashed with %d requests: %s", hello.replica, len(record.stream_ids), first
         )
-    return flight
+    return record

@@ -23,7 +23,7 @@ class Lost:
     planned: bool = False  # a drain: nothing is wrong with the request
 
 
-Event = TokenDelta | Completion | Lost
+AttemptEvent = TokenDelta | Completion | Lost
 
 
 class Attempt:
@@ -58,13 +58,13 @@ class Attempt:
         # When its unary call said that it ended well; the last frame should be here soon after.
         self.completed_s: float | None = None
         self._on_cancel = on_cancel
-        self._events: deque[Event] = deque()
+        self._events: deque[AttemptEvent] = deque()
         # Of the reader, while there is nothing to read. An `asyncio.Event` looks for the loop at every wait, for which
         # Python 3.11 asks the kernel for its process id: a seventh of what a router does for a token.
         self._waiter: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the reader
 
-    def put(self, event: Event) -> None:
+    def put(self, event: AttemptEvent) -> None:
         """Queue an event; after the last one, later ones are dropped."""
         if self.finished:
             return
@@ -84,13 +84,13 @@ class Attempt:
         self._events.append(event)
         self._wake()
 
-    async def next(self) -> Event:
+    async def next(self) -> AttemptEvent:
         """Wait for the next event. Whoever asks for it has done with those before."""
         while (event := self.take()) is None:
             await self.arrival()
         return event
 
-    def take(self) -> Event | None:
+    def take(self) -> AttemptEvent | None:
         """`next` without waiting: None when nothing is there."""
         self.taken_s = None
         if self.credit is not None and self.credit.is_low(self.num_read) and not self.finished:

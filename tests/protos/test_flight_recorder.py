@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.protos.flight_recorder import FlightRecorder, read_flight
+from quire.protos.flight_recorder import FlightRecorder, read_flight_record
 
 PROGRAM = """
 import os, sys, time
@@ -35,34 +35,34 @@ time.sleep(60)
 def last_of(folder: Path, *arguments: object):
     command = [sys.executable, "-c", PROGRAM, str(folder), *map(str, arguments)]
     subprocess.run(command, timeout=60, stderr=subprocess.DEVNULL)
-    return read_flight(folder / "folder" / "replica")
+    return read_flight_record(folder / "folder" / "replica")
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
 def test_a_crash_is_reported_with_its_step(tmp_path, number):
-    flight = last_of(tmp_path, "in a step", int(number))
-    assert flight.crashed and flight.stream_ids == {2**40 + 5, 7}
+    record = last_of(tmp_path, "in a step", int(number))
+    assert record.crashed and record.stream_ids == {2**40 + 5, 7}
 
 
 def test_a_kill_is_no_crash_though_the_step_is_known(tmp_path):
-    flight = last_of(tmp_path, "in a step", int(signal.SIGKILL))
-    assert not flight.crashed and flight.stream_ids == {2**40 + 5, 7}
+    record = last_of(tmp_path, "in a step", int(signal.SIGKILL))
+    assert not record.crashed and record.stream_ids == {2**40 + 5, 7}
 
 
 def test_a_crash_between_two_steps_is_nobodys(tmp_path):
-    flight = last_of(tmp_path, "between", int(signal.SIGSEGV))
-    assert flight.crashed and flight.stream_ids == frozenset()
+    record = last_of(tmp_path, "between", int(signal.SIGSEGV))
+    assert record.crashed and record.stream_ids == frozenset()
 
 
 def test_a_process_that_ends_itself_says_why(tmp_path):
-    flight = last_of(tmp_path, "in a step", "report")
-    assert flight.report == "step 2 hangs\n" and len(flight.stream_ids) == 2
+    record = last_of(tmp_path, "in a step", "report")
+    assert record.report == "step 2 hangs\n" and len(record.stream_ids) == 2
 
 
 def test_nothing_to_be_read_is_nothing_known(tmp_path):
-    assert read_flight(tmp_path / "absent") is None
+    assert read_flight_record(tmp_path / "absent") is None
     path = tmp_path / "alive"
     FlightRecorder(path, 4).begin(1, np.array([9]))
-    assert read_flight(path).stream_ids == {9}
+    assert read_flight_record(path).stream_ids == {9}
     path.write_bytes(b"")  # as a full disk leaves it
-    assert read_flight(path).stream_ids == frozenset()
+    assert read_flight_record(path).stream_ids == frozenset()

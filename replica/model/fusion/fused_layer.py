@@ -7,8 +7,8 @@
 
 Consecutive layers form a chain (`layer_chains.py`): the call of the first runs all of them. On the CPU a layer whose
 products are all packed is one call into the compiled library, and so is a chain (`kernels/cpu/cpu_layer_stack.py`).
-On a GPU a layer of a chain hands on its residual stream and what is still to be added to it, and the norm that comes next
-adds them: that of the next layer, or the decoder's last one.
+On a GPU a layer of a chain hands on its residual stream and its last addend, and the next norm adds the two:
+the norm of the next layer, or the decoder's last one.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Records(Observer):
     def on_inter_token(self, itl_s: float) -> None:
         self.num_later += 1
 
-    def on_move(self, stall_s: float) -> None:
+    def on_migration(self, stall_s: float) -> None:
         self.moves.append(stall_s)
 
     def on_prediction(self, predicted_tokens: int, cached_tokens: int) -> None:

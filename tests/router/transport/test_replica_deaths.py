@@ -16,7 +16,7 @@ def hello(replica: str, flight: Path | str) -> Hello:
     return Hello(replica, "e", "m", "", "float32", 10, 10, 10, 8, [], {}, flight=str(flight))
 
 
-def test_a_crash_counts_for_those_in_the_step(tmp_path):
+def test_a_crash_counts_for_the_streams_of_its_step(tmp_path):
     async def run() -> None:
         replica_deaths = ReplicaDeaths()
         recorder = FlightRecorder(tmp_path / "a", 4)
@@ -32,7 +32,7 @@ def test_a_crash_counts_for_those_in_the_step(tmp_path):
     asyncio.run(run())
 
 
-def test_who_left_nothing_is_innocent(tmp_path):
+def test_a_replica_without_a_record_did_not_crash(tmp_path):
     async def run() -> None:
         replica_deaths = ReplicaDeaths()
         assert not await replica_deaths.crashed_with("unknown", 1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quire.protos.errors import Overloaded
 from quire.protos.wire import Completion, TokenDelta
-from quire.router.transport.transport import Attempt, Event, Lost
+from quire.router.transport.transport import Attempt, AttemptEvent, Lost
 
 ERROR = Overloaded("full").to_wire()
 
@@ -20,11 +20,11 @@ def completion(reason: str) -> Completion:
     return Completion(reason, 4, 2, 0, error=ERROR if reason == "error" else None)
 
 
-def drain(*events: Event) -> tuple[list[Event], Attempt]:
+def drain(*events: AttemptEvent) -> tuple[list[AttemptEvent], Attempt]:
     """What a reader gets, and the attempt."""
     attempt = Attempt(1, "a", on_cancel=lambda attempt: None)
 
-    async def run() -> list[Event]:
+    async def run() -> list[AttemptEvent]:
         for event in events:
             attempt.put(event)
         seen = []
@@ -40,7 +40,7 @@ def drain(*events: Event) -> tuple[list[Event], Attempt]:
 @pytest.mark.parametrize("reason", ["stop", "length"])
 @pytest.mark.parametrize("completion_at", [0, 1, 2, 3])
 def test_a_good_end_is_the_last_delta_wherever_the_completion_comes(reason, completion_at):
-    deltas: list[Event] = [TokenDelta(1, i, [i]) for i in range(2)] + [
+    deltas: list[AttemptEvent] = [TokenDelta(1, i, [i]) for i in range(2)] + [
         TokenDelta(1, 2, [2], reason)
     ]
     events = [*deltas]
@@ -85,7 +85,7 @@ EVENTS = st.one_of(
 )
 
 
-def ends(event: Event) -> bool:
+def ends(event: AttemptEvent) -> bool:
     return not isinstance(event, TokenDelta) or event.finish_reason is not None
 
 
