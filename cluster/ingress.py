@@ -17,8 +17,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from quire.cluster.api_common.watchers import Watchers
-from quire.cluster.config.app_config import AppConfig, RouterArgs
+from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.live_update import router_section
+from quire.cluster.config.router_section import RouterArgs
 from quire.cluster.grpc.grpc_api import GrpcApi
 from quire.cluster.grpc.grpc_poller import batch_pollers
 from quire.cluster.proxies.ray_proxies import open_ports

@@ -26,7 +26,13 @@ from quire.protos.errors import EngineError, InvalidRequest, QuireError, Unavail
 from quire.protos.flight_recorder import FlightRecorder
 from quire.protos.metric_families import Histogram
 from quire.protos.wire import Hello, Load, SamplingParams
-from quire.replica.config import LIGHT_FIELDS, EngineArgs, EngineConfig
+from quire.replica.config import (
+    LIGHT_FIELDS,
+    EngineArgs,
+    EngineConfig,
+    check_args,
+    light_fields,
+)
 from quire.replica.core.request import FinishReason, Request, validate
 from quire.replica.grammar.compiler import GrammarCompiler
 from quire.replica.grammar.state import GrammarState
@@ -107,7 +113,7 @@ class Engine:
             clock=clock,
             step_timeout_s=self.config.step_timeout_s,
             recorder=self.recorder,
-            plans_ahead=self.config.async_batching,
+            plans_ahead=self.config.plans_ahead,
             mark=runtime.runner.mark if self.config.nvtx else None,
         )
         self._grammars = GrammarCompiler(
@@ -187,8 +193,6 @@ class Engine:
         SizingError
             A value out of its bounds.
         """
-        from quire.replica.startup.sizing import check_args
-
         heavy = sorted(changes.keys() - set(LIGHT_FIELDS))
         if heavy:
             raise InvalidRequest(
@@ -196,7 +200,7 @@ class Engine:
             )
         args = dataclasses.replace(self._args, **changes)
         check_args(args)
-        config = dataclasses.replace(self.config, **args.light_fields())
+        config = dataclasses.replace(self.config, **light_fields(args))
         self.call(lambda scheduler: scheduler.reconfigure(config)).result()
         self._loop.step_watch.timeout_s = config.step_timeout_s
         self.config = config

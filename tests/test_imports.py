@@ -355,3 +355,65 @@ def test_the_environment_is_read_by_the_configuration_only(module: str):
         and ast.unparse(node) in ("os.environ", "os.getenv", "environ", "getenv")
     ]
     assert not reads
+
+
+# --------------------------------------------------------------------------------------------------
+# Who may ask which device it is
+# --------------------------------------------------------------------------------------------------
+
+DEVICE_NAMES = {"cpu", "cuda", "triton"}
+DEVICE_FLAGS = {"is_immediate", "is_cuda", "is_cpu", "is_on_gpu", "is_available"}
+# Each chooses an object once, but for the last three. Modules named `cpu_`, `cuda_` and `gpu_` serve one kind of
+# device.
+DEVICE_CHECKS = {
+    "quire.replica.device.open_device": 2,  # the device, and memory of the KV pool on it
+    "quire.replica.runner.model_kernels": 2,  # the kernels
+    "quire.replica.runner.runner": 1,  # whether steps are computed or queued
+    "quire.replica.startup.runtime": 1,  # whether memory is measured
+    "quire.replica.startup.sizing": 3,  # how it is sized; `auto` takes a GPU if there is one
+    "quire.replica.model.weights": 2,  # a tensor on the host is read in place, one on a GPU by pinned memory
+    "quire.replica.machine": 1,  # free memory of the GPU or of the host
+    "quire.replica.engine": 1,  # routers are told the threads of a CPU
+}
+
+
+def device_checks(tree: ast.AST) -> list[str]:
+    """Comparisons with the name of a device or backend, and flags of a device."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            constants = [x for side in sides for x in ast.walk(side) if isinstance(x, ast.Constant)]
+            if "sys.modules" in ast.unparse(node):
+                continue
+            if any(constant.value in DEVICE_NAMES for constant in constants):
+                found.append(ast.unparse(node))
+            elif ast.unparse(node.left).endswith("workspace"):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if node.attr in DEVICE_FLAGS:
+                found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if ".replica." in name])
+def test_what_depends_on_the_device_is_chosen_in_few_places(module: str):
+    if module.rpartition(".")[2].startswith(("cpu_", "cuda_", "gpu_")):
+        return
+    found = device_checks(ast.parse(MODULES[module].read_text()))
+    assert len(found) == DEVICE_CHECKS.get(module, 0), found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'device.type == "cpu"',
+        'backend != "triton"',
+        'x.device in ("cuda", "meta")',
+        "if device.is_immediate: pass",
+        "step.workspace is None",
+        "torch.cuda.is_available()",
+    ],
+)
+def test_the_search_for_device_checks_finds_it(code: str):
+    assert device_checks(ast.parse(code))

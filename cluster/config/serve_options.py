@@ -8,13 +8,8 @@ from typing import Any
 
 import yaml
 
-from quire.cluster.config.app_config import (
-    EMBEDDED_MODEL,
-    AppConfig,
-    ConfigError,
-    Problem,
-    names_hub_model,
-)
+from quire.cluster.config.app_config import EMBEDDED_MODEL, AppConfig, names_hub_model
+from quire.cluster.config.config_problems import ConfigError, Problem
 from quire.cluster.config.default_config import default_config
 
 _YAML = (".yaml", ".yml", ".json")

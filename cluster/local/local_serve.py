@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 
-from quire.cluster.config.app_config import ConfigError, Problem
+from quire.cluster.config.config_problems import ConfigError, Problem
 from quire.cluster.config.resources import device_of, lacking, reservations
 from quire.cluster.config.serve_config import Application, ServeConfig
 from quire.cluster.local import start_report

@@ -23,15 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.protos.wire import (
-    CacheEvents,
-    Frame,
-    Load,
-    TokenColumns,
-    TokenDelta,
-    tier_digest,
-    xor_hashes,
-)
+from quire.protos.routing_hash import tier_digest, xor_hashes
+from quire.protos.wire import CacheEvents, Frame, Load, TokenColumns, TokenDelta
 from quire.replica.core.request import DeltaBatch
 from quire.replica.loop import LoopOutput
 

@@ -20,7 +20,7 @@ from quire.router.explain.decisions import DecisionRing
 from quire.router.policy.fleet_view import COLUMN_NAMES, FleetView
 from quire.router.policy.policy import Ranking
 from quire.router.request import params
-from quire.router.text.chat_template import check_messages
+from quire.router.text.chat_messages import check_messages
 from quire.router.text.stop import StopMatcher
 from quire.router.types import (
     Decisions,

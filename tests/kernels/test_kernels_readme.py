@@ -1,4 +1,4 @@
-"""The README's example runs as it stands and computes what the references say."""
+"""The README's example runs unchanged, and its results equal the references."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ from quire.replica.config import EngineConfig
 from quire.replica.core.step_plan import SamplingBatch, StepPlan, StepResult
 from quire.replica.device.device import Device, Event, Stream, Tensors, Work
 from quire.replica.device.kv_pool import KVPool
-from quire.replica.device.telemetry import DeviceTime
+from quire.replica.device.time_counters import DeviceTime
 from quire.replica.runner.device_steps import Draw
 from quire.replica.runner.device_table import DeviceTable, Differences
 from quire.replica.runner.fixed_step import FixedInputs, FixedStep, sampling_rows
 from quire.replica.runner.forward import Forward
-from quire.replica.runner.graph_cache import CachedGraph, GraphCache
+from quire.replica.runner.graphs.graph_cache import CachedGraph, GraphCache
 from quire.replica.runner.graphs.graph_key import GraphPart
 from quire.replica.runner.graphs.graph_policy import GraphPolicy
 from quire.replica.runner.graphs.mixed_shapes import MixedShapes
@@ -43,7 +43,7 @@ from quire.replica.sampling.step_sampler import Masks
 MAX_CHANGES = 8192
 
 
-class QueuedSteps:
+class GpuSteps:
     """Queues steps; owns the device's inputs, request table and graphs.
 
     Parameters
