@@ -26,7 +26,7 @@ from quire.cluster.http.http_api import build_app
 from quire.cluster.ingress import Router, this_service
 from quire.cluster.proxies.ray_proxies import LOOPBACK, runs_haproxy
 from quire.cluster.proxies.ray_settings import deployment_variables
-from quire.replica.config import EngineArgs
+from quire.replica.config import Device, EngineArgs
 from quire.replica.serving.actor import Replica
 from quire.replica.serving.final_errors import CannotStart
 
@@ -185,7 +185,7 @@ def _actor_options(
     return options
 
 
-def _engine_args(config: AppConfig, device: str) -> EngineArgs:
+def _engine_args(config: AppConfig, device: Device) -> EngineArgs:
     limits = config.engine.engine_options()
     if limits["num_threads"] is None and device == "cpu":
         # Replicas on one node would otherwise each start a thread per core and preempt one another.

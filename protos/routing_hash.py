@@ -73,12 +73,12 @@ def routing_block_sums(starts: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 def _block_sums(token_ids: np.ndarray, weights: np.ndarray, weight_sums: np.ndarray) -> np.ndarray:
     """[n] uint64: sum of w (t + 1) over a block, as sum of w t + sum of w. Of the ways to write it in numpy the one
     that reads each operand once and writes no products: 5 us for 256 blocks, where multiply and sum take 8."""
-    sums = np.einsum("ij,ij->i", token_ids.astype(_U64), weights)
+    sums: np.ndarray = np.einsum("ij,ij->i", token_ids.astype(_U64), weights)
     sums += weight_sums
     return sums
 
 
-def routing_hashes(running_sums: np.ndarray, chain_seeds: np.ndarray) -> np.ndarray:
+def routing_hashes(running_sums: np.ndarray, chain_seeds: np.ndarray | np.uint64) -> np.ndarray:
     """[n] uint64, the hashes of prefixes with these sums, [n] uint64, in chains with these seeds."""
     return _splitmix64(running_sums ^ chain_seeds)
 

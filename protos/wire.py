@@ -275,10 +275,13 @@ class TokenDelta:
     def from_wire(cls, values: list[Any]) -> TokenDelta:
         if len(values) <= _NUM_PLAIN_FIELDS:
             return cls(*values)
-        plain, (logprobs, *prompt) = values[:_NUM_PLAIN_FIELDS], values[_NUM_PLAIN_FIELDS:]
+        delta = cls(*values[:_NUM_PLAIN_FIELDS])
+        logprobs, *prompt = values[_NUM_PLAIN_FIELDS:]
         if logprobs is not None:
-            logprobs = [TokenLogprob(*of_token) for of_token in logprobs]
-        return cls(*plain, logprobs, *map(PromptLogprobs.from_wire, prompt))
+            delta.logprobs = [TokenLogprob(*of_token) for of_token in logprobs]
+        if prompt:
+            delta.prompt_logprobs = PromptLogprobs.from_wire(*prompt)
+        return delta
 
 
 # Fields of a `TokenDelta` before its log-probabilities: a delta without any ends with them.

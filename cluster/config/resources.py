@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from quire.cluster.config.app_config import AppConfig
 from quire.cluster.config.scaling_sections import ReplicaResources, RouterResources
+from quire.replica.config import Device
 
 _GIB = 1024**3
 _NAMES = {"CPU": "CPU", "GPU": "GPU", "memory": "GiB of memory"}
@@ -21,7 +22,7 @@ class Reservation:
     each: Mapping[str, float]  # by Ray's name: CPU, GPU, memory (bytes)
 
 
-def device_of(config: AppConfig, nodes: Sequence[Mapping[str, float]]) -> str:
+def device_of(config: AppConfig, nodes: Sequence[Mapping[str, float]]) -> Device:
     """Where replicas compute: `auto` is a GPU if any node has one."""
     if config.device != "auto":
         return config.device

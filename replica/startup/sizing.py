@@ -63,7 +63,7 @@ def resolve(
     device = sizing.device
     folder = checkpoint_path or spec.path
     weights = choose_weights(args, spec)
-    dtype = args.dtype
+    dtype: str = args.dtype
     if dtype == "auto" and weights == "fp8":
         dtype = "bfloat16"
     elif dtype == "auto":

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,9 +45,10 @@ class CapturedStep(Protocol):
 
     def reserve_logits(self) -> None: ...
 
-    def whole(self, inputs: Inputs, num_blocks: int | None = None) -> None: ...
+    # `inputs` are what `PaddingInputs` sends.
+    def whole(self, inputs: Any, num_blocks: int | None = None) -> None: ...
 
-    def to_logits(self, inputs: Inputs, num_blocks: int | None = None) -> None: ...
+    def to_logits(self, inputs: Any, num_blocks: int | None = None) -> None: ...
 
 
 class PaddingInputs(Protocol):
