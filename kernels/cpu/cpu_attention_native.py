@@ -125,9 +125,8 @@ class NativePlan:
     tiles: np.ndarray  # [query tiles, 7] int64, `struct query_tile`
     units: np.ndarray  # [units, 3] int64, `struct work_unit`
     partials: np.ndarray  # [partials, floats] float32, results of splits
-    missing: (
-        np.ndarray
-    )  # [query tiles * kv_heads] int32, splits of a tile that are not yet computed
+    # [query tiles * kv_heads] int32, splits of a tile that are not yet computed
+    missing: np.ndarray
     scratch: np.ndarray  # [threads, bytes] uint8
     cache_shape: torch.Size
     num_heads: int

@@ -58,9 +58,8 @@ class LayerParts:
 
     attention_norm: NormPart
     qkv: ProductPart
-    head_norms: (
-        tuple[NormPart, NormPart] | None
-    )  # norms of each head of q and of k, with the same eps
+    # Norms of each head of q and of k, with the same eps.
+    head_norms: tuple[NormPart, NormPart] | None
     num_heads: int
     scale: float
     softcap: float | None

@@ -139,9 +139,8 @@ class ExpertPlan:
     num_experts: int
     num_choices: int  # experts of each token
     pairs: torch.Tensor  # [tokens * choices] int32, pairs ordered by expert
-    tiles: (
-        torch.Tensor
-    )  # [max tiles, 3] int32: expert, index of the first pair in `pairs`, number of pairs
+    # [max tiles, 3] int32: expert, index of the first pair in `pairs`, number of pairs
+    tiles: torch.Tensor
 
 
 def plan_experts(experts: torch.Tensor, num_experts: int, dtype: torch.dtype) -> ExpertPlan:

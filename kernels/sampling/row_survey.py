@@ -20,6 +20,8 @@ Parts without a value at or above the cut are not read again, nor are rows that 
 The parts depend on the vocabulary size alone, and all results are combined in a fixed order: a row's result does not
 depend on the batch.
 
+Layout. logits [any, vocab], rows contiguous; the results of all kernels are in a `Workspace`.
+
 Bytes per row: vocab itemsize in the survey, at most the same in the gather kernel (from the L2 cache if it holds the
 rows that run). Instructions per element: 15 in the survey, 75 with noise; 15 in the gather kernel.
 """
