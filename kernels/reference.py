@@ -117,7 +117,7 @@ def quantise_rows(x: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Te
     return torch.stack(codes), torch.stack(scales)[:, None]
 
 
-def write_pages(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
+def write_slots(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
     """Store x [tokens, kv_heads, head_dim] at `slots` of a cache [blocks, kv_heads, block_size, head_dim].
 
     A token with slot -1 is not stored.
