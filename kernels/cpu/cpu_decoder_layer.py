@@ -271,7 +271,7 @@ class PreparedLayer:
     def run_timed(
         self, x: int, out: int, step: LayerStep, isa: str | None
     ) -> tuple[dict[str, float], int]:
-        """Run the layer from address `x` to address `out`; return seconds by part and the rows outside the pages."""
+        """Run the layer from address `x` to address `out`; return seconds by part and the rows outside the cache."""
         self._attention_norm.x = self._output.residual = x
         self._down.out = out
         self._rotate.step, self._attention.plan = step.tables, step.plan.part
@@ -294,7 +294,7 @@ class PreparedLayer:
     ) -> tuple[torch.Tensor, int]:
         """Run the layer for x [tokens, hidden], which `check` has accepted, with results for the selection alone.
 
-        Returns [selected, hidden] and the number of rows outside the pages.
+        Returns [selected, hidden] and the number of rows outside the cache.
         """
         writing, reading = self._halves
         self.place(len(x), workspace)
