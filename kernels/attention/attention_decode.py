@@ -23,7 +23,7 @@ in order; level 2 merges these results in order::
 
 A row's bits depend on its own keys only, not on the batch, the grid, the order of completion or the slots.
 
-Shared prefixes (cascade). Rows whose block tables begin with the same blocks share the items of these splits. One row
+Shared prefixes (cascade). Rows with the same first blocks in their tables share the items of these splits. One row
 uses `group` of the tile's 16 lanes, so up to 16 // group rows fit, and the keys are loaded once for all. A lane's
 arithmetic does not depend on the other lanes, and partial results go to the same slots, so the bits are the same.
 

@@ -311,8 +311,7 @@ def plan(
 def _most_rows(library: native_library.NativeLibrary, dtype: torch.dtype) -> int:
     """Most rows of a query tile.
 
-    With more rows the cost of packing keys is shared by more of them. This pays with AMX, whose products are so fast
-    that packing counts.
+    More rows share the cost of packing keys. This pays with AMX, where products are so fast that packing counts.
     """
     has_matrix_registers = library.best_isa == native_library.ISAS.index("amx_bf16")
     return MAX_ROWS if has_matrix_registers and dtype == torch.bfloat16 else UNIT_ROWS

@@ -12,7 +12,7 @@ is a short loop of additions to prefixes::
     query tile    A    B    C          jobs   A0 B0 C0 | A1 B1 | A2
     KV tiles      3    2    1          acc   [A  B  C] += jobs 0..2;  [A B] += jobs 3..4;  [A] += job 5
 
-A row's result does not depend on the batch, for these reasons. The products have a fixed shape whose height is a
+A row's result does not depend on the batch, for these reasons. The products have a fixed shape; its height is a
 multiple of four (for another height MKL takes another kernel, with another order of additions). The maximum is exact.
 The sums over tiles run in the order of the positions, and a tile that a query does not see adds an exact zero. All else
 is element-wise. One property depends on the matrix library: whether the product of a row is the same in a tile of

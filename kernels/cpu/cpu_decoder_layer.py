@@ -109,7 +109,7 @@ class LayerStep:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The tokens of a step whose results are needed, if these are not all tokens."""
+    """The tokens of a step that need results, if these are not all tokens."""
 
     tokens: torch.Tensor  # [selected] int64, each token at most once
     plan: NativePlan  # plan of these tokens alone, in this order

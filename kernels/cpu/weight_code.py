@@ -62,7 +62,7 @@ class CodeCall(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class WeightCode:
-    """The tables that decode the upper bytes of a coded weight, and the steps whose upper bytes are stored uncoded."""
+    """The tables that decode the upper bytes of a coded weight, and the upper bytes of uncoded steps."""
 
     tables: torch.Tensor  # [panels, 16] uint8, the upper byte for each 4-bit code
     first: torch.Tensor  # [panels] int64, index of a panel's first entry in `apart` and `high`

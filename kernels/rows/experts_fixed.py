@@ -1,4 +1,4 @@
-"""Products of a mixture of experts whose rows have the same bits in every batch, without host synchronisation.
+"""Products of a mixture of experts: each row has the same bits in every batch, without host synchronisation.
 
 A pair is a token and one of the k experts chosen for it: pair p is choice p % k of token p // k. For pair p with
 expert e::
