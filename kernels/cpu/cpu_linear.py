@@ -170,8 +170,8 @@ class PackedWeight:
     @property
     def num_bytes(self) -> int:
         """Bytes in memory, padding of the last panel included."""
-        beside = 0 if self.scales is None else self.scales.nbytes
-        return self.data.nbytes + beside + (0 if self.code is None else self.code.num_bytes)
+        scale_bytes = 0 if self.scales is None else self.scales.nbytes
+        return self.data.nbytes + scale_bytes + (0 if self.code is None else self.code.num_bytes)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up rows of the weight, as an embedding does: [*ids.shape, depth] in `dtype`.
