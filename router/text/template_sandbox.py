@@ -79,7 +79,7 @@ _CHEAP_FILTERS = frozenset(("count", "d", "default", "first", "items", "last", "
 _SHALLOW_FILTERS = frozenset(
     ("batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
 )
-_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_SEQUENCES: tuple[Any, ...] = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
 _COMPARING_TESTS = tuple(
     "!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lt ne".split()
 )
@@ -127,7 +127,7 @@ class Work:
                 total += len(item)
                 continue
             total += _ITEM_CHARS
-            if isinstance(item, (list, tuple, *_VIEWS)):
+            if isinstance(item, _SEQUENCES):
                 self.step(len(item))
                 pending += item
             elif isinstance(item, dict):
