@@ -58,7 +58,7 @@ class GpuSteps:
     Raises
     ------
     ValueError
-        Graphs are asked for where the device has none, or `q_padding` is out of its bounds.
+        `cuda_graphs` is "on" and the device has no graphs, or `q_padding` is out of bounds.
     """
 
     def __init__(
