@@ -10,8 +10,8 @@ import torch
 
 from quire.replica.model.fp8 import CODES
 
-# Bounds of `deviation` by dtype. A wrong formula deviates by tenths. Each rounding that the fused form omits deviates by
-# 2^-9 in bfloat16.
+# Bounds of `deviation` by dtype. A wrong formula deviates by tenths. Each rounding that the fused form omits deviates
+# by 2^-9 in bfloat16.
 MAX_DEVIATION = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01, CODES: 0.05}
 
 
