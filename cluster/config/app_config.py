@@ -43,39 +43,43 @@ class AppConfig(Section):
     model: NodePath = option_field("model")
     revision: str | None = option_field("revision")
     served_model_name: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         max_length=256,
         description="Name that requests give as `model`. Default: the id, or the folder's own "
         "name.",
     )
     chat_template: NodePath | None = Field(
-        None,
+        default=None,
         min_length=1,
         description="Path to a Jinja file with the chat template. Default: the checkpoint's.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {},
+        default={},
         description="Variables for the chat template of every request, `enable_thinking: false` for instance; a "
         "request's own `chat_template_kwargs` go over them.",
     )
     device: Device = option_field("device")
     dtype: Dtype = option_field("dtype")
-    replicas: int = Field(2, ge=1, le=1024, description="Copies of the engine, one device each.")
-    routers: int = Field(2, ge=1, le=64, description="Copies of the HTTP and gRPC front end.")
+    replicas: int = Field(
+        default=2, ge=1, le=1024, description="Copies of the engine, one device each."
+    )
+    routers: int = Field(
+        default=2, ge=1, le=64, description="Copies of the HTTP and gRPC front end."
+    )
     autoscaling: AutoscalingArgs | None = Field(
-        None,
+        default=None,
         description="Let Serve change the number of replicas with the load; `replicas` is then the number "
         "to begin with. Default: there are always `replicas`.",
     )
-    engine: EngineArgs = Field(EngineArgs(), description="Limits of each replica's engine.")
-    router: RouterArgs = Field(RouterArgs(), description="Limits of each router.")
-    http: HttpArgs = Field(HttpArgs(), description="The routers' HTTP front end.")
+    engine: EngineArgs = Field(default=EngineArgs(), description="Limits of each replica's engine.")
+    router: RouterArgs = Field(default=RouterArgs(), description="Limits of each router.")
+    http: HttpArgs = Field(default=HttpArgs(), description="The routers' HTTP front end.")
     replica_resources: ReplicaResources = Field(
-        ReplicaResources(), description="What Ray reserves for each replica."
+        default=ReplicaResources(), description="What Ray reserves for each replica."
     )
     router_resources: RouterResources = Field(
-        RouterResources(), description="What Ray reserves for each router."
+        default=RouterResources(), description="What Ray reserves for each router."
     )
 
     @field_validator("chat_template_kwargs")

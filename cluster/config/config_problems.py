@@ -7,6 +7,7 @@ import re
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -87,7 +88,7 @@ def problems_from(
 def _fields_at(model: type[Section], loc: tuple[str | int, ...]) -> list[str]:
     """Names of the fields of the nested model at `loc`."""
     for part in loc:
-        annotation = model.model_fields[str(part)].annotation
+        annotation: Any = model.model_fields[str(part)].annotation
         # A section that may be absent is annotated `Section | None`.
         sections = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
         model = sections[0] if sections else annotation

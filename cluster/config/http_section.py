@@ -17,7 +17,7 @@ class HttpArgs(Section):
     """What each router's HTTP front end does."""
 
     keepalive_s: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         le=3600,
         description="Seconds after which a stream without its first token sends a comment (`: keep-alive`), again and "
@@ -25,7 +25,7 @@ class HttpArgs(Section):
         "so a later refusal is an error event. Some clients fail on any comment. 0 turns it off.",
     )
     cors_origins: list[str] = Field(
-        [],
+        default=[],
         max_length=256,
         description="Origins of web pages whose scripts may call this API from a browser, such as "
         "https://chat.example.com; '*' allows all pages. Browsers send no cookies. Default: none.",

@@ -15,7 +15,7 @@ arguments; fields that it does not name are as in `args`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -85,7 +85,7 @@ def problems(config: AppConfig, deployment: Any, path: str) -> list[Problem]:
     if not isinstance(deployment, dict):
         return []
     user_config = deployment.get("user_config")
-    merge = {
+    merge: dict[str, Callable[[str], object]] = {
         "Replica": lambda where: engine_section(config.engine, user_config, where),
         "Router": lambda where: router_section(config.router, user_config, where),
     }

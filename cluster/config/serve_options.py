@@ -25,7 +25,7 @@ _ARGS = (
     ("--revision", "revision", str, "branch, tag or commit of a Hugging Face id"),
     ("--chat-template", "chat_template", str, "path of a Jinja file"),
 )
-_PORTS = {"host": "127.0.0.1", "port": 8000, "grpc_port": 9000}
+_PORTS: dict[str, Any] = {"host": "127.0.0.1", "port": 8000, "grpc_port": 9000}
 # A person who tries a model has one machine, often with one device.
 _ONE_MACHINE = {"replicas": 1, "routers": 1}
 
@@ -80,9 +80,9 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
     if isinstance(args.get("chat_template"), str):
         args["chat_template"] = str(Path(args["chat_template"]).expanduser().absolute())
     AppConfig.from_args(args)
+    given = {name: getattr(arguments, name) for name in _PORTS}
     ports = {
-        name: default if (given := getattr(arguments, name)) is None else given
-        for name, default in _PORTS.items()
+        name: default if given[name] is None else given[name] for name, default in _PORTS.items()
     }
     return default_config(
         args, host=ports["host"], http_port=ports["port"], grpc_port=ports["grpc_port"]
