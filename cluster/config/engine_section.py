@@ -37,15 +37,13 @@ class EngineArgs(_options()):  # type: ignore[misc]
     # Options of the replica's actor, not of its engine.
     fault_injection: bool = Field(
         default=False,
-        description="For tests only: requests with certain ids crash, hang or fail the engine that "
-        "runs them.",
+        description="For tests only: requests with certain ids crash, hang or fail the engine that runs them.",
     )
     heartbeat_ms: int = Field(
         default=100,
         ge=100,
         le=1000,
-        description="Milliseconds between the first heartbeats of an idle replica; they back off "
-        "to 1000.",
+        description="Milliseconds between the first heartbeats of an idle replica; the interval grows up to 1000.",
     )
 
     @field_validator("async_batching", "cuda_graphs", mode="before")
